@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..errors import PlanError, shown
-from ..schedule import Schedule, pipelined, verify
+from ..schedule import Pieces, Schedule, fastest_of, verify
 from ..schedule.schedule import many
 from ..topology import Topology
 from . import planners
@@ -64,6 +64,14 @@ def _ring(request: Request) -> list[Schedule]:
     return [parallel_rings(request.topology, request)]
 
 
+def _one_shot(request: Request) -> list[Schedule]:
+    if request.topology is None:
+        return [planners.one_shot_schedule(request)]
+    from .exchanges import exchanges
+
+    return exchanges(request.topology, request)
+
+
 def _forest(request: Request) -> list[Schedule]:
     from .forest import forest_schedules
 
@@ -77,7 +85,7 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
     "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
     "direct": Algorithm(_one(planners.direct_schedule), planners.direct, scatter=(1, 0)),
-    "one_shot": Algorithm(_one(planners.one_shot_schedule), planners.one_shot),
+    "one_shot": Algorithm(_one_shot, planners.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
 }
 
@@ -146,22 +154,25 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
 
 
 @lru_cache(maxsize=4096)
-def fastest(request: Request) -> tuple[Schedule, float]:
+def fastest(request: Request) -> Pieces:
     """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its time in s."""
     topology = request.topology
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
-    found = []
+    found: dict[Schedule, None] = {}
     for tried in _tried(topology, request):
         try:
-            schedules = candidates(tried._replace(nbytes=0, costs=NO_MORE))
-            made = [pipelined(schedule, topology, request.nbytes, costs=request.costs) for schedule in schedules]
-            found.append(min(made, key=lambda one: one[1]))
+            found.update(dict.fromkeys(candidates(tried._replace(nbytes=0, costs=NO_MORE))))
         except PlanError as error:
             failure = error
     if not found:
         raise failure
-    return min(found, key=lambda one: one[1])
+    best = fastest_of(found, topology, request.nbytes, costs=request.costs)
+    if request.algorithm not in (*CHOICES, "forest"):
+        return best
+    from .shallow.forests import faster
+
+    return faster(request, best)
 
 
 def _tried(topology: Topology, request: Request) -> list[Request]:

@@ -2,13 +2,14 @@
 
 from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
-from .simulate import Simulation, TimedTransfer, byte_count, pipelined, simulate, timeline
+from .simulate import Pieces, Simulation, TimedTransfer, byte_count, fastest_of, pipelined, simulate, timeline
 from .traffic import carried_chunks, fluid_rate
 from .verify import verify
 
 __all__ = [
     "Chunk",
     "Costs",
+    "Pieces",
     "Route",
     "Schedule",
     "SharedLimit",
@@ -19,6 +20,7 @@ __all__ = [
     "byte_count",
     "carried_chunks",
     "costs_of",
+    "fastest_of",
     "fluid_rate",
     "live_rounds",
     "pipelined",

@@ -80,7 +80,8 @@ class Costs:
         """
         from ..topology.machines import machine_costs
 
-        return cls(**machine_costs(name, hosts, nics=nics))
+        memory, messages = machine_costs(name, hosts, nics=nics)
+        return cls(reduction_gb_per_s=memory, messages_per_s=messages)
 
     def to_json(self) -> str:
         """Return the costs as JSON text."""

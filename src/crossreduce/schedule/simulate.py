@@ -197,10 +197,10 @@ def pipelined(
 ) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    The best number for the lock-step clock is tried, and then others with the event-driven clock as long as the time
-    becomes less: with at least as many pieces as rounds, the time is a convex function of the number. If operations are
-    queued, the time may be up to ``LONGER`` times the least, with fewer pieces. If an average chunk is cut, its pieces
-    have at least ``LEAST_PIECE`` bytes.
+    The best number for the lock-step clock is tried, and, where this clock is not exact, others with the event-driven
+    clock as long as the time becomes less: with at least as many pieces as rounds, the time is a convex function of the
+    number. If operations are queued, the time may be up to ``LONGER`` times the least, with fewer pieces. If an average
+    chunk is cut, its pieces have at least ``LEAST_PIECE`` bytes.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
@@ -208,12 +208,32 @@ def pipelined(
     >>> schedule.pieces, seconds == simulate(schedule, topology, 1 << 20).seconds
     (8, True)
     """
+    return fastest_of([schedule], topology, nbytes, costs=costs_of(costs, operation_s))
+
+
+def fastest_of(
+    schedules: Iterable[Schedule], topology: Topology, nbytes: int, *, costs: Costs, known: Pieces | None = None
+) -> Pieces:
+    """Return the fastest of some schedules, and of ``known``, each in the number of pieces that suits it.
+
+    The lock-step clock ranks them. A schedule whose busiest resource or longest chain of latencies takes as long as the
+    best time so far is not run. Of equally fast ones, ``known`` is returned, or else the one that ranks first.
+    """
     nbytes = byte_count(nbytes)
-    timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
-    if not nbytes or not schedule.rounds:
-        return Pieces(schedule.cut_into(1), 0.0)
-    pieces = timing.best_pieces()
-    return Pieces(schedule.cut_into(pieces), timing.seconds(pieces))
+    timings = []
+    for schedule in schedules:
+        timing = _Timing(schedule, topology, nbytes, costs)
+        if not nbytes or not schedule.rounds:
+            return Pieces(schedule.cut_into(1), 0.0)
+        timings.append(timing)
+    best = known
+    for timing in sorted(timings, key=lambda timing: timing.lock_step_best[0]):
+        if best is None or timing.floor < best.seconds:
+            pieces = timing.best_pieces()
+            if best is None or timing.seconds(pieces) < best.seconds:
+                best = Pieces(timing.schedule.cut_into(pieces), timing.seconds(pieces))
+    assert best is not None
+    return best
 
 
 class _Timing:
@@ -258,11 +278,20 @@ class _Timing:
         resources = [resource.name for resource in self.loads.traffic.resources]
         return resources + [f"the operations of {host or 'the host'}" for host in self.loads.queues]
 
+    @property
+    def floor(self) -> float:
+        """Seconds that no number of pieces can go below."""
+        return max(*self.busy(1), self.loads.traffic.longest_s)
+
+    @cached_property
+    def lock_step_best(self) -> tuple[float, int]:
+        """The least time of the lock-step clock, and its number of pieces."""
+        return min((self.lock_step.total(pieces), pieces) for pieces in self.lock_step.candidates(self.most))
+
     def best_pieces(self) -> int:
         """Return the number of pieces that takes the least time, see ``pipelined``."""
-        limits = {pieces: self.lock_step.total(pieces) for pieces in self.lock_step.candidates(self.most)}
-        best = self._better(sorted(limits, key=lambda pieces: (limits[pieces], pieces))[:3])
-        if self.seconds(best) > limits[best] * (1 - _EQUAL):
+        limit, best = self.lock_step_best
+        if self.seconds(best) > limit * (1 - _EQUAL):
             return best if not self.loads.queues else self._fewest(best)  # the closed form is exact
         for factor in _FACTORS:
             before = 0

@@ -57,6 +57,7 @@ class Traffic(NamedTuple):
     links: dict[Pair, dict[int, list[int]]]  # for each used link, the chunks that it carries in each round
     link_numbers: dict[Pair, int]  # the number of each of these links among the resources
     latency_s: tuple[float, ...]  # for each round the longest latency of its routes
+    longest_s: float  # the longest sum of latencies of transfers that depend on each other
     hosts: tuple[str, ...]  # of the device of each step; "": the step queues no operation
 
 
@@ -84,11 +85,12 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
     paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
     latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     reads: list[Read] = []
-    latencies, step = [], 0
-    through = None
+    latencies, step, through = [], 0, None
+    done: list[float] = []  # for each step, the longest sum of latencies up to its value
     for r, steps in enumerate(schedule.rounds):
         longest, written = 0.0, {}
         for chunk, dst, srcs in steps:
+            done.append(0.0)
             combining = made.combining(devices[dst], len(srcs))
             for src in srcs:
                 path, uses = NO_PATH, combining
@@ -103,6 +105,7 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
                         made.links[pair].setdefault(r, []).append(chunk)
                     longest = max(longest, path.latency_s)
                 operand = latest.get((chunk, src), -1)
+                done[step] = max(done[step], path.latency_s + (done[operand] if operand >= 0 else 0.0))
                 reads.append(Read(src, dst, step, operand, r, chunk, path.latency_s, path.pairs, uses))
             written[chunk, dst] = step
             step += 1
@@ -112,7 +115,15 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
     hosts = tuple(_host(devices[dst], srcs == (dst,)) for steps in schedule.rounds for _, dst, srcs in steps)
     numbers = {pair: made.numbers[pair] for pair in made.links}
     return Traffic(
-        shares, len(latencies), tuple(reads), tuple(made.found), made.links, numbers, tuple(latencies), hosts
+        shares=shares,
+        rounds=len(latencies),
+        reads=tuple(reads),
+        resources=tuple(made.found),
+        links=made.links,
+        link_numbers=numbers,
+        latency_s=tuple(latencies),
+        longest_s=max(done, default=0.0),
+        hosts=hosts,
     )
 
 

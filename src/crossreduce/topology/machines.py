@@ -73,18 +73,17 @@ def machine_names() -> tuple[tuple[str, str], ...]:
     return tuple((content["name"], content["description"]) for content in _contents())
 
 
-def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> dict[str, float | None]:
-    """Return the published costs of a machine, as arguments of ``Costs``; ``None``: not known.
+def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> tuple[float | None, float | None]:
+    """Return the GB/s of a device's memory and the messages per second of a network card; ``None``: not known.
 
     >>> machine_costs("dgx-a100", 2)
-    {'reduction_gb_per_s': 1555, 'messages_per_s': 215000000}
+    (1555, 215000000)
     """
     _, content, network = _find(name)
     wires = list(_wires(_network(content, hosts, nics or network).get("links", ())))
     rates = [read_data()["links.json"]["kinds"][wire.kind].get("messages_per_s") for wire in wires]
     known = [rate for rate in rates if rate is not None]
-    memory = content.get("memory_gb_per_s")
-    return {"reduction_gb_per_s": memory, "messages_per_s": min(known) if known else None}
+    return content.get("memory_gb_per_s"), min(known) if known else None
 
 
 def _contents() -> tuple[dict[str, Any], ...]:

@@ -91,11 +91,11 @@ def trees_to_schedule(
                     rounds[has[parent]].append(Step(c, node, (parent,)))
                     has[node] = has[parent] + 1
                     routes.setdefault((c, parent, node), {})[has[parent]] = through
-    steps, listed = tuple(tuple(rounds[r]) for r in sorted(rounds)), tuple(_routes(routes, nodes))
+    steps, listed = tuple(tuple(rounds[r]) for r in sorted(rounds)), tuple(listed_routes(routes, nodes))
     return Schedule(collective, algorithm, tuple(nodes[:devices]), tuple(chunks), steps, routes=listed)
 
 
-def _routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:
+def listed_routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:
     """Return the routes of transfers: one for all rounds if a transfer takes the same in all, else one per round."""
     listed = []
     for (chunk, src, dst), by_round in routes.items():

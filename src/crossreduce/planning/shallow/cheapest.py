@@ -1,0 +1,210 @@
+"""Trees of limited depth of the least price: each step has its own price for each hop.
+
+Input: for each step the prices of all hops. Output: for each root, and each step with which its tree begins, the price
+and the hops of a tree that reaches all devices by the last step.
+
+With up to ``MOST_EXACT`` devices the trees are the cheapest, by dynamic programming over the sets of devices that a
+tree has reached: from set A to set B in one step costs, for each device of B that is not in A, the cheapest hop from a
+device of A. With more, they are made of the cheapest paths, and each device is then joined to the nearest device that
+the tree has reached before.
+
+Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971 (dynamic programming over sets of nodes).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol
+
+MOST_EXACT: Final = 10  # devices; the exact search takes 3**n times as long as one hop
+
+Edge = tuple[int, int, int]  # the step, the device that sends, the device that receives
+
+
+class Trees(Protocol):
+    """The cheapest trees that were found."""
+
+    def price(self, root: int, start: int) -> float:
+        """Return the price of a tree out of a root whose first step is ``start``."""
+
+    def edges(self, root: int, start: int) -> list[Edge]:
+        """Return its hops, in the order of the steps."""
+
+
+def cheapest_trees(costs: list[Any]) -> Trees:
+    """Return the trees for the prices of the steps: ``costs[s][u, v]`` is the price of the hop from u to v in step s.
+
+    >>> import numpy as np
+    >>> line = np.array([[9, 1, 5], [1, 9, 1], [5, 1, 9]])
+    >>> found = cheapest_trees([line, line])
+    >>> found.price(0, 0), found.edges(0, 0), found.price(0, 1)
+    (2.0, [(0, 0, 1), (1, 1, 2)], 6.0)
+    """
+    return _Exact(costs) if len(costs[0]) <= MOST_EXACT else _Paths(costs)
+
+
+class _Sets(NamedTuple):
+    """All pairs of sets A and B of devices with A within B, A not empty, sorted by A."""
+
+    a: Any
+    b: Any
+    start: Any  # for each A (from 1 on) its first pair, and the end
+    without: Any  # for each pair, the pair of A and B without its last device that is not in A; -1: A = B
+    last: Any  # this device
+    by_size: list[Any]  # the pairs with 1, 2, ... devices in B that are not in A
+
+
+@lru_cache(maxsize=16)
+def _sets(n: int) -> _Sets:
+    import numpy as np
+
+    pairs = [(a, b) for a in range(1, 1 << n) for b in range(a, 1 << n) if a & b == a]
+    number = {pair: k for k, pair in enumerate(pairs)}
+    more = [b & ~a for a, b in pairs]
+    last = [new.bit_length() - 1 for new in more]
+    without = [number.get((a, b & ~(1 << v)), -1) if b != a else -1 for (a, b), v in zip(pairs, last, strict=True)]
+    size = np.array([new.bit_count() for new in more])
+    a, b = np.array(pairs).T
+    start = np.concatenate([np.searchsorted(a, np.arange(1, 1 << n)), [len(pairs)]])
+    by_size = [np.flatnonzero(size == k) for k in range(1, n)]
+    return _Sets(a, b, start, np.array(without), np.array(last), by_size)
+
+
+class _Exact:
+    """The cheapest trees. ``least[s][A]``: the least price of reaching all devices from the set A in steps s, s + 1,
+    ..."""
+
+    def __init__(self, costs: list[Any]) -> None:
+        import numpy as np
+
+        self.n = len(costs[0])
+        self.sets = _sets(self.n)
+        full = (1 << self.n) - 1
+        after = np.full(full + 1, np.inf)
+        after[full] = 0.0
+        self.least = [after]
+        self.choices: list[Any] = []
+        self.senders: list[Any] = []
+        known: tuple[Any, Any, Any] | None = None
+        for cost in reversed(costs):
+            if known is None or known[0] is not cost:
+                known = cost, *self._prices(cost)
+            _, senders, prices = known
+            values = prices + after[self.sets.b]
+            after = np.concatenate([[np.inf], np.minimum.reduceat(values, self.sets.start[:-1])])
+            self.least.append(after)
+            self.choices.append(values)
+            self.senders.append(senders)
+        for listed in (self.least, self.choices, self.senders):
+            listed.reverse()
+
+    def _prices(self, cost: Any) -> tuple[Any, Any]:
+        """Return the cheapest sender in each set to each device, and the price of each pair of sets."""
+        import numpy as np
+
+        sets, n = self.sets, self.n
+        least, sender = np.full((1 << n, n), np.inf), np.zeros((1 << n, n), dtype=np.intp)
+        for u in range(n):
+            half = slice(0, 1 << u)
+            closer = cost[u] < least[half]
+            least[1 << u : 2 << u] = np.where(closer, cost[u], least[half])
+            sender[1 << u : 2 << u] = np.where(closer, u, sender[half])
+        prices = np.zeros(len(sets.a))
+        for group in sets.by_size:
+            prices[group] = prices[sets.without[group]] + least[sets.a[group], sets.last[group]]
+        return sender, prices
+
+    def price(self, root: int, start: int) -> float:
+        return float(self.least[start][1 << root])
+
+    def edges(self, root: int, start: int) -> list[Edge]:
+        reached, found = 1 << root, []
+        for step in range(start, len(self.choices)):
+            first, end = self.sets.start[reached - 1], self.sets.start[reached]
+            after = int(self.sets.b[first + int(self.choices[step][first:end].argmin())])
+            new = after & ~reached
+            found += [(step, int(self.senders[step][reached, v]), v) for v in range(self.n) if new >> v & 1]
+            reached = after
+        return found
+
+
+class _Paths:
+    """Trees of cheap paths. ``far[start][s][u, v]``: the least price of a path from u, which leaves it in step
+    ``start`` or later, to v before step s."""
+
+    def __init__(self, costs: list[Any]) -> None:
+        self.costs = costs
+        self.n = len(costs[0])
+        self._trees: dict[tuple[int, int], tuple[float, list[Edge]]] = {}
+
+    def price(self, root: int, start: int) -> float:
+        return self._tree(root, start)[0]
+
+    def edges(self, root: int, start: int) -> list[Edge]:
+        return self._tree(root, start)[1]
+
+    def _tree(self, root: int, start: int) -> tuple[float, list[Edge]]:
+        if (root, start) not in self._trees:
+            self._trees[root, start] = self._grown(root, start)
+        return self._trees[root, start]
+
+    def _grown(self, root: int, start: int) -> tuple[float, list[Edge]]:
+        import numpy as np
+
+        everyone = np.arange(self.n)
+        far = np.full(self.n, np.inf)
+        far[root] = 0.0
+        when, sender = np.full(self.n, start), np.full(self.n, root)  # the step after which a device has the data
+        for step in range(start, len(self.costs)):
+            ways = far[:, None] + self.costs[step]
+            best = ways.argmin(axis=0)
+            closer = ways[best, everyone] < far
+            far = np.where(closer, ways[best, everyone], far)
+            when, sender = np.where(closer, step + 1, when), np.where(closer, best, sender)
+        if not np.isfinite(far).all():
+            return float("inf"), []
+        # The path to a device may lead through another one whose own path has become longer since: repair this.
+        for _ in range(len(self.costs)):
+            late = (when[sender] >= when) & (everyone != root)
+            if not late.any():
+                break
+            when = np.where(late, when[sender] + 1, when)
+        if (when > len(self.costs)).any():
+            return self._greedy(root, start)
+        return self._joined(root, when)
+
+    def _greedy(self, root: int, start: int) -> tuple[float, list[Edge]]:
+        """Return a tree in which every device is reached as early as possible."""
+        import numpy as np
+
+        when = np.full(self.n, len(self.costs) + 1)
+        when[root] = start
+        for step in range(start, len(self.costs)):
+            near = np.isfinite(self.costs[step][when <= step]).any(axis=0)
+            when = np.where(near & (when > step + 1), step + 1, when)
+        if (when > len(self.costs)).any():
+            return float("inf"), []
+        return self._joined(root, when)
+
+    def _joined(self, root: int, when: Any) -> tuple[float, list[Edge]]:
+        """Join each device to the nearest one that has the data early enough, in the cheapest step."""
+        import numpy as np
+
+        total, found = 0.0, []
+        for v in range(self.n):
+            if v == root:
+                continue
+            best: tuple[float, Edge] | None = None
+            for step in range(int(when[v])):
+                has = np.flatnonzero(when <= step)
+                if not len(has):
+                    continue
+                u = int(has[self.costs[step][has, v].argmin()])
+                price = float(self.costs[step][u, v])
+                if best is None or price < best[0]:
+                    best = price, (step, u, v)
+            if best is None or not np.isfinite(best[0]):
+                return float("inf"), []
+            total += best[0]
+            found.append(best[1])
+        return total, sorted(found)

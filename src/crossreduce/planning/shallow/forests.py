@@ -1,0 +1,261 @@
+"""Forests of few steps as schedules, if they are faster than a known schedule.
+
+Input: a request and the fastest schedule that is known. Output: the faster one of this and of forests of few steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ...devices import parse
+from ...schedule import Chunk, Pieces, Schedule, Step, fastest_of, verify
+from ...schedule.costs import OPERATION_S
+from ...topology import Topology
+from ..bounds.bound import bound_of_members
+from ..planners import NO_MORE, Request
+from ..topologies import neutral
+from ..trees.schedule import Through, Tree, TreeShare, listed_routes, trees_to_schedule
+from .hops import hops
+from .program import Edge, Shares, shared
+
+MOST_DEVICES: Final = 36  # with more, the linear programs take long
+WORTH: Final = 0.99  # a forest is searched for only if it may take less than this part of the known time
+MORE_STEPS: Final = 3  # the most steps above the least that are tried
+
+
+class _Task(NamedTuple):
+    """What a request needs of its trees."""
+
+    roots: int | None  # see ``shared``
+    paired: bool  # trees into and out of each root
+    backwards: bool  # trees into the roots only
+
+
+def faster(request: Request, best: Pieces) -> Pieces:
+    """Return the fastest of a known schedule and of forests of few steps, and its time.
+
+    Forests of the first kind are for one piece: their steps follow each other. Those of the second kind are for many
+    pieces, so all steps are in progress together. A forest is planned only if no proved limit makes it too slow.
+    """
+    task, members, topology = _task(request), request.members, request.topology
+    assert topology is not None
+    if task is None or not 2 <= len(members) <= MOST_DEVICES or not request.nbytes:
+        return best
+    least = _least_steps(topology, members, task)
+    root = None if task.roots is None or task.roots < 0 else ((members[task.roots], Fraction(1)),)
+    limit = bound_of_members(topology, "all_reduce" if task.paired else request.collective, members, root).algbw
+    if least is None or limit is None:
+        return best
+    transfer = request.nbytes / (float(limit) * 1e9)
+    delay, hop = _latencies(topology, members)
+    always = max(delay + transfer, _queueing(request))
+    for many in (False, True):
+        for steps in range(least, least + MORE_STEPS + 1, 1 + task.paired):
+            ramp = (math.sqrt((steps - 1) * hop) + math.sqrt(transfer)) ** 2 if many else steps * hop + transfer
+            if max(always, ramp) >= best.seconds * WORTH:
+                break
+            found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
+            if found is None:
+                continue
+            best = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs, known=best)
+            if found.seconds_per_gb * float(limit) < 1 + _NEAR:
+                break
+    return best
+
+
+_NEAR: Final = 0.005  # a forest whose rate is so near to the bound needs no more steps
+
+
+def _task(request: Request) -> _Task | None:
+    """Return the task of a request; ``None``: forests of few steps are not made for it."""
+    sources, destinations = request.positions
+    if request.packs != 1 or request.root is not None:
+        return None
+    if request.collective in ("all_gather", "reduce_scatter"):
+        return _Task(-1, False, request.collective == "reduce_scatter")
+    if len(sources) == 1:
+        return _Task(sources[0], False, False)
+    if len(destinations) == 1:
+        return _Task(destinations[0], False, True)
+    return _Task(None, True, False) if set(sources) == set(destinations) else None
+
+
+class _Found(NamedTuple):
+    schedule: Schedule
+    seconds_per_gb: float  # without latencies
+
+
+@lru_cache(maxsize=256)
+def _forest(request: Request, task: _Task, steps: int, many: bool) -> _Found | None:
+    """Return the verified forest of a request with so many steps; ``None``: they do not reach all devices."""
+    assert request.topology is not None
+    seen = neutral(request.topology, request.members, ())
+    wiring = seen.topology.reversed() if task.backwards else seen.topology
+    found = shared(wiring, task.roots, steps, many=many, paired=task.paired)
+    if found is None:
+        return None
+    shares = list(_directed(found, wiring, task, steps))
+    nodes = [seen.names[name] for name in wiring.nodes]
+    if many:
+        schedule = trees_to_schedule(
+            "forest", request, nodes, len(request.members), [_trees(share) for share in shares]
+        )
+    else:
+        schedule = _in_steps(request, nodes, shares)
+    verify(schedule)
+    return _Found(schedule, found.time)
+
+
+class _Hop(NamedTuple):
+    step: int
+    src: int
+    dst: int
+    through: Through
+
+
+class _Share(NamedTuple):
+    """A share of the buffer, its root, and the hops that reduce it and that copy it, sorted by step."""
+
+    share: Fraction
+    root: int
+    into: list[_Hop]
+    out: list[_Hop]
+
+
+def _directed(found: Shares, wiring: Topology, task: _Task, steps: int) -> Iterator[_Share]:
+    """Yield the columns with their hops in the direction in which data moves."""
+    through = hops(wiring).through
+    half = (steps + 1) // 2
+
+    def forwards(edges: tuple[Edge, ...], delay: int = 0) -> list[_Hop]:
+        return [_Hop(step + delay, u, v, through[route]) for step, u, v, route in edges]
+
+    def turned(edges: tuple[Edge, ...], count: int) -> list[_Hop]:
+        return sorted(_Hop(count - 1 - step, v, u, through[route][::-1]) for step, u, v, route in edges)
+
+    for units, column in found.columns:
+        into, out = forwards(column.into), forwards(column.out)
+        if task.backwards:
+            into, out = turned(column.out, steps), []
+        elif task.paired and wiring.symmetric:
+            into, out = turned(column.out, half), forwards(column.out, half)
+        yield _Share(Fraction(units, found.units), column.root, into, out)
+
+
+def _trees(share: _Share) -> TreeShare:
+    """Return the trees of a share without the steps of their hops."""
+    out = Tree(share.root, 1, tuple((hop.dst, hop.src, hop.through) for hop in share.out))
+    into = Tree(share.root, 1, tuple((hop.src, hop.dst, hop.through) for hop in reversed(share.into)))
+    return TreeShare(share.root, share.share, into if share.into else None, out if share.out else None)
+
+
+def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Schedule:
+    """Return the schedule in which each hop is in the round of its step."""
+    sources, destinations = request.positions
+    collective = request.collective
+    if collective in ("all_gather", "reduce_scatter"):
+        shares = sorted(shares, key=lambda share: share.root)
+    rounds: defaultdict[int, list[Step]] = defaultdict(list)
+    chunks: list[Chunk] = []
+    routes: dict[tuple[int, int, int], dict[int, Through]] = {}
+    for c, share in enumerate(shares):
+        gives = (share.root,) if collective == "all_gather" else sources
+        takes = (share.root,) if collective == "reduce_scatter" else destinations
+        chunks.append(Chunk(share.share, gives, takes))
+        has = set(gives)
+        for step, dst, arriving in _by_receiver(share.into):
+            operands = [hop.src for hop in arriving if hop.src in has]
+            if operands:
+                rounds[step].append(Step(c, dst, tuple(sorted(operands + [dst] * (dst in has)))))
+                has.add(dst)
+                routes.update(_route(routes, c, hop) for hop in arriving if hop.src in operands)
+        needed = set(takes)
+        kept = []
+        for hop in reversed(share.out):
+            if hop.dst in needed:
+                needed.add(hop.src)
+                kept.append(hop)
+        for hop in reversed(kept):
+            rounds[hop.step].append(Step(c, hop.dst, (hop.src,)))
+            routes.update([_route(routes, c, hop)])
+    order = sorted(rounds)
+    position = {step: r for r, step in enumerate(order)}
+    moved = {key: {position[step]: through for step, through in by_step.items()} for key, by_step in routes.items()}
+    return Schedule(
+        collective, "forest", tuple(nodes[: len(request.members)]), tuple(chunks),
+        tuple(tuple(rounds[step]) for step in order), routes=tuple(listed_routes(moved, nodes)),
+    )  # fmt: skip
+
+
+def _by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
+    """Yield for each step and receiver the hops that arrive together, in the order of the steps."""
+    found: defaultdict[tuple[int, int], list[_Hop]] = defaultdict(list)
+    for hop in hops:
+        found[hop.step, hop.dst].append(hop)
+    for step, dst in sorted(found):
+        yield step, dst, found[step, dst]
+
+
+def _route(
+    routes: dict[tuple[int, int, int], dict[int, Through]], chunk: int, hop: _Hop
+) -> tuple[tuple[int, int, int], dict[int, Through]]:
+    key = chunk, hop.src, hop.dst
+    return key, routes.get(key, {}) | {hop.step: hop.through}
+
+
+def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> int | None:
+    """Return the least number of steps in which trees reach all members; ``None``: they cannot."""
+    seen = neutral(topology, members, ()).topology
+    neighbours = defaultdict(list)
+    for u, v in hops(seen.reversed() if task.backwards else seen).pairs:
+        neighbours[u].append(v)
+    far: dict[int, int | None] = {}
+    for start in range(len(members)) if task.roots in (None, -1) else [task.roots]:
+        depth = {start: 0}
+        for node in (queue := [start]):
+            for other in neighbours[node]:
+                if other not in depth:
+                    depth[other] = depth[node] + 1
+                    queue.append(other)
+        far[start] = max(depth.values()) if len(depth) == len(members) else None
+    found = [steps for steps in far.values() if steps is not None]
+    if task.paired:
+        return 2 * min(found) if found else None
+    return max(found) if len(found) == len(far) else None
+
+
+@lru_cache(maxsize=512)
+def _latencies(topology: Topology, members: tuple[str, ...]) -> tuple[float, float]:
+    """Return the greatest latency between two members, and the least latency of a hop, in seconds."""
+    worst, least = 0.0, math.inf
+    inside = set(members)
+    for start in members:
+        known: dict[str, float] = {}
+        queue = [(0.0, start)]
+        while queue:
+            delay, node = heapq.heappop(queue)
+            if node in known:
+                continue
+            known[node] = delay
+            if node in inside and node != start:
+                least = min(least, delay)
+            for link in topology.out_links(node):
+                if link.dst not in known:
+                    heapq.heappush(queue, (delay + float(link.latency_s), link.dst))
+        worst = max(worst, *(known.get(other, 0.0) for other in members))
+    return worst, 0.0 if least == math.inf else least
+
+
+def _queueing(request: Request) -> float:
+    """Return the seconds in which the busiest host queues one operation for each destination."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for device in request.destinations:
+        place, cost = parse(device), request.costs.operation_s
+        seconds[place.host] += cost if cost is not None else OPERATION_S if place.kind == "cuda" else 0.0
+    return max(seconds.values())
