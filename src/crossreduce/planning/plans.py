@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
-from ..schedule import Costs, Schedule, byte_count, costs_of, fluid_rate, simulate
+from ..schedule import Costs, Schedule, Simulation, byte_count, costs_of, fluid_rate, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
@@ -61,6 +61,11 @@ class Plan:
         return self.schedule.algorithm
 
     @cached_property
+    def simulation(self) -> Simulation:
+        """The predicted execution: the time of each link, and what is busy for which part of the time."""
+        return simulate(self.schedule, self.topology, self.nbytes, costs=self.request.costs)
+
+    @cached_property
     def rate(self) -> Fraction | None:
         """The algbw in GB/s that the schedule approaches as the buffer grows; ``None``: nothing moves."""
         return fluid_rate(self.schedule, self.topology)
@@ -88,7 +93,7 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import duration, limited_by, percent, shape, size, tree_lines
+        from .explain import busiest, duration, limited_by, percent, shape, size, tree_lines
 
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
@@ -105,6 +110,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
+            f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
             *tree_lines(found),

@@ -64,6 +64,13 @@ def _ring(request: Request) -> list[Schedule]:
     return [parallel_rings(request.topology, request)]
 
 
+def _direct(request: Request) -> list[Schedule]:
+    found = [planners.direct_schedule(request)]
+    if request.topology is not None and len(request.destinations) == 1 and len(request.members) > 2:
+        found.append(planners.direct_schedule(request, request.members))  # all devices reduce a share
+    return found
+
+
 def _one_shot(request: Request) -> list[Schedule]:
     if request.topology is None:
         return [planners.one_shot_schedule(request)]
@@ -84,7 +91,7 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
     "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
     "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
-    "direct": Algorithm(_one(planners.direct_schedule), planners.direct, scatter=(1, 0)),
+    "direct": Algorithm(_direct, planners.direct, scatter=(1, 0)),
     "one_shot": Algorithm(_one_shot, planners.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
 }

@@ -5,10 +5,11 @@ and the hops of a tree that reaches all devices by the last step.
 
 With up to ``MOST_EXACT`` devices the trees are the cheapest, by dynamic programming over the sets of devices that a
 tree has reached: from set A to set B in one step costs, for each device of B that is not in A, the cheapest hop from a
-device of A. With more, they are made of the cheapest paths, and each device is then joined to the nearest device that
-the tree has reached before.
+device of A. With more devices, trees grow greedily, and the cheapest of a few is taken.
 
-Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971 (dynamic programming over sets of nodes).
+Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971 (dynamic programming over sets of nodes);
+Alpert, Hu, Huang, Kahng & Karger, Prim-Dijkstra tradeoffs for improved performance-driven routing tree design, IEEE
+TCAD 14(7), 1995 (greedy trees).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 MOST_EXACT: Final = 10  # devices; the exact search takes 3**n times as long as one hop
+
+_PARTS_OF_PATHS: Final = (0.0, 0.5)  # how much the price of the path to a hop counts
 
 Edge = tuple[int, int, int]  # the step, the device that sends, the device that receives
 
@@ -40,7 +43,7 @@ def cheapest_trees(costs: list[Any]) -> Trees:
     >>> found.price(0, 0), found.edges(0, 0), found.price(0, 1)
     (2.0, [(0, 0, 1), (1, 1, 2)], 6.0)
     """
-    return _Exact(costs) if len(costs[0]) <= MOST_EXACT else _Paths(costs)
+    return _Exact(costs) if len(costs[0]) <= MOST_EXACT else _Grown(costs)
 
 
 class _Sets(NamedTuple):
@@ -128,13 +131,24 @@ class _Exact:
         return found
 
 
-class _Paths:
-    """Trees of cheap paths. ``far[start][s][u, v]``: the least price of a path from u, which leaves it in step
-    ``start`` or later, to v before step s."""
+class _Grown:
+    """Trees that grow device by device, by the least of the price of a hop plus a part of the price of the path to
+    it."""
 
     def __init__(self, costs: list[Any]) -> None:
+        import numpy as np
+
         self.costs = costs
-        self.n = len(costs[0])
+        self.n, self.steps = len(costs[0]), len(costs)
+        # For each step the least price of each hop in this step or a later one, and the step of this price.
+        self.later = [np.full((self.n, self.n), np.inf)]
+        self.when = [np.full((self.n, self.n), self.steps)]
+        for step, cost in reversed(list(enumerate(costs))):
+            closer = cost <= self.later[-1]
+            self.later.append(np.where(closer, cost, self.later[-1]))
+            self.when.append(np.where(closer, step, self.when[-1]))
+        self.later.reverse()
+        self.when.reverse()
         self._trees: dict[tuple[int, int], tuple[float, list[Edge]]] = {}
 
     def price(self, root: int, start: int) -> float:
@@ -145,66 +159,50 @@ class _Paths:
 
     def _tree(self, root: int, start: int) -> tuple[float, list[Edge]]:
         if (root, start) not in self._trees:
-            self._trees[root, start] = self._grown(root, start)
+            found = [self._grown(root, start, part) for part in _PARTS_OF_PATHS]
+            self._trees[root, start] = min([*found, self._early(root, start)], key=lambda tree: tree[0])
         return self._trees[root, start]
 
-    def _grown(self, root: int, start: int) -> tuple[float, list[Edge]]:
-        import numpy as np
-
-        everyone = np.arange(self.n)
-        far = np.full(self.n, np.inf)
-        far[root] = 0.0
-        when, sender = np.full(self.n, start), np.full(self.n, root)  # the step after which a device has the data
-        for step in range(start, len(self.costs)):
-            ways = far[:, None] + self.costs[step]
-            best = ways.argmin(axis=0)
-            closer = ways[best, everyone] < far
-            far = np.where(closer, ways[best, everyone], far)
-            when, sender = np.where(closer, step + 1, when), np.where(closer, best, sender)
-        if not np.isfinite(far).all():
-            return float("inf"), []
-        # The path to a device may lead through another one whose own path has become longer since: repair this.
-        for _ in range(len(self.costs)):
-            late = (when[sender] >= when) & (everyone != root)
-            if not late.any():
-                break
-            when = np.where(late, when[sender] + 1, when)
-        if (when > len(self.costs)).any():
-            return self._greedy(root, start)
-        return self._joined(root, when)
-
-    def _greedy(self, root: int, start: int) -> tuple[float, list[Edge]]:
-        """Return a tree in which every device is reached as early as possible."""
-        import numpy as np
-
-        when = np.full(self.n, len(self.costs) + 1)
-        when[root] = start
-        for step in range(start, len(self.costs)):
-            near = np.isfinite(self.costs[step][when <= step]).any(axis=0)
-            when = np.where(near & (when > step + 1), step + 1, when)
-        if (when > len(self.costs)).any():
-            return float("inf"), []
-        return self._joined(root, when)
-
-    def _joined(self, root: int, when: Any) -> tuple[float, list[Edge]]:
-        """Join each device to the nearest one that has the data early enough, in the cheapest step."""
+    def _grown(self, root: int, start: int, part: float) -> tuple[float, list[Edge]]:
         import numpy as np
 
         total, found = 0.0, []
-        for v in range(self.n):
-            if v == root:
-                continue
-            best: tuple[float, Edge] | None = None
-            for step in range(int(when[v])):
-                has = np.flatnonzero(when <= step)
-                if not len(has):
-                    continue
-                u = int(has[self.costs[step][has, v].argmin()])
-                price = float(self.costs[step][u, v])
-                if best is None or price < best[0]:
-                    best = price, (step, u, v)
-            if best is None or not np.isfinite(best[0]):
-                return float("inf"), []
-            total += best[0]
-            found.append(best[1])
+        sender = np.full(self.n, root)
+        step = self.when[start][root].copy()
+        price = self.later[start][root].copy()
+        rank = price.copy()
+        missing = np.ones(self.n, dtype=bool)
+        missing[root] = False
+        rank[root] = np.inf
+        for _ in range(self.n - 1):
+            v = int(rank.argmin())
+            if rank[v] == np.inf:
+                return np.inf, []
+            total += float(price[v])
+            at = int(step[v])
+            found.append((at, int(sender[v]), v))
+            far = rank[v] * part
+            missing[v] = False
+            rank[v] = np.inf
+            better = missing & (self.later[at + 1][v] + far < rank)
+            rank = np.where(better, self.later[at + 1][v] + far, rank)
+            price = np.where(better, self.later[at + 1][v], price)
+            step, sender = np.where(better, self.when[at + 1][v], step), np.where(better, v, sender)
         return total, sorted(found)
+
+    def _early(self, root: int, start: int) -> tuple[float, list[Edge]]:
+        """Return a tree that reaches every device as early as possible, over the cheapest of such hops."""
+        import numpy as np
+
+        reached = np.zeros(self.n, dtype=bool)
+        reached[root] = True
+        total, found = 0.0, []
+        for step in range(start, self.steps):
+            ways = np.where(reached[:, None], self.costs[step], np.inf)
+            senders = ways.argmin(axis=0)
+            prices = ways[senders, np.arange(self.n)]
+            new = np.flatnonzero(~reached & (prices < np.inf))
+            found += [(step, int(senders[v]), int(v)) for v in new]
+            total += float(prices[new].sum())
+            reached[new] = True
+        return (total, found) if reached.all() else (float("inf"), [])

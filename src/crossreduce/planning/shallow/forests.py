@@ -21,12 +21,13 @@ from ..bounds.bound import bound_of_members
 from ..planners import NO_MORE, Request
 from ..topologies import neutral
 from ..trees.schedule import Through, Tree, TreeShare, listed_routes, trees_to_schedule
+from .cheapest import MOST_EXACT
 from .hops import hops
 from .program import Edge, Shares, shared
 
-MOST_DEVICES: Final = 36  # with more, the linear programs take long
+MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.99  # a forest is searched for only if it may take less than this part of the known time
-MORE_STEPS: Final = 3  # the most steps above the least that are tried
+MORE_STEPS: Final = 3  # the most steps above the least that are tried; 1, if the trees are not the cheapest
 
 
 class _Task(NamedTuple):
@@ -56,7 +57,8 @@ def faster(request: Request, best: Pieces) -> Pieces:
     delay, hop = _latencies(topology, members)
     always = max(delay + transfer, _queueing(request))
     for many in (False, True):
-        for steps in range(least, least + MORE_STEPS + 1, 1 + task.paired):
+        more = MORE_STEPS if len(members) <= MOST_EXACT else 1 + task.paired
+        for steps in range(least, least + more + 1, 1 + task.paired):
             ramp = (math.sqrt((steps - 1) * hop) + math.sqrt(transfer)) ** 2 if many else steps * hop + transfer
             if max(always, ramp) >= best.seconds * WORTH:
                 break

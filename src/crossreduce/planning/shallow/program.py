@@ -25,15 +25,15 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ...topology import Topology
-from .cheapest import Trees, cheapest_trees
+from .cheapest import MOST_EXACT, Trees, cheapest_trees
 from .hops import hops
 from .units import in_units
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-_WARM: Final = 24  # sets of trees that are found before the first linear program
+_WARM: Final = 24  # sets of trees that are found before the first linear program; a third, if they are not exact
 _WARM_PER_STEP: Final = 10  # and more for each step, if each set has only one tree
 _STEEP: Final = 8.0
-_MOST_PROGRAMS: Final = 8
+_MOST_PROGRAMS: Final = 8  # 3, if trees are not exact
 _MIXES: Final = (1.0, 0.6, 0.3)
 
 Edge = tuple[int, int, int, int]  # step, sender, receiver, route
@@ -53,7 +53,7 @@ class Shares(NamedTuple):
     columns: tuple[tuple[int, Column], ...]  # each with its units
     units: int  # of the whole buffer
     time: float  # the sum of t_s for 1 GB, in seconds, after rounding
-    limit: float  # no solution takes less
+    limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less
 
 
 @lru_cache(maxsize=512)
@@ -101,7 +101,9 @@ class _Search:
 
         prices = np.tile(1 / self.hops.bandwidth / self.hops.links, (self.rows, 1))
         load = np.zeros((self.rows, self.hops.links))
-        for turn in range(_WARM + (_WARM_PER_STEP * self.steps if len(self.roots) == 1 else 0)):
+        exact = self.hops.n <= MOST_EXACT
+        warm = _WARM + (_WARM_PER_STEP * self.steps if len(self.roots) == 1 else 0)
+        for turn in range(warm if exact else warm // 3):
             found = self._cheapest(prices)
             if found is None:
                 return None
@@ -111,12 +113,12 @@ class _Search:
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
-        for _ in range(_MOST_PROGRAMS):
+        for _ in range(_MOST_PROGRAMS if exact else 3):
             time, amounts, dual, paid = self._solved()
             known = len(self.columns)
             for part in _MIXES:
                 self._cheapest(part * dual + (1 - part) * self.best, paid)
-            if len(self.columns) == known or time <= self.limit * (1 + GAP):
+            if len(self.columns) == known or (exact and time <= self.limit * (1 + GAP)):
                 break
         return self._rounded(amounts, time)
 
