@@ -1,0 +1,99 @@
+"""What a threadblock knows of the past: the happens-before order of a run, as sets of bits.
+
+A bit stands for the accesses of one threadblock between two synchronisations of its threads, or for one transfer of a
+port channel. A ``Clock`` has two sets: accesses that are over, and writes that are visible.
+
+- A signal and the wait that receives it pass on both sets. If one of the two is relaxed, or by a packet, the receiver
+  knows that accesses are over, so that it may overwrite what they read; but of writes only those that were visible
+  when the sender's kernel began. (Packets are read in a loop until their flags arrive, and later accesses depend on
+  that loop.)
+- A signal, wait or packet is an action of single threads. What one thread learned, or did to data, the others know
+  after a synchronisation. Until then, the same thread's accesses are ordered, and no others.
+
+Source: include/mscclpp/{semaphore_device,concurrency_device,packet_device}.hpp in github.com/microsoft/mscclpp; the
+memory model of NVIDIA's PTX ISA (release and acquire patterns, causality order).
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final, NamedTuple
+
+
+class Clock(NamedTuple):
+    """What has certainly happened."""
+
+    ended: int = 0  # accesses that are over
+    visible: int = 0  # writes that are visible
+
+    def joined(self, other: Clock) -> Clock:
+        """Return what either of two clocks contains."""
+        return Clock(self.ended | other.ended, self.visible | other.visible)
+
+
+NOTHING: Final = Clock()
+
+
+class AccessRecord(NamedTuple):
+    """An access: the bit that stands for it, who made it, and which thread each byte belongs to."""
+
+    bit: int
+    block: int  # the number of the threadblock; -1: a port channel, or the user between two calls
+    threads: tuple[int, int]  # equal for two accesses to the same bytes: the same threads made them
+    text: str
+
+
+def single(thread: int) -> tuple[int, int]:
+    """Return ``AccessRecord.threads`` for an action of one thread."""
+    return -1, thread
+
+
+class BlockClock:
+    """The knowledge of the threads of one threadblock."""
+
+    def __init__(self, number: int, bits: count[int]) -> None:
+        self.number, self.bits = number, bits
+        self.begin(NOTHING)
+
+    def begin(self, clock: Clock) -> None:
+        """Begin a kernel, at a time when all threads have the knowledge ``clock``."""
+        self.known = clock
+        self.start = clock.visible
+        self.own: dict[int, Clock] = {}  # what single threads know besides
+        self.arrived = NOTHING  # what threads know from packets
+        self.unsynced = 0  # the bits of accesses since the last synchronisation
+        self.bit = next(self.bits)
+
+    def sync(self) -> None:
+        """Let the threads wait for each other."""
+        for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
+            self.known = self.known.joined(clock)
+        self.own, self.arrived, self.unsynced = {}, NOTHING, 0
+        self.bit = next(self.bits)
+
+    def of(self, thread: int) -> Clock:
+        """Return what one thread knows."""
+        return self.known.joined(self.own[thread]) if thread in self.own else self.known
+
+    def learn(self, thread: int, clock: Clock) -> None:
+        """Add to the knowledge of one thread."""
+        self.own[thread] = self.own.get(thread, NOTHING).joined(clock)
+
+    def record(self, threads: tuple[int, int], text: str) -> AccessRecord:
+        """Return the record of an access that the threadblock makes now."""
+        self.unsynced |= 1 << self.bit
+        return AccessRecord(self.bit, self.number, threads, text)
+
+    def separate(self) -> None:
+        """Use another bit for later accesses."""
+        self.bit = next(self.bits)
+
+    def is_after(self, record: AccessRecord, known: int, threads: tuple[int, int]) -> bool:
+        """Return whether an access is over for threads of this threadblock.
+
+        Either its bit is in the set ``known``, or the same threads of this threadblock made it.
+        """
+        if known >> record.bit & 1:
+            return True
+        same = record.block == self.number and record.threads == threads
+        return same and bool(self.unsynced >> record.bit & 1)
