@@ -1,7 +1,8 @@
 """What a threadblock knows of the past: the happens-before order of a run, as sets of bits.
 
-A bit stands for the accesses of one threadblock between two synchronisations of its threads, or for one transfer of a
-port channel. A ``Clock`` has two sets: accesses that are over, and writes that are visible.
+A bit stands for the accesses of one threadblock between two synchronisations of its threads, for what one thread does
+in this time with channels and semaphores, or for one transfer of a port channel.
+A ``Clock`` has two sets: accesses that are over, and writes that are visible.
 
 - A signal and the wait that receives it pass on both sets. If one of the two is relaxed, or by a packet, the receiver
   knows that accesses are over, so that it may overwrite what they read; but of writes only those that were visible
@@ -60,6 +61,7 @@ class BlockClock:
         self.known = clock
         self.start = clock.visible
         self.own: dict[int, Clock] = {}  # what single threads know besides
+        self.own_bits: dict[int, int] = {}  # of their actions
         self.arrived = NOTHING  # what threads know from packets
         self.unsynced = 0  # the bits of accesses since the last synchronisation
         self.bit = next(self.bits)
@@ -68,7 +70,7 @@ class BlockClock:
         """Let the threads wait for each other."""
         for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
             self.known = self.known.joined(clock)
-        self.own, self.arrived, self.unsynced = {}, NOTHING, 0
+        self.own, self.own_bits, self.arrived, self.unsynced = {}, {}, NOTHING, 0
         self.bit = next(self.bits)
 
     def of(self, thread: int) -> Clock:
@@ -80,9 +82,13 @@ class BlockClock:
         self.own[thread] = self.own.get(thread, NOTHING).joined(clock)
 
     def record(self, threads: tuple[int, int], text: str) -> AccessRecord:
-        """Return the record of an access that the threadblock makes now."""
-        self.unsynced |= 1 << self.bit
-        return AccessRecord(self.bit, self.number, threads, text)
+        """Return the record of an access that all threads make now, or an action of one thread (see ``single``)."""
+        bit = self.bit
+        if threads[0] < 0:
+            bit = self.own_bits.setdefault(threads[1], next(self.bits))
+            self.learn(threads[1], Clock(1 << bit, 1 << bit))
+        self.unsynced |= 1 << bit
+        return AccessRecord(bit, self.number, threads, text)
 
     def separate(self) -> None:
         """Use another bit for later accesses."""

@@ -310,6 +310,9 @@ class _MoveRun:
         for reader in cell.readers:
             if not self._is_after(reader, known.ended, record):
                 raise self._race("writes", cell, reader, "reads")
+        if cell.packets == self.call and not cell.received:
+            text = f"writes {self.buffers.describe(cell)}, whose packets of this call may not have been read."
+            raise self._error(f"a race. It {text}")
         if cell.writer is not None and not cell.received and not self._is_after(cell.writer, known.visible, record):
             raise self._race("writes", cell, cell.writer, "writes")
 

@@ -18,7 +18,16 @@ from ...errors import ArgumentError, ScheduleError, shown
 from ..collective import require_integers
 from .fields import quoted
 from .format import VERIFIABLE, MscclppPlan, read_mscclpp_json
-from .layout import Layout, check_buffers, chunk_bytes, message_chunks, reuse_chunk, typical_chunks, unit_bytes
+from .layout import (
+    Layout,
+    all_operations,
+    check_buffers,
+    chunk_bytes,
+    message_chunks,
+    reuse_chunk,
+    typical_chunks,
+    unit_bytes,
+)
 from .limits import broken_limits
 from .simulation import Simulation
 
@@ -107,10 +116,11 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     check_buffers(plan)
     chunks = typical_chunks(plan) if nbytes is None else [chunk_bytes(plan, nbytes)]
     notes = list(broken_limits(plan))
-    for chunk in chunks:
-        root = _prove(plan, chunk, root, notes)
+    for chunk in reversed(chunks):  # a fault of all sizes is reported for a message of many words
+        root = _prove(plan, chunk, root)
     if nbytes is None and plan.reuse:
         chunks += _proved_with_reuse(plan, chunks[-1], root, notes)
+    notes += _without_flushes(plan, chunks[-1], root)
     if root is not None:
         notes.append(f"the format does not store a root: the executor uses the plan for every root, but it is {root}")
     blocks = [block for gpu in plan.gpus for block in gpu.threadblocks]
@@ -125,7 +135,7 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     return MscclppReport(*facts, *counts, plan.inplace, *limits, sizes, unique)
 
 
-def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) -> int | None:
+def _prove(plan: MscclppPlan, chunk: int, root: int | None) -> int | None:
     """Run a plan for one size, and raise unless it is right. Return the root of the collective."""
     ranks = range(len(plan.gpus))
     sources = ranks
@@ -143,12 +153,6 @@ def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) ->
             fault = call[rank]
             if fault is not None:
                 raise ScheduleError(fault)
-    if any(op.name == "flush" for gpu in plan.gpus for block in gpu.threadblocks for op in block.operations):
-        try:
-            Simulation(plan, chunk, sources, flushes=False).run()
-        except ScheduleError as error:
-            note = "it needs its flushes, but the executor's handleFlush takes the number of channels from dst_buff"
-            notes.append(f"{note}, which flushes do not have, so they do nothing. Without them: {_short(error)}")
     return root
 
 
@@ -165,13 +169,26 @@ def _broadcast_root(plan: MscclppPlan, chunk: int) -> int:
     return value.once.bit_length() - 1 if value is not None and value.once else 0
 
 
+def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[str]:
+    """Return a note if a plan is wrong where flushes do nothing, as in the executor."""
+    if not any(op.name == "flush" for op in all_operations(plan)):
+        return []
+    sources = range(len(plan.gpus)) if plan.collective != "broadcast" or root is None else range(root, root + 1)
+    try:
+        Simulation(plan, chunk, sources, flushes=False).run()
+    except ScheduleError as error:
+        reason = "the executor's handleFlush takes the number of channels from dst_buff, which they do not have"
+        return [f"the plan needs its flushes, but flushes do nothing ({reason}). Without them: {_short(error)}"]
+    return []
+
+
 def _proved_with_reuse(plan: MscclppPlan, largest: int, root: int | None, notes: list[str]) -> list[int]:
     """Run a plan whose chunks use their share of the scratch buffer more than once; a fault becomes a note."""
     chunk = reuse_chunk(plan)
     if chunk is None or chunk <= largest:
         return []
     try:
-        _prove(plan, chunk, root, notes)
+        _prove(plan, chunk, root)
     except ScheduleError as error:
         limit = Layout(plan, chunk).share(0) * message_chunks(plan)
         notes.append(f"not proved for messages of more than {limit} bytes (max_message_size): {_short(error)}")
