@@ -165,9 +165,9 @@ def exchanged(n, **fields):
     return plan("allreduce", (1, 1), *gpus, **fields)
 
 
-def gathered_by_ports(n, **fields):
+def gathered_by_ports(n, put="@put PUTS; @signal {P}", end="@flush {P}", **fields):
     """Return an all-gather on port channels, which ends when the GPU's own puts are over."""
-    text = "@signal {P}; @wait {P}; nop; @put PUTS; @signal {P}; copy i0 > o{g}; @wait {P}; @flush {P}; nop"
+    text = f"@signal {{P}}; @wait {{P}}; nop; {put}; copy i0 > o{{g}}; @wait {{P}}; {end}; nop"
     gpus = []
     for g in range(n):
         puts = " ".join("i0" for _ in others(g, n)) + " > " + " ".join(f"{p}.o{g}" for p in others(g, n))

@@ -213,3 +213,42 @@ def test_the_verifier_agrees_with_the_machine(name):
     the same time."""
     answers = [agrees(mutant(name, seed), seed, ROOTS.get(name)) for seed in range(MUTANTS)]
     assert answers.count(False) >= MUTANTS // 4
+
+
+def single_changes(text):
+    """Yield a plan without each operation and each channel of an operation, with each index changed by 1, and with each
+    two neighbouring operations swapped."""
+    count = len(all_ops(json.loads(text)))
+    for number in range(count):
+
+        def changed(change, number=number):
+            content = json.loads(text)
+            ops, k = all_ops(content)[number]
+            return json.dumps(content) if change(ops, k) is not False else None
+
+        yield changed(lambda ops, k: drop(ops, k, None))
+        yield changed(lambda ops, k: swap_neighbours(ops, k, None) if k and ops[k] != ops[k - 1] else False)
+        ops, k = all_ops(json.loads(text))[number]
+        for key in ("channel_ids", "src_buff", "dst_buff"):
+            for position in range(len(ops[k].get(key, ()))):
+                if key == "channel_ids" and "src_buff" not in ops[k] and len(ops[k][key]) > 1:
+                    yield changed(lambda ops, k, key=key, position=position: ops[k][key].pop(position))
+                if key != "channel_ids":
+                    for by in (-1, 1):
+                        yield changed(
+                            lambda ops, k, key=key, position=position, by=by: moved(ops[k][key][position], by)
+                        )
+
+
+def moved(span, by):
+    """Move a span; return ``False`` if it would begin before its buffer."""
+    span["index"] += by
+    return span["index"] >= 0
+
+
+@pytest.mark.parametrize("name", ["direct 2", "packets", "ports", "all to all"])
+def test_every_single_change_is_judged_rightly(name):
+    """Every plan that differs from a right one by one operation, channel, index or swap is proved if and only if the
+    machine finds no fault."""
+    answers = [agrees(text, 0, ROOTS.get(name)) for text in single_changes(BASES[name]) if text is not None]
+    assert answers.count(False) > len(answers) / 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import ScheduleError
 from .fields import quoted
 from .format import BUFFERS, REDUCING, MscclppPlan
-from .layout import Area, Layout
+from .layout import Area, PlanLayout
 from .memory import Cell, Cells, Value
 from .moves import Move
 
@@ -13,7 +13,7 @@ from .moves import Move
 class Buffers:
     """The cells of all GPUs. ``sources``: the ranks whose input may be read."""
 
-    def __init__(self, plan: MscclppPlan, layout: Layout, sources: range, moves: list[Move]) -> None:
+    def __init__(self, plan: MscclppPlan, layout: PlanLayout, sources: range, moves: list[Move]) -> None:
         self.plan, self.layout, self.sources = plan, layout, sources
         self.name = f"plan {quoted(plan.name)}"
         self.kind, self.ranks = plan.collective, len(plan.gpus)

@@ -1,6 +1,6 @@
 """The operations of an MSCCL++ plan as the executor's kernel runs them, for a message of one size.
 
-Input: a ``MscclppPlan`` and a ``Layout``. Output: for each threadblock a list of instructions: moves of bytes, and
+Input: a ``MscclppPlan`` and a ``PlanLayout``. Output: for each threadblock a list of instructions: moves of bytes, and
 synchronisation. Pipelines are unrolled.
 
 - All threads of a threadblock run the operations in order, and wait for each other only at a ``nop`` and a
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from ...errors import ScheduleError
 from .fields import quoted
 from .format import BUFFERS, MscclppPlan, PlanOperation
-from .layout import WORD, Layout
+from .layout import WORD, PlanLayout
 from .moves import WHOLE, Move, MoveMaker
 
 MOST_INSTRUCTIONS: Final = 1 << 17  # of a plan with unrolled pipelines; more take minutes
@@ -28,7 +28,7 @@ MOST_ITERATIONS: Final = (1 << 16) - 1  # the kernel counts iterations with 16 b
 ChannelEnd = tuple[str, int, int, int]  # type, a rank, the other rank, the number among the channels of the two
 
 
-class Instruction(NamedTuple):
+class PlanInstruction(NamedTuple):
     """An instruction of a threadblock.
 
     ``kind``: "move", "post" (a move that a port channel makes later), "sync" (of the threads of the threadblock),
@@ -62,7 +62,7 @@ def channel_ends(plan: MscclppPlan) -> list[dict[tuple[str, int], ChannelEnd]]:
     return ends
 
 
-def instructions(plan: MscclppPlan, layout: Layout) -> list[list[Instruction]]:
+def instructions(plan: MscclppPlan, layout: PlanLayout) -> list[list[PlanInstruction]]:
     """Return the instructions of each threadblock, in the order of GPUs and threadblocks.
 
     Raises:
@@ -70,7 +70,7 @@ def instructions(plan: MscclppPlan, layout: Layout) -> list[list[Instruction]]:
         ``MOST_INSTRUCTIONS`` instructions.
     """
     ends = channel_ends(plan)
-    lists: list[list[Instruction]] = []
+    lists: list[list[PlanInstruction]] = []
     made = 0
     for rank, gpu in enumerate(plan.gpus):
         for block in range(len(gpu.threadblocks)):
@@ -89,14 +89,14 @@ class _Unroller:
     """Makes the instructions of one threadblock."""
 
     def __init__(
-        self, plan: MscclppPlan, layout: Layout, rank: int, block: int, ends: dict[tuple[str, int], ChannelEnd]
+        self, plan: MscclppPlan, layout: PlanLayout, rank: int, block: int, ends: dict[tuple[str, int], ChannelEnd]
     ) -> None:
         self.layout, self.ends = layout, ends
         self.here = f"plan {quoted(plan.name)}, gpu {rank}, tb {block}"
         self.block = plan.gpus[rank].threadblocks[block]
         self.maker = MoveMaker(plan, layout, rank, block)
 
-    def instructions(self) -> Iterator[Instruction]:
+    def instructions(self) -> Iterator[PlanInstruction]:
         """Yield the instructions, those of pipelines once for each iteration."""
         for number, op in enumerate(self.block.operations):
             at = f"op {number} ({op.name})"
@@ -108,38 +108,38 @@ class _Unroller:
                     place = f"{at}, iteration {k}, op {position} ({inner.name})"
                     yield from self._operation(inner, place, k * op.unit, op.unit)
 
-    def _operation(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[Instruction]:
+    def _operation(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[PlanInstruction]:
         if op.name == "nop":
-            yield Instruction("sync", at)
+            yield PlanInstruction("sync", at)
         elif op.name == "barrier":
-            yield Instruction("barrier", at, number=op.barrier[0], meeting=op.barrier[1])
+            yield PlanInstruction("barrier", at, number=op.barrier[0], meeting=op.barrier[1])
         elif op.name in ("sem_acquire", "sem_release"):
             for thread, number in enumerate(op.semaphores):
-                yield Instruction(op.name[4:], at, thread, number=number)
+                yield PlanInstruction(op.name[4:], at, thread, number=number)
         elif op.name in ("signal", "wait", "flush", "rlxsignal", "rlxwait"):
             relaxed = op.name.startswith("rlx") and op.channel_type == "memory"
             for thread, position in enumerate(op.channels):
                 end = self._end(op.channel_type, position)
-                yield Instruction(op.name.removeprefix("rlx"), at, thread, channel=end, relaxed=relaxed)
+                yield PlanInstruction(op.name.removeprefix("rlx"), at, thread, channel=end, relaxed=relaxed)
         elif op.channel_type == "port":
             yield from self._port(op, at, offset, unit)
         else:
             for move in self.maker.moves(op, offset, unit):
                 if move.size:
-                    yield Instruction("move", at, move=self._checked(move, at))
+                    yield PlanInstruction("move", at, move=self._checked(move, at))
 
-    def _port(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[Instruction]:
+    def _port(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[PlanInstruction]:
         if op.name == "rppkt":
-            yield Instruction("move", at, move=self._checked(self.maker.packets_read(op), at))
-            yield Instruction("sync", at)
+            yield PlanInstruction("move", at, move=self._checked(self.maker.packets_read(op), at))
+            yield PlanInstruction("sync", at)
         for thread, move in enumerate(self.maker.posts(op, offset, unit)):
             end = self._end("port", op.channels[thread])
             if move.size:
-                yield Instruction("post", at, thread, move=self._checked(move, at), channel=end)
+                yield PlanInstruction("post", at, thread, move=self._checked(move, at), channel=end)
             if op.name in ("pws", "pwsf"):
-                yield Instruction("signal", at, thread, channel=end)
+                yield PlanInstruction("signal", at, thread, channel=end)
             if op.name == "pwsf":
-                yield Instruction("flush", at, thread, channel=end)
+                yield PlanInstruction("flush", at, thread, channel=end)
 
     def _end(self, kind: str, position: int) -> ChannelEnd:
         return self.ends[kind, self.block.channels[kind][position]]

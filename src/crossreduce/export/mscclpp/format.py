@@ -59,7 +59,7 @@ MOST_CHUNKS: Final = 1 << 20
 MOST_GPUS: Final = 1 << 12
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """Chunks that an operation reads or writes: of a local buffer, or of a buffer of other GPUs."""
 
     kind: str  # "l": of the local buffer ``buffer``; "r": of remote buffer, "w": through switch channel ``number``
@@ -75,8 +75,8 @@ class PlanOperation(NamedTuple):
     name: str
     channel_type: str = "none"
     channels: tuple[int, ...] = ()
-    srcs: tuple[Span, ...] = ()
-    dsts: tuple[Span, ...] = ()
+    srcs: tuple[ChunkSpan, ...] = ()
+    dsts: tuple[ChunkSpan, ...] = ()
     group: tuple[int, int] = (0, 1)  # (k, n): it processes the k-th of n parts of its chunks
     barrier: tuple[int, int] = (-1, 0)  # the number of the barrier, and of threadblocks that meet there
     semaphores: tuple[int, ...] = ()
@@ -141,8 +141,8 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.mscclpp import to_mscclpp_json
     >>> plan = read_mscclpp_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"])))
-    >>> [operation.name for operation in plan.gpus[1].threadblocks[0].operations]
-    ['wait', 'nop', 'put', 'nop', 'signal', 'wait']
+    >>> plan.collective, plan.gpus[1].inputs
+    ('allreduce', 2)
     """
     if not isinstance(text, str):
         raise ScheduleError.of("an MSCCL++ plan must be a str.", shown(text), "the content of a .json file")
@@ -299,15 +299,15 @@ def _with_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock
     return operation._replace(srcs=srcs, dsts=dsts)
 
 
-def _span(fields: Fields, kind: str, block: PlanThreadblock) -> Span:
+def _span(fields: Fields, kind: str, block: PlanThreadblock) -> ChunkSpan:
     first, size = fields.number("index", most=MOST_CHUNKS), fields.number("size", most=MOST_CHUNKS)
     if "switch_channel_id" in fields.content:
         switches = len(block.channels["switch"])
         number = fields.number("switch_channel_id", most=switches - 1)
-        return Span("w", "", number, first, size)
+        return ChunkSpan("w", "", number, first, size)
     if "buffer_id" in fields.content:
         if kind not in block.buffers:
             raise fields.error("a remote buffer needs memory or port channels.", f"channel_type {kind}")
         number = fields.number("buffer_id", most=len(block.buffers[kind]) - 1)
-        return Span("r", "", number, first, size)
-    return Span("l", fields.one_of("type", BUFFERS), -1, first, size)
+        return ChunkSpan("r", "", number, first, size)
+    return ChunkSpan("l", fields.one_of("type", BUFFERS), -1, first, size)

@@ -43,7 +43,7 @@ class Range(NamedTuple):
     scale: int = 1
 
 
-class Layout:
+class PlanLayout:
     """The memory of a plan whose chunks have ``chunk`` bytes; ``half``: which half of two scratch buffers is used."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, half: int = 0) -> None:
@@ -141,7 +141,7 @@ def check_buffers(plan: MscclppPlan) -> None:
 
 
 def message_chunks(plan: MscclppPlan) -> int:
-    """Return the number of chunks of a message, as ``Layout.nbytes`` counts it."""
+    """Return the number of chunks of a message, as ``PlanLayout.nbytes`` counts it."""
     return plan.gpus[0].outputs if plan.collective == "allgather" else plan.gpus[0].inputs
 
 
@@ -187,7 +187,7 @@ def reuse_chunk(plan: MscclppPlan) -> int | None:
     """Return the bytes of a chunk that uses its share of a reused scratch buffer more than once, if messages may be so
     long; ``None``: there is none."""
     step = math.lcm(plan.alignment, WORD)
-    shares = [Layout(plan, step).share(rank) for rank, gpu in enumerate(plan.gpus) if gpu.scratch]
+    shares = [PlanLayout(plan, step).share(rank) for rank, gpu in enumerate(plan.gpus) if gpu.scratch]
     chunk = -(-2 * max(shares, default=0) // step) * step + step
     return chunk if shares and chunk * message_chunks(plan) <= plan.max_bytes else None
 

@@ -18,6 +18,7 @@ from .layout import Area
 from .moves import Move
 
 MOST_CELLS: Final = 2_000_000  # of all moves together, counted once for each operand; more take minutes
+MOST_CUTS: Final = 1 << 19  # how often an operation's memory is divided because another operation divides it
 
 
 class Value(NamedTuple):
@@ -68,8 +69,7 @@ class Cells:
         self.pieces = {move: self._pieces(move) for move in distinct}
         total = sum(len(self.pieces[move]) * len(move.srcs + move.dsts) for move in moves)
         if total > MOST_CELLS:
-            given = f"{total} parts of buffers that operations access"
-            raise ScheduleError.of(f"{name}: the plan is too large to be verified.", given, f"up to {MOST_CELLS}")
+            raise self._too_large(f"operations access {total} parts of buffers, more than {MOST_CELLS}")
 
     def _divide(self, moves: list[Move]) -> None:
         """Cut areas at the ends of all ranges, and wherever another operand of a move is cut."""
@@ -83,11 +83,15 @@ class Cells:
         longest = {area: max(end - start for start, end, _, _ in ranges) for area, ranges in users.items()}
         for ranges in users.values():
             ranges.sort()
+        work = 0
         while queue:
             area, cut = queue.pop()
             ranges = users[area]
-            first = bisect_left(ranges, (cut - longest.get(area, 0), 0, 0, 0))
-            for start, end, scale, number in ranges[first : bisect_left(ranges, (cut, 0, 0, 0))]:
+            first, last = (bisect_left(ranges, (end, 0, 0, 0)) for end in (cut - longest.get(area, 0), cut))
+            work += last - first
+            if work > MOST_CUTS:
+                raise self._too_large(f"operations divide buffers in more than {work} ways")
+            for start, end, scale, number in ranges[first:last]:
                 if not start < cut < end:
                     continue
                 if (cut - start) % scale:
@@ -96,6 +100,9 @@ class Cells:
                 for other, begin, factor in move.srcs + move.dsts:
                     if self._cut(other, begin + factor * offset):
                         queue.append((other, begin + factor * offset))
+
+    def _too_large(self, given: str) -> ScheduleError:
+        return ScheduleError.of(f"{self.name}: the plan is too large to be verified.", given)
 
     def _cut(self, area: Area, position: int) -> bool:
         """Cut an area at a position; return whether it was not cut there before."""

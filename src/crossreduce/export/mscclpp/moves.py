@@ -1,6 +1,6 @@
 """What the data operations of an MSCCL++ plan move, in bytes: the handlers of the executor's kernel.
 
-Input: an operation and the ``Layout`` of a message. Output: moves of ranges of memory.
+Input: an operation and the ``PlanLayout`` of a message. Output: moves of ranges of memory.
 
 - Data is processed in words of 16 bytes, packets with 8 bytes of data each. Packets are always read from scratch
   memory, whatever buffer the operation names.
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from .format import MscclppPlan, PlanOperation, Span
-from .layout import WORD, Layout, Range
+from .format import MscclppPlan, PlanOperation, ChunkSpan
+from .layout import WORD, PlanLayout, Range
 
 WHOLE: Final = (1 << 32) - 1  # the unit of operations outside of pipelines
 _WRAP: Final = 1 << 32  # sizes and offsets are numbers of 32 bits
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 class MoveMaker:
     """Makes the moves of one threadblock."""
 
-    def __init__(self, plan: MscclppPlan, layout: Layout, rank: int, block: int) -> None:
+    def __init__(self, plan: MscclppPlan, layout: PlanLayout, rank: int, block: int) -> None:
         self.plan, self.layout, self.rank = plan, layout, rank
         self.gpu = plan.gpus[rank]
         self.block = self.gpu.threadblocks[block]
@@ -108,20 +108,20 @@ class MoveMaker:
         """Return the move with which a ``rppkt`` waits for its packets, before port channels copy them."""
         return Move((self.packets(op, 0),), (), self._bytes(op, op.srcs[0]), WORD // 2)
 
-    def _bytes(self, op: PlanOperation, span: Span) -> int:
+    def _bytes(self, op: PlanOperation, span: ChunkSpan) -> int:
         return self.layout.part(span.size * self.layout.chunk, op.group)[1]
 
-    def _size(self, op: PlanOperation, span: Span, offset: int, unit: int) -> int:
+    def _size(self, op: PlanOperation, span: ChunkSpan, offset: int, unit: int) -> int:
         return min((self._bytes(op, span) - offset) % _WRAP, unit)
 
-    def _start(self, op: PlanOperation, span: Span, offset: int, scale: int = 1) -> int:
+    def _start(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> int:
         """Return the offset of a span's bytes in its buffer."""
         buffer = self._target(op, span)[1]
         start = self.layout.offset(self.rank, buffer, span.first)
         start += self.layout.part(span.size * self.layout.chunk, op.group)[0]
         return start + (0 if scale == 2 else self.layout.shifted(self.rank, buffer, offset))
 
-    def _target(self, op: PlanOperation, span: Span) -> tuple[int, str]:
+    def _target(self, op: PlanOperation, span: ChunkSpan) -> tuple[int, str]:
         """Return the GPU and buffer of a span; for a switch channel, its own GPU."""
         if span.kind == "l":
             return self.rank, span.buffer
@@ -130,14 +130,14 @@ class MoveMaker:
         remote = self.gpu.buffers[self.block.buffers[op.channel_type][span.number]]
         return remote.rank, remote.buffer
 
-    def _local(self, op: PlanOperation, span: Span, offset: int, scale: int = 1) -> Range:
+    def _local(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
         return self.layout.local(self.rank, span.buffer, self._start(op, span, offset, scale), scale)
 
-    def _remote(self, op: PlanOperation, span: Span, offset: int, scale: int = 1) -> Range:
+    def _remote(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
         start = self._start(op, span, offset, scale)
         return self.layout.remote(self.rank, *self._target(op, span), start, scale)
 
-    def _switch(self, op: PlanOperation, span: Span, offset: int) -> tuple[Range, ...]:
+    def _switch(self, op: PlanOperation, span: ChunkSpan, offset: int) -> tuple[Range, ...]:
         buffer, ranks = self.gpu.switches[self.block.channels["switch"][span.number]]
         start = self._start(op, span, offset)
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from ...errors import ScheduleError
-from .execution import ChannelEnd, Instruction
+from .execution import ChannelEnd, PlanInstruction
 
 Place = tuple[int, int]  # a GPU and one of its threadblocks
 GpuNumber = tuple[int, int]  # a GPU and the number of one of its semaphores or barriers
 
 
-def direction(instruction: Instruction) -> ChannelEnd:
+def direction(instruction: PlanInstruction) -> ChannelEnd:
     """Return the end of a channel from which a signal is sent, for the signal and for the wait that receives it."""
     assert instruction.channel is not None
     kind, rank, peer, number = instruction.channel
     return instruction.channel if instruction.kind != "wait" else (kind, peer, rank, number)
 
 
-def check_pairs(name: str, places: list[Place], lists: list[list[Instruction]]) -> dict[GpuNumber, Counter[int]]:
+def check_pairs(name: str, places: list[Place], lists: list[list[PlanInstruction]]) -> dict[GpuNumber, Counter[int]]:
     """Check the instructions of all threadblocks; return how often each threadblock releases each semaphore.
 
     Raises:

@@ -22,9 +22,9 @@ from itertools import count
 from ...errors import ScheduleError
 from .buffers import Buffers
 from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
-from .execution import ChannelEnd, Instruction, instructions
+from .execution import ChannelEnd, PlanInstruction, instructions
 from .format import MscclppPlan
-from .layout import Layout, Range
+from .layout import PlanLayout, Range
 from .memory import Cell, Piece, combined
 from .moves import Move
 from .pairing import check_pairs, direction
@@ -33,12 +33,12 @@ from .synchronisation import Channel, Semaphore
 _MOST_WAITS = 8  # of a deadlock, in a message
 
 
-class Simulation:
+class PlanRun:
     """Several calls of a plan. ``flushes``: whether a flush waits (see ``limits.py``)."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
         self.plan, self.flushes = plan, flushes
-        layouts = [Layout(plan, chunk, half) for half in ((0, 1) if plan.double else (0,))]
+        layouts = [PlanLayout(plan, chunk, half) for half in ((0, 1) if plan.double else (0,))]
         self.lists = [instructions(plan, layout) for layout in layouts]
         moves = [i.move for lists in self.lists for listed in lists for i in listed if i.move is not None]
         self.buffers = Buffers(plan, layouts[0], sources, moves)
@@ -47,6 +47,7 @@ class Simulation:
         self.bits = count()
         self.blocks = [BlockClock(number, self.bits) for number in range(len(self.places))]
         self.of_rank = [[n for n, place in enumerate(self.places) if place[0] == r] for r in range(len(plan.gpus))]
+        self.notes: list[str] = []  # doubts that do not refuse the plan
         self.channels: dict[ChannelEnd, Channel] = {}
         self.semaphores = {
             (rank, number): Semaphore(f"semaphore {number}", plan.gpus[rank].semaphores[number], releasers)
@@ -105,7 +106,7 @@ class Simulation:
 
     # ---- one call: which instruction runs next
 
-    def _run_call(self, lists: list[list[Instruction]]) -> None:
+    def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
         """Run all instructions of a call; ScheduleError for a deadlock."""
         at = [0] * len(lists)
         waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -141,7 +142,7 @@ class Simulation:
             more = [] if len(stuck) <= _MOST_WAITS else [f"... ({len(stuck)} threadblocks wait)"]
             raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
 
-    def _missing(self, number: int, instruction: Instruction) -> Hashable | None:
+    def _missing(self, number: int, instruction: PlanInstruction) -> Hashable | None:
         """Return what an instruction still waits for, or ``None`` if it can run."""
         if instruction.kind == "wait":
             channel = self._channel(instruction)
@@ -163,7 +164,7 @@ class Simulation:
                     return cell
         return None
 
-    def _wait_text(self, number: int, instruction: Instruction) -> str:
+    def _wait_text(self, number: int, instruction: PlanInstruction) -> str:
         where = self._text(number, instruction)
         if instruction.kind == "wait":
             return f"{where} waits for a signal on {self._channel(instruction).name}"
@@ -174,15 +175,17 @@ class Simulation:
             return f"{where} waits for packets in {self.buffers.describe(cell)}"
         return f"{where} waits for other threadblocks"
 
-    def _text(self, number: int, instruction: Instruction) -> str:
+    def _text(self, number: int, instruction: PlanInstruction) -> str:
         rank, block = self.places[number]
         return f"gpu {rank}, tb {block}, {instruction.operation}"
 
-    def _channel(self, instruction: Instruction) -> Channel:
+    def _channel(self, instruction: PlanInstruction) -> Channel:
         end = direction(instruction)
         if end not in self.channels:
             kind, src, dst, number = end
-            self.channels[end] = Channel(f"{kind} channel {number} from gpu {src} to gpu {dst}", kind == "port")
+            self.channels[end] = Channel(
+                f"{kind} channel {number} from gpu {src} to gpu {dst}", kind == "port", self.notes
+            )
         return self.channels[end]
 
     # ---- what an instruction does
@@ -196,7 +199,7 @@ class Simulation:
         for number in numbers:
             self.blocks[number].known = clock
 
-    def _execute(self, number: int, instruction: Instruction, woken: list[Hashable]) -> None:
+    def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
         """Run an instruction; add to ``woken`` what threadblocks may have waited for."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
@@ -233,7 +236,7 @@ class _MoveRun:
 
     def __init__(
         self,
-        simulation: Simulation,
+        simulation: PlanRun,
         block: BlockClock,
         move: Move,
         text: str,

@@ -1,7 +1,9 @@
 """Channels and semaphores of a symbolic run: what a threadblock knows after a wait, a flush or an acquire.
 
 - The k-th wait on an end of a channel receives the k-th signal of the other end. Threads count them without atomic
-  operations, so the signals of an end, and its waits, must be ordered.
+  operations, so the signals of an end, and its waits, must be ordered. Threads that signal or wait are in the first
+  warp of their threadblock. If two of them use a channel one after the other without a ``nop`` between, their order
+  rests on the warp's threads running the operations together; this becomes a note.
 - A port channel makes transfers some time after the threads have asked for them. It makes them, and sends signals, in
   the order in which it was asked: a signal is received after the transfers before it, and a flush ends after them.
 - A semaphore counts: when an acquire ends, some releases have happened, but not which ones, unless so many have
@@ -26,6 +28,7 @@ class Channel:
 
     name: str
     is_port: bool
+    notes: list[str]  # to which it adds
     sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # what each signal passes on, see ``wait``
     received: int = 0
     last_signal: AccessRecord | None = None
@@ -72,7 +75,9 @@ class Channel:
         """Return the record of a signal or wait, which must come after the last one."""
         if last is not None and not block.is_after(last, block.of(thread).ended, single(thread)):
             problem = f"It {does} on {self.name}, as {last.text} does, and the two are not ordered"
-            raise ScheduleError(f"{text}: a race. {problem}.")
+            if last.block != block.number:
+                raise ScheduleError(f"{text}: a race. {problem}.")
+            self.notes.append(f"{text}: {problem} by a nop, but only if the threads of a warp run operations together")
         return block.record(single(thread), text)
 
 

@@ -19,7 +19,7 @@ from ..collective import require_integers
 from .fields import quoted
 from .format import VERIFIABLE, MscclppPlan, read_mscclpp_json
 from .layout import (
-    Layout,
+    PlanLayout,
     all_operations,
     check_buffers,
     chunk_bytes,
@@ -29,7 +29,7 @@ from .layout import (
     unit_bytes,
 )
 from .limits import broken_limits
-from .simulation import Simulation
+from .simulation import PlanRun
 
 _MOST_NOTES: Final = 32  # in a report as text
 
@@ -98,10 +98,11 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.mscclpp import to_mscclpp_json
-    >>> print(verify_mscclpp_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"]))))
+    >>> report = verify_mscclpp_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"])))
+    >>> print(str(report).splitlines()[0])
     allreduce, in place: right.
-      2 GPUs, 2 chunks, 2 threadblocks per GPU, 24 operations, Simple
-      proved with messages of 32, 64, 96, 128 bytes
+    >>> report.ngpus, report.sizes
+    (2, 'messages whose number of bytes is a multiple of 32')
     """
     plan = read_mscclpp_json(text)
     if plan.collective not in VERIFIABLE:
@@ -117,7 +118,7 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     chunks = typical_chunks(plan) if nbytes is None else [chunk_bytes(plan, nbytes)]
     notes = list(broken_limits(plan))
     for chunk in reversed(chunks):  # a fault of all sizes is reported for a message of many words
-        root = _prove(plan, chunk, root)
+        root = _prove(plan, chunk, root, notes)
     if nbytes is None and plan.reuse:
         chunks += _proved_with_reuse(plan, chunks[-1], root, notes)
     notes += _without_flushes(plan, chunks[-1], root)
@@ -130,19 +131,21 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
         sum(len(block.operations) + sum(len(op.operations) for op in block.operations) for block in blocks),
     )
     limits = unit_bytes(plan), plan.min_bytes, plan.max_bytes
-    sizes, unique = tuple(Layout(plan, chunk).nbytes for chunk in chunks), tuple(dict.fromkeys(notes))
+    sizes, unique = tuple(PlanLayout(plan, chunk).nbytes for chunk in chunks), tuple(dict.fromkeys(notes))
     facts = plan.name, plan.collective, root, plan.protocol, len(plan.gpus)
     return MscclppReport(*facts, *counts, plan.inplace, *limits, sizes, unique)
 
 
-def _prove(plan: MscclppPlan, chunk: int, root: int | None) -> int | None:
+def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) -> int | None:
     """Run a plan for one size, and raise unless it is right. Return the root of the collective."""
     ranks = range(len(plan.gpus))
     sources = ranks
     if plan.collective == "broadcast":
         root = _broadcast_root(plan, chunk) if root is None else root
         sources = range(root, root + 1)  # only the root's input may be read
-    faults = Simulation(plan, chunk, sources).run()
+    simulation = PlanRun(plan, chunk, sources)
+    faults = simulation.run()
+    notes += simulation.notes
     if plan.collective == "reduce" and root is None:
         right = [rank for rank in ranks if faults[0][rank] is None]
         if not right:
@@ -163,7 +166,7 @@ def _short(error: ScheduleError) -> str:
 
 def _broadcast_root(plan: MscclppPlan, chunk: int) -> int:
     """Return a broadcast's root: the rank whose input is at the start of the last rank's output; 0: none."""
-    simulation = Simulation(plan, chunk, range(len(plan.gpus)))
+    simulation = PlanRun(plan, chunk, range(len(plan.gpus)))
     simulation.run()
     value = simulation.buffers.output(len(plan.gpus) - 1)[0].value
     return value.once.bit_length() - 1 if value is not None and value.once else 0
@@ -175,7 +178,7 @@ def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[st
         return []
     sources = range(len(plan.gpus)) if plan.collective != "broadcast" or root is None else range(root, root + 1)
     try:
-        Simulation(plan, chunk, sources, flushes=False).run()
+        PlanRun(plan, chunk, sources, flushes=False).run()
     except ScheduleError as error:
         reason = "the executor's handleFlush takes the number of channels from dst_buff, which they do not have"
         return [f"the plan needs its flushes, but flushes do nothing ({reason}). Without them: {_short(error)}"]
@@ -188,9 +191,9 @@ def _proved_with_reuse(plan: MscclppPlan, largest: int, root: int | None, notes:
     if chunk is None or chunk <= largest:
         return []
     try:
-        _prove(plan, chunk, root)
+        _prove(plan, chunk, root, notes)
     except ScheduleError as error:
-        limit = Layout(plan, chunk).share(0) * message_chunks(plan)
+        limit = PlanLayout(plan, chunk).share(0) * message_chunks(plan)
         notes.append(f"not proved for messages of more than {limit} bytes (max_message_size): {_short(error)}")
         return []
     return [chunk]
