@@ -1,7 +1,8 @@
 """What a threadblock knows of the past: the happens-before order of a run, as sets of bits.
 
 A bit stands for the accesses of one threadblock between two synchronisations of its threads, for what one thread does
-in this time with channels and semaphores, or for one transfer of a port channel.
+in this time with channels and semaphores, or for a part of an operation that writes packets or of a transfer of a port
+channel.
 A ``Clock`` has two sets: accesses that are over, and writes that are visible.
 
 - A signal and the wait that receives it pass on both sets. If one of the two is relaxed, or by a packet, the receiver
@@ -81,18 +82,12 @@ class BlockClock:
         """Add to the knowledge of one thread."""
         self.own[thread] = self.own.get(thread, NOTHING).joined(clock)
 
-    def record(self, threads: tuple[int, int], text: str) -> AccessRecord:
-        """Return the record of an access that all threads make now, or an action of one thread (see ``single``)."""
-        bit = self.bit
-        if threads[0] < 0:
-            bit = self.own_bits.setdefault(threads[1], next(self.bits))
-            self.learn(threads[1], Clock(1 << bit, 1 << bit))
+    def record(self, thread: int, text: str) -> AccessRecord:
+        """Return the record of what one thread does now with a channel or semaphore; the thread knows of it."""
+        bit = self.own_bits.setdefault(thread, next(self.bits))
+        self.learn(thread, Clock(1 << bit, 1 << bit))
         self.unsynced |= 1 << bit
-        return AccessRecord(bit, self.number, threads, text)
-
-    def separate(self) -> None:
-        """Use another bit for later accesses."""
-        self.bit = next(self.bits)
+        return AccessRecord(bit, self.number, single(thread), text)
 
     def is_after(self, record: AccessRecord, known: int, threads: tuple[int, int]) -> bool:
         """Return whether an access is over for threads of this threadblock.

@@ -47,8 +47,7 @@ class Cell:
     packets: int = 0  # the number of the call whose packets it contains; 0: data without flags
     writer: AccessRecord | None = None
     readers: list[AccessRecord] = field(default_factory=list)
-    sent: Clock = NOTHING  # of packets: the clock of their sender, ...
-    share: tuple[int, int] = (0, 1)  # ... and the bit of their operation, with its number of cells per destination
+    sent: Clock = NOTHING  # of packets: what their receiver knows
     received: bool = False  # the packets were read, so they had arrived
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from .format import MscclppPlan, PlanOperation, ChunkSpan
+from .format import ChunkSpan, MscclppPlan, PlanOperation
 from .layout import WORD, PlanLayout, Range
 
 WHOLE: Final = (1 << 32) - 1  # the unit of operations outside of pipelines

@@ -15,7 +15,7 @@ github.com/microsoft/mscclpp.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from itertools import count
 
@@ -84,7 +84,7 @@ class PlanRun:
                     if not clock.ended >> record.bit & 1:
                         raise self.buffers.late(record.text, "reads", cell)
                 if cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
-                    raise self.buffers.late(cell.writer.text, "writes", cell)
+                    raise self._late_write(cell, cell.writer, clock)
                 cell.readers, cell.writer, cell.received, cell.packets = [], user, False, 0
                 cell.value = self.buffers.given(cell)
         for number in self.of_rank[rank]:
@@ -95,14 +95,19 @@ class PlanRun:
 
     def _output_fault(self, rank: int) -> str | None:
         """Return the fault of a rank's output at the end of a call in words, or ``None`` if it is right."""
-        visible = self._known(rank).visible
+        clock = self._known(rank)
         for cell in self.buffers.output(rank):
             fault = self.buffers.output_fault(cell)
-            if fault is None and cell.writer is not None and not visible >> cell.writer.bit & 1:
-                fault = str(self.buffers.late(cell.writer.text, "writes", cell))
+            if fault is None and cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
+                fault = str(self._late_write(cell, cell.writer, clock))
             if fault is not None:
                 return fault
         return None
+
+    def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
+        error = self.buffers.late(writer.text, "writes", cell)
+        hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
+        return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
 
     # ---- one call: which instruction runs next
 
@@ -145,7 +150,7 @@ class PlanRun:
     def _missing(self, number: int, instruction: PlanInstruction) -> Hashable | None:
         """Return what an instruction still waits for, or ``None`` if it can run."""
         if instruction.kind == "wait":
-            channel = self._channel(instruction)
+            channel = self.channel(instruction)
             return None if channel.received < len(channel.sent) else direction(instruction)
         if instruction.kind == "acquire":
             key = self.places[number][0], instruction.number
@@ -167,7 +172,7 @@ class PlanRun:
     def _wait_text(self, number: int, instruction: PlanInstruction) -> str:
         where = self._text(number, instruction)
         if instruction.kind == "wait":
-            return f"{where} waits for a signal on {self._channel(instruction).name}"
+            return f"{where} waits for a signal on {self.channel(instruction).name}"
         if instruction.kind == "acquire":
             return f"{where} waits for a release of semaphore {instruction.number}"
         cell = None if instruction.move is None else self._unread(instruction.move)
@@ -179,7 +184,8 @@ class PlanRun:
         rank, block = self.places[number]
         return f"gpu {rank}, tb {block}, {instruction.operation}"
 
-    def _channel(self, instruction: PlanInstruction) -> Channel:
+    def channel(self, instruction: PlanInstruction) -> Channel:
+        """Return the direction of a channel that an instruction uses."""
         end = direction(instruction)
         if end not in self.channels:
             kind, src, dst, number = end
@@ -206,13 +212,8 @@ class PlanRun:
         named = f"{self.buffers.name}, {text}"
         if kind == "sync":
             block.sync()
-        elif kind == "move" and instruction.move is not None:
-            _MoveRun(self, block, instruction.move, text).run(woken)
-        elif kind == "post" and instruction.move is not None:
-            bit = next(self.bits)
-            clock = self._channel(instruction).post(block, thread, text, bit)
-            transfer = AccessRecord(bit, -1, single(-1), text)
-            _MoveRun(self, block, instruction.move, text, transfer, clock).run(woken)
+        elif kind in ("move", "post"):
+            _MoveRun(self, block, instruction, text).run(woken)
         elif kind in ("acquire", "release"):
             key = self.places[number][0], instruction.number
             if kind == "acquire":
@@ -222,111 +223,105 @@ class PlanRun:
                 woken.append(key)
         elif kind == "flush":
             if self.flushes:
-                self._channel(instruction).flush(block, thread)
+                self.channel(instruction).flush(block, thread)
         elif kind == "signal":
-            self._channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
+            self.channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
             woken.append(direction(instruction))
         else:
             assert kind == "wait"
-            self._channel(instruction).wait(block, thread, named, relaxed=instruction.relaxed)
+            self.channel(instruction).wait(block, thread, named, relaxed=instruction.relaxed)
 
 
 class _MoveRun:
-    """A move as the threads of a threadblock make it, or as a port channel does (``transfer``)."""
+    """A move as the threads of a threadblock make it, or as a port channel does after it was posted.
 
-    def __init__(
-        self,
-        simulation: PlanRun,
-        block: BlockClock,
-        move: Move,
-        text: str,
-        transfer: AccessRecord | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self.buffers, self.block, self.move, self.text = simulation.buffers, block, move, text
-        self.call, self.size = simulation.buffers.call, simulation.plan.threads
-        self.pieces: list[Piece] = simulation.pieces[move]
-        self.transfer = transfer
-        self.clock = block.known if clock is None else clock
-        self.writes_packets = any(place.scale == 2 for place in move.dsts)
-        self.tally: Counter[tuple[int, int]] = Counter()
-        if transfer is None and self.writes_packets:
-            block.separate()  # so that the packets' receiver can know that this operation is over
-        self.records = [self._record(place) for place in move.srcs], [self._record(place) for place in move.dsts]
+    Packets of an element arrive only after the accesses with which they were made, to the same element of other
+    operands. So each piece of a move that writes packets has a bit of its own, which its packets pass on.
+    """
 
-    def _record(self, place: Range) -> AccessRecord:
-        """Return the record of all accesses to a range."""
-        if self.transfer is not None:
-            return self.transfer
-        step = self.move.word * place.scale
-        return self.block.record((step, place.start % (step * self.size)), self.text)
+    def __init__(self, run: PlanRun, block: BlockClock, instruction: PlanInstruction, text: str) -> None:
+        assert instruction.move is not None
+        self.buffers, self.block, self.move, self.text = run.buffers, block, instruction.move, text
+        self.threads = run.plan.threads
+        self.pieces: list[Piece] = run.pieces[self.move]
+        self.is_post = instruction.kind == "post"
+        self.separate = self.is_post or any(place.scale == 2 for place in self.move.dsts)
+        self.bits = [next(run.bits) if self.separate else block.bit for _ in self.pieces]
+        mask = sum(1 << bit for bit in self.bits) if self.separate else 1 << block.bit
+        if self.is_post:
+            self.clock = run.channel(instruction).post(block, instruction.thread, text, mask)
+        else:
+            self.clock = block.known
+            block.unsynced |= mask
 
     def run(self, woken: list[Hashable]) -> None:
         """Read, combine and write all pieces."""
-        srcs, dsts = self.move.srcs, self.move.dsts
-        share = (1 << self.records[1][0].bit, len(self.pieces)) if dsts else (0, 1)
         arrived = NOTHING
-        for sources, targets in self.pieces:
-            got = NOTHING
-            value, packets = None, 0
-            for place, cell, record in zip(srcs, sources, self.records[0], strict=True):
-                if place.scale == 2:
-                    got = got.joined(self._receive(cell))
-                else:
-                    self._read(cell, record)
-                    packets = cell.packets if len(srcs) == 1 else 0
+        for bit, (sources, targets) in zip(self.bits, self.pieces, strict=True):
+            value, packets, got = None, 0, NOTHING
+            for place, cell in zip(self.move.srcs, sources, strict=True):
+                record = self._record(place, bit)
+                if place.scale == 1:
+                    self._check_read(cell, record)
+                    packets = cell.packets if len(sources) == 1 else 0
+                if cell.packets:
+                    cell.received, got = True, got.joined(cell.sent)
                 cell.readers.append(record)
                 assert cell.value is not None
                 value = cell.value if value is None else combined(value, cell.value)
             arrived = arrived.joined(got)
             known = self.clock.joined(got)
-            for place, cell, record in zip(dsts, targets, self.records[1], strict=True):
+            for place, cell in zip(self.move.dsts, targets, strict=True):
+                record = self._record(place, bit)
                 self._check_write(cell, record, known)
                 cell.value, cell.writer, cell.readers, cell.received = value, record, [], False
-                cell.packets = self.call if place.scale == 2 else packets
+                cell.packets = self.buffers.call if place.scale == 2 else packets
                 if cell.packets:
-                    cell.sent, cell.share = Clock(self.clock.ended, self.block.start), share
+                    cell.sent = Clock(known.ended | 1 << bit, self.block.start)
                     woken.append(cell)
-        if self.transfer is None:
+        if not self.is_post:
             self.block.arrived = self.block.arrived.joined(arrived)
-            for (bits, pieces), received in self.tally.items():
-                if received >= pieces:
-                    self.block.arrived = self.block.arrived.joined(Clock(bits, 0))
-            if self.writes_packets:
-                self.block.separate()
 
-    def _receive(self, cell: Cell) -> Clock:
-        """Read packets that have arrived, and return what their receiver knows by them."""
-        cell.received = True
-        self.tally[cell.share] += 1
-        return cell.sent
+    def _record(self, place: Range, bit: int) -> AccessRecord:
+        """Return the record of the accesses of a piece to a range."""
+        if self.is_post:
+            return AccessRecord(bit, -1, single(-1), self.text)
+        step = self.move.word * place.scale
+        return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
 
-    def _read(self, cell: Cell, record: AccessRecord) -> None:
+    def _check_read(self, cell: Cell, record: AccessRecord) -> None:
         if cell.value is None:
             raise self._error(f"reads {self.buffers.describe(cell)}, which was never written.")
         if cell.packets and len(self.move.srcs) > 1:
             raise self._error(f"reads packets in {self.buffers.describe(cell)} as data.")
-        if cell.writer is not None and not self._is_after(cell.writer, self.clock.visible, record):
+        if cell.writer is None or self._is_after(cell.writer, self.clock.visible, record):
+            return
+        # What was read once is not read in an older state later (coherence).
+        if not any(self._is_after(reader, self.clock.ended, record) for reader in cell.readers):
             raise self._race("reads", cell, cell.writer, "writes")
 
     def _check_write(self, cell: Cell, record: AccessRecord, known: Clock) -> None:
         for reader in cell.readers:
             if not self._is_after(reader, known.ended, record):
                 raise self._race("writes", cell, reader, "reads")
-        if cell.packets == self.call and not cell.received:
+        if cell.packets == self.buffers.call and not cell.received:
             text = f"writes {self.buffers.describe(cell)}, whose packets of this call may not have been read."
             raise self._error(f"a race. It {text}")
         if cell.writer is not None and not cell.received and not self._is_after(cell.writer, known.visible, record):
             raise self._race("writes", cell, cell.writer, "writes")
 
     def _is_after(self, earlier: AccessRecord, known: int, record: AccessRecord) -> bool:
-        if self.transfer is not None:
+        if self.is_post:
             return bool(known >> earlier.bit & 1) or earlier.bit == record.bit
         return self.block.is_after(earlier, known, record.threads)
 
     def _race(self, does: str, cell: Cell, other: AccessRecord, did: str) -> ScheduleError:
-        text = f"{does} {self.buffers.describe(cell)}, which {other.text} {did}, and the two are not ordered."
-        return self._error(f"a race. It {text}")
+        text = f"It {does} {self.buffers.describe(cell)}, which {other.text} {did}, and the two are not ordered"
+        return self._error(f"a race. {text}{self._hint(other, did)}.")
+
+    def _hint(self, other: AccessRecord, did: str) -> str:
+        relaxed = did == "writes" and self.clock.ended >> other.bit & 1
+        return " (relaxed signals do not make data visible)" if relaxed else ""
 
     def _error(self, text: str) -> ScheduleError:
         return ScheduleError(f"{self.buffers.name}, {self.text}: {text}")

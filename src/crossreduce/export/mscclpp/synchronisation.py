@@ -49,10 +49,10 @@ class Channel:
         self.received += 1
         block.learn(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
 
-    def post(self, block: BlockClock, thread: int, text: str, bit: int) -> Clock:
-        """Ask a port channel for a transfer, for which ``bit`` stands; return what is over when it is made."""
+    def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
+        """Ask a port channel for a transfer, for which ``bits`` stand; return what is over when it is made."""
         clock = self.collect(block, thread)
-        self.posts.append((block.record(single(thread), text), clock.joined(Clock(1 << bit, 1 << bit))))
+        self.posts.append((block.record(thread, text), clock.joined(Clock(bits, bits))))
         return clock
 
     def flush(self, block: BlockClock, thread: int) -> None:
@@ -78,7 +78,7 @@ class Channel:
             if last.block != block.number:
                 raise ScheduleError(f"{text}: a race. {problem}.")
             self.notes.append(f"{text}: {problem} by a nop, but only if the threads of a warp run operations together")
-        return block.record(single(thread), text)
+        return block.record(thread, text)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Semaphore:
     def release(self, block: BlockClock, thread: int, text: str) -> None:
         """Increase the value."""
         clock = block.of(thread)
-        self.releases.append((block.record(single(thread), text), clock))
+        self.releases.append((block.record(thread, text), clock))
 
     def acquire(self, block: BlockClock, thread: int, text: str) -> None:
         """Decrease the value, which is not 0."""
@@ -112,7 +112,7 @@ class Semaphore:
         if last is not None and not block.is_after(last, block.of(thread).ended, single(thread)):
             problem = f"It acquires {self.name}, as {last.text} does, and nothing determines which of them is first"
             raise ScheduleError(f"{text}: a race. {problem}.")
-        self.last_acquire = block.record(single(thread), text)
+        self.last_acquire = block.record(thread, text)
         self.acquired += 1
         needed = self.acquired - self.initial
         for index, (_, clock) in enumerate(self.releases if needed > 0 else ()):
