@@ -158,6 +158,33 @@ def packets_scattered(n, **fields):
     return plan("allreduce", (n, n), *gpus, **fields)
 
 
+def packets_by_threadblocks(n=2, **fields):
+    """Return an all-reduce by packets in place: one threadblock sends, one adds and sends sums, one unpacks them.
+
+    The last one overwrites the input that the first one sends: the packets show that this was read.
+    """
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
+    gpus = []
+    for g in range(n):
+        sends = "; ".join(f"ppkt i{p} > {p}.s{g}" for p in others(g, n))
+        sources = " ".join(f"s{p}" for p in others(g, n))
+        targets = " ".join(f"{p}.s{n + g}" for p in others(g, n))
+        unpacks = "; ".join(f"upkt s{n + p} > i{p}" for p in others(g, n))
+        gpus.append((2 * n, sends, f"respkt i{g} {sources} > i{g} {targets}", unpacks))
+    return plan("allreduce", (n, n), *gpus, **fields)
+
+
+def packets_by_ports(n=2, **fields):
+    """Return an all-gather in place by packets: one threadblock packs, one sends by port channels, one unpacks."""
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
+    gpus = []
+    for g in range(n):
+        targets = " ".join(f"{p}.s{g}" for p in others(g, n))
+        unpacks = "; ".join(f"upkt s{p} > o{p}" for p in others(g, n))
+        gpus.append((n, f"cpkt o{g} > s{g}", f"@rppkt s{g} > {targets}", unpacks))
+    return plan("allgather", (1, n), *gpus, **fields)
+
+
 def exchanged(n, **fields):
     """Return an all-reduce with reads of other GPUs: begin, read and add, end."""
     text = "rlxsignal {P}; rlxwait {P}; nop; rre i0 REMOTE > o0; nop; signal {P}; wait {P}"

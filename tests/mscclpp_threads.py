@@ -257,7 +257,7 @@ class Machine:
             if j < len(numbers):
                 yield from self.on_channel(rank, kind, op["channel_type"], numbers[j])
         elif op.get("channel_type") == "port":
-            yield from self.on_port(name, op, half, offset, unit)
+            yield from self.on_port(name, op, call, half, offset, unit)
         else:
             for srcs, dsts, per_step, packets in self.moves(name, op, half, offset, unit):
                 yield from self.move(j, srcs, dsts, per_step, packets, call)
@@ -294,9 +294,21 @@ class Machine:
 
         yield Step(act=push)
 
-    def on_port(self, name, op, half, offset, unit):
+    def on_port(self, name, op, call, half, offset, unit):
         rank, _, j = name
         numbers = self.numbers(name, op, "port")
+        if op["name"] == "rppkt":
+            begin, size = self.split(op["src_buff"][0]["size"] * self.chunk, op)
+            start = 2 * (op["src_buff"][0]["index"] * self.chunk + begin)
+            packets = self.place(rank, "s", start, 2 * size, None, half)
+            yield from self.move(j, [packets], [], 1, ({0}, set()), call)
+            yield from self.sync((rank, name[1]), self.threads)
+            if j < len(op["dst_buff"]):
+                place = op["dst_buff"][j]
+                begin, _ = self.split(place["size"] * self.chunk, op)
+                targets = self.remote(name, op, place, 2 * (place["index"] * self.chunk + begin), 2 * size, half)
+                yield from self.ask(rank, numbers[j], ("transfer", packets, targets))
+            return
         if j >= len(op["dst_buff"]):
             return
         src, dst = op["src_buff"][j], op["dst_buff"][j]
@@ -379,9 +391,7 @@ class Machine:
             yield sources, targets, 1, (set(range(1, len(srcs))), set(range(1, len(dsts))))
 
     def move(self, j, srcs, dsts, per_step, packets, call):
-        count = len((dsts if 0 not in packets[1] else srcs)[0])
-        if srcs and 0 in packets[0] and 0 in packets[1]:
-            count //= 2
+        count = len(srcs[0]) // (2 if 0 in packets[0] else 1)
         for first in range(j * per_step, count, self.threads * per_step):
             indices = range(first, min(first + per_step, count))
             values = dict.fromkeys(indices, 0)

@@ -96,8 +96,9 @@ class MoveMaker:
         for k, dst in enumerate(op.dsts):
             src = op.srcs[0 if op.name == "rppkt" else k]
             size = scale * self._bytes(op, src) if scale == 2 else self._size(op, dst, offset, unit)
-            half = self.layout.second_half[self.rank] if scale == 2 and src.buffer == "s" else 0
-            source = self.layout.port_source(self.rank, src.buffer, half + scale * self._start(op, src, offset, scale))
+            buffer = "s" if op.name == "rppkt" else src.buffer
+            half = self.layout.second_half[self.rank] if scale == 2 and buffer == "s" else 0
+            source = self.layout.port_source(self.rank, buffer, half + scale * self._start(op, src, offset, scale))
             yield Move((source,), (self._remote(op, dst, offset, scale)._replace(scale=1),), size, WORD)
 
     def packets(self, op: PlanOperation, k: int) -> Range:
