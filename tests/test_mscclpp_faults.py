@@ -186,6 +186,15 @@ def test_faults_are_real(name):
     assert any(fault(text, seed, 1, 96, 3) for seed in range(60))
 
 
+def test_get_swaps_the_offsets_of_the_two_gpus():
+    """A get is right if its offsets are equal, or if they are swapped on purpose, as the executor swaps them."""
+    text = SYNC + "get {p}.i{p} > o{g}; copy i{g} > o{g}" + END
+    assert verify_mscclpp_json(alike("alltoall", (2, 2), 2, 0, text)).notes == ()
+    assert fault(alike("alltoall", (2, 2), 2, 0, text), 0, 5, 96) is None
+    text = SYNC + "get {p}.i0 > s0; nop; re i0 s0 > o0" + END
+    verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text))
+
+
 def test_threads_that_process_the_same_words_need_no_nop():
     """An operation may use what the same threads wrote, if both begin at the same place: then no nop is needed."""
     text = alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i0 > o0; rre i1 {p}.i1 > o1; copy o1 > o1" + END)

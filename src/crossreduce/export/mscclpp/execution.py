@@ -32,7 +32,8 @@ class PlanInstruction(NamedTuple):
     """An instruction of a threadblock.
 
     ``kind``: "move", "post" (a move that a port channel makes later), "sync" (of the threads of the threadblock),
-    "barrier" (of threadblocks), "signal", "wait", "flush", "acquire" or "release".
+    "barrier" (of threadblocks), "signal", "wait", "flush", "complete" (as flush, but part of a pwsf), "acquire" or
+    "release".
     """
 
     kind: str
@@ -139,7 +140,7 @@ class _Unroller:
             if op.name in ("pws", "pwsf"):
                 yield PlanInstruction("signal", at, thread, channel=end)
             if op.name == "pwsf":
-                yield PlanInstruction("flush", at, thread, channel=end)
+                yield PlanInstruction("complete", at, thread, channel=end)
 
     def _end(self, kind: str, position: int) -> ChannelEnd:
         return self.ends[kind, self.block.channels[kind][position]]

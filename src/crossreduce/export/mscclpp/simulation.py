@@ -34,7 +34,7 @@ _MOST_WAITS = 8  # of a deadlock, in a message
 
 
 class PlanRun:
-    """Several calls of a plan. ``flushes``: whether a flush waits (see ``limits.py``)."""
+    """Several calls of a plan. ``flushes``: whether the operation ``flush`` waits (see ``verifier.py``)."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
         self.plan, self.flushes = plan, flushes
@@ -221,8 +221,8 @@ class PlanRun:
             else:
                 self.semaphores[key].release(block, thread, text)
                 woken.append(key)
-        elif kind == "flush":
-            if self.flushes:
+        elif kind in ("flush", "complete"):
+            if self.flushes or kind == "complete":
                 self.channel(instruction).flush(block, thread)
         elif kind == "signal":
             self.channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
