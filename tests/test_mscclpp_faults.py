@@ -5,6 +5,9 @@ import json
 import tracemalloc
 
 import pytest
+from exports import synchronous
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mscclpp_plans import (
     alike,
     all_to_all,
@@ -20,13 +23,15 @@ from mscclpp_plans import (
 from mscclpp_threads import fault
 from strategies import ALGORITHMS, names
 
-from crossreduce import ArgumentError, ScheduleError
+from crossreduce import ArgumentError, ScheduleError, Topology
+from crossreduce.export.collective import collective
 from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS, ring
+from crossreduce.planning import plan as cr_plan
 
 
 @pytest.mark.parametrize("planner", ALGORITHMS)
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 8])
 def test_exports_are_proved(planner, n):
     """The exports of all algorithms are proved, in place and out of place, also with several chunks per threadblock."""
     for inplace, threadblocks in ((True, None), (False, 2)):
@@ -36,6 +41,24 @@ def test_exports_are_proved(planner, n):
         report = verify_mscclpp_json(to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks))
         assert (report.collective, report.ngpus, report.inplace) == ("allreduce", n, inplace)
         assert all("only if the threads of a warp run operations together" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_exports_of_plans_on_a_topology_are_proved(kind, inplace):
+    """The exports of the five collectives, as trees of different shares, are proved."""
+    wiring = Topology.from_matrix([[0, 25, 50, 0], [25, 0, 0, 50], [50, 0, 0, 25], [0, 50, 25, 0]])
+    schedule = cr_plan(wiring, kind, algorithm="forest").schedule
+    report = verify_mscclpp_json(to_mscclpp_json(schedule, inplace=inplace))
+    assert report.collective == kind.replace("_", "")
+
+
+@given(synchronous(), st.booleans(), st.integers(1, 3))
+@settings(max_examples=40)
+def test_exports_of_any_rounds_are_proved(schedule, inplace, threadblocks):
+    """The exports of random schedules, whose rounds read what the same round replaces, are proved."""
+    text = to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks)
+    verify_mscclpp_json(text, root=collective(schedule).root)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -409,7 +432,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_plans_are_refused(name):
-    """The error states the place and the field, what was given, and what is allowed."""
+    """The error states the place and the field, the given value, and the allowed ones."""
     text, words = MALFORMED[name]
     with pytest.raises(ScheduleError, match=words) as caught:
         verify_mscclpp_json(text)

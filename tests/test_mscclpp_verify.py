@@ -208,7 +208,7 @@ def mutant(name, seed):
     return json.dumps(content)
 
 
-MUTANTS = 14
+MUTANTS = 8
 
 
 @pytest.mark.parametrize("name", BASES)

@@ -1,4 +1,4 @@
-"""Input and output of a collective in the memory of a symbolic run: what calls begin with, and what they must leave."""
+"""Input and output of a collective in the memory of a symbolic run: their values, and faults at the end of a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Buffers:
         return ("io",) if self.plan.inplace else ("i", "o")
 
     def given(self, cell: Cell) -> Value | None:
-        """Return what a cell of the user's areas contains when a call begins; ``None``: nothing that may be read."""
+        """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read."""
         rank, name = cell.area
         if rank not in self.sources or name == "o":
             return None

@@ -1,16 +1,16 @@
-"""What a threadblock knows of the past: the happens-before order of a run, as sets of bits.
+"""The happens-before order of a run of an MSCCL++ plan: clocks of threadblocks, as sets of bits.
 
-A bit stands for the accesses of one threadblock between two synchronisations of its threads, for what one thread does
-in this time with channels and semaphores, or for a part of an operation that writes packets or of a transfer of a port
-channel.
-A ``Clock`` has two sets: accesses that are over, and writes that are visible.
+A bit stands for the accesses of one threadblock between two synchronisations of its threads, for the actions of one
+thread on channels and semaphores in this time, or for one piece of an operation that writes packets or of a transfer
+of a port channel. A ``Clock`` has two sets: accesses that are over, and writes that are visible.
 
-- A signal and the wait that receives it pass on both sets. If one of the two is relaxed, or by a packet, the receiver
-  knows that accesses are over, so that it may overwrite what they read; but of writes only those that were visible
-  when the sender's kernel began. (Packets are read in a loop until their flags arrive, and later accesses depend on
-  that loop.)
-- A signal, wait or packet is an action of single threads. What one thread learned, or did to data, the others know
-  after a synchronisation. Until then, the same thread's accesses are ordered, and no others.
+- A signal passes both sets of its sender on to the wait that receives it. If one of the two is relaxed, and for
+  packets, the receiver gets the first set: it may overwrite memory that was read. But of writes it gets only those
+  that were visible when the sender's kernel began. (Packets are read in a loop until their flags arrive, and later
+  accesses depend on that loop.)
+- A signal, wait or packet is an action of single threads. The other threads of the threadblock get the clock of one
+  thread, and the bits of its accesses, when the threads are synchronised. Until then, only accesses of the same thread
+  are ordered.
 
 Source: include/mscclpp/{semaphore_device,concurrency_device,packet_device}.hpp in github.com/microsoft/mscclpp; the
 memory model of NVIDIA's PTX ISA (release and acquire patterns, causality order).
@@ -23,13 +23,13 @@ from typing import Final, NamedTuple
 
 
 class Clock(NamedTuple):
-    """What has certainly happened."""
+    """Accesses that precede a moment in every execution."""
 
     ended: int = 0  # accesses that are over
     visible: int = 0  # writes that are visible
 
     def joined(self, other: Clock) -> Clock:
-        """Return what either of two clocks contains."""
+        """Return the union of two clocks."""
         return Clock(self.ended | other.ended, self.visible | other.visible)
 
 
@@ -37,7 +37,7 @@ NOTHING: Final = Clock()
 
 
 class AccessRecord(NamedTuple):
-    """An access: the bit that stands for it, who made it, and which thread each byte belongs to."""
+    """An access: the bit that stands for it, its threadblock, and the threads that make it."""
 
     bit: int
     block: int  # the number of the threadblock; -1: a port channel, or the user between two calls
@@ -51,19 +51,19 @@ def single(thread: int) -> tuple[int, int]:
 
 
 class BlockClock:
-    """The knowledge of the threads of one threadblock."""
+    """The clocks of the threads of one threadblock."""
 
     def __init__(self, number: int, bits: count[int]) -> None:
         self.number, self.bits = number, bits
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
-        """Begin a kernel, at a time when all threads have the knowledge ``clock``."""
+        """Begin a kernel with this clock."""
         self.known = clock
         self.start = clock.visible
-        self.own: dict[int, Clock] = {}  # what single threads know besides
+        self.own: dict[int, Clock] = {}  # the additional clocks of single threads
         self.own_bits: dict[int, int] = {}  # of their actions
-        self.arrived = NOTHING  # what threads know from packets
+        self.arrived = NOTHING  # from packets that threads have read
         self.unsynced = 0  # the bits of accesses since the last synchronisation
         self.bit = next(self.bits)
 
@@ -75,15 +75,15 @@ class BlockClock:
         self.bit = next(self.bits)
 
     def of(self, thread: int) -> Clock:
-        """Return what one thread knows."""
+        """Return the clock of one thread."""
         return self.known.joined(self.own[thread]) if thread in self.own else self.known
 
     def learn(self, thread: int, clock: Clock) -> None:
-        """Add to the knowledge of one thread."""
+        """Add to the clock of one thread."""
         self.own[thread] = self.own.get(thread, NOTHING).joined(clock)
 
     def record(self, thread: int, text: str) -> AccessRecord:
-        """Return the record of what one thread does now with a channel or semaphore; the thread knows of it."""
+        """Return the record of an action of one thread on a channel or semaphore, and add it to the thread's clock."""
         bit = self.own_bits.setdefault(thread, next(self.bits))
         self.learn(thread, Clock(1 << bit, 1 << bit))
         self.unsynced |= 1 << bit

@@ -156,6 +156,6 @@ class _Unroller:
                 raise ScheduleError(f"{self.here}, {at}: {text} (messages of {self.layout.nbytes} bytes).")
             if place.start % WORD or move.size % (WORD // place.scale):
                 text = f"accesses {place.scale * move.size} bytes from byte {place.start} of {buffer}"
-                rest = f"which are no multiples of {WORD}: the executor handles the rest of a word wrongly"
+                rest = f"which are not multiples of {WORD}: the executor handles the rest of a word wrongly"
                 raise ScheduleError(f"{self.here}, {at}: {text}, {rest}.")
         return move

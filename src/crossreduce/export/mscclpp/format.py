@@ -135,7 +135,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     """Return the content of an MSCCL++ execution plan, after checks of its fields.
 
     Raises:
-      ScheduleError: the text is no such plan or too large; a field is missing or invalid; a number refers to a
+      ScheduleError: the text is not such a plan, or is too large; a field is missing or invalid; a number refers to a
         channel, buffer, semaphore or rank that does not exist.
 
     >>> from crossreduce.planning import ring

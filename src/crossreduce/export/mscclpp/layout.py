@@ -184,8 +184,10 @@ def typical_chunks(plan: MscclppPlan) -> list[int]:
 
 
 def reuse_chunk(plan: MscclppPlan) -> int | None:
-    """Return the bytes of a chunk that uses its share of a reused scratch buffer more than once, if messages may be so
-    long; ``None``: there is none."""
+    """Return the bytes of a chunk that uses its share of a reused scratch buffer more than once.
+
+    ``None``: the plan has no scratch buffer, or is not for messages of this size.
+    """
     step = math.lcm(plan.alignment, WORD)
     shares = [PlanLayout(plan, step).share(rank) for rank, gpu in enumerate(plan.gpus) if gpu.scratch]
     chunk = -(-2 * max(shares, default=0) // step) * step + step

@@ -73,7 +73,8 @@ def _slips(plan: MscclppPlan, operations: list[PlanOperation]) -> Iterator[str]:
     if names & {"glres", "gstore"}:
         yield "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"
     if "pwsf" in names:
-        yield "pwsf: the executor passes an address instead of the source's offset (handlePut); proved as it is meant"
+        text = "the executor passes an address instead of the source's offset (handlePut)"
+        yield f"pwsf: {text}; proved with the offset of the plan"
     if any(op.name in ("pws", "pwsf") and op.channel_type == "memory" for op in operations):
         yield "pws and pwsf on memory channels send no signal"
     if any(op.name == "ppkt" and op.channel_type == "port" for op in operations):

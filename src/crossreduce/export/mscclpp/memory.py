@@ -47,7 +47,7 @@ class Cell:
     packets: int = 0  # the number of the call whose packets it contains; 0: data without flags
     writer: AccessRecord | None = None
     readers: list[AccessRecord] = field(default_factory=list)
-    sent: Clock = NOTHING  # of packets: what their receiver knows
+    sent: Clock = NOTHING  # of packets: the clock that their receiver gets
     received: bool = False  # the packets were read, so they had arrived
 
 

@@ -5,7 +5,7 @@ Input: an operation and the ``PlanLayout`` of a message. Output: moves of ranges
 - Data is processed in words of 16 bytes, packets with 8 bytes of data each. Packets are always read from scratch
   memory, whatever buffer the operation names.
 - ``put`` uses the buffer of its first source for all sources. ``get`` swaps the offsets of the two GPUs. ``pwsf``
-  passes an invalid source offset; here, the one that is meant.
+  passes an invalid source offset; the moves use the offset of the plan.
 - In a pipeline, iteration k of an operation processes bytes k * unit_size and on, at most unit_size of them. Beyond
   the end of the operation's bytes, the subtraction overflows, and it processes unit_size bytes. Operations on packets
   process all bytes in each iteration.

@@ -1,6 +1,6 @@
 """Check that the synchronisation of an MSCCL++ plan is paired in each call: signals, semaphores and barriers.
 
-What is left over of a call would be taken by the next one, which then runs too early or waits forever.
+The next call would receive signals that are left over from a call, and then run too early or wait forever.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class PlanRun:
         return faults
 
     def _known(self, rank: int) -> Clock:
-        """Return what is over when all threadblocks of a GPU have ended."""
+        """Return the clock of a GPU when all its threadblocks have ended."""
         clock = NOTHING
         for number in self.of_rank[rank]:
             clock = clock.joined(self.blocks[number].known)
@@ -148,7 +148,7 @@ class PlanRun:
             raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
 
     def _missing(self, number: int, instruction: PlanInstruction) -> Hashable | None:
-        """Return what an instruction still waits for, or ``None`` if it can run."""
+        """Return the thing for which an instruction waits, or ``None`` if it can run."""
         if instruction.kind == "wait":
             channel = self.channel(instruction)
             return None if channel.received < len(channel.sent) else direction(instruction)
@@ -206,7 +206,7 @@ class PlanRun:
             self.blocks[number].known = clock
 
     def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
-        """Run an instruction; add to ``woken`` what threadblocks may have waited for."""
+        """Run an instruction; add to ``woken`` the things for which threadblocks may have waited."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
         named = f"{self.buffers.name}, {text}"
@@ -296,7 +296,7 @@ class _MoveRun:
             raise self._error(f"reads packets in {self.buffers.describe(cell)} as data.")
         if cell.writer is None or self._is_after(cell.writer, self.clock.visible, record):
             return
-        # What was read once is not read in an older state later (coherence).
+        # Coherence: after a thread has read a value, later reads do not return an older one.
         if not any(self._is_after(reader, self.clock.ended, record) for reader in cell.readers):
             raise self._race("reads", cell, cell.writer, "writes")
 

@@ -1,11 +1,11 @@
-"""Channels and semaphores of a symbolic run: what a threadblock knows after a wait, a flush or an acquire.
+"""Channels and semaphores of a symbolic run: the clocks of threads after a wait, a flush or an acquire.
 
 - The k-th wait on an end of a channel receives the k-th signal of the other end. Threads count them without atomic
   operations, so the signals of an end, and its waits, must be ordered. Threads that signal or wait are in the first
   warp of their threadblock. If two of them use a channel one after the other without a ``nop`` between, their order
   rests on the warp's threads running the operations together; this becomes a note.
-- A port channel makes transfers some time after the threads have asked for them. It makes them, and sends signals, in
-  the order in which it was asked: a signal is received after the transfers before it, and a flush ends after them.
+- A port channel makes transfers some time after they were posted. It makes them, and sends signals, in the order of the
+  posts: a signal is received after the transfers before it, and a flush ends after them.
 - A semaphore counts: when an acquire ends, some releases have happened, but not which ones, unless so many have
   happened that a certain one must be among them.
 
@@ -33,7 +33,7 @@ class Channel:
     received: int = 0
     last_signal: AccessRecord | None = None
     last_wait: AccessRecord | None = None
-    done: Clock = NOTHING  # of a port channel: what is over when it has made what it was asked for
+    done: Clock = NOTHING  # of a port channel: the clock after all its transfers
     posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not part of ``done``
 
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
@@ -50,17 +50,17 @@ class Channel:
         block.learn(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
 
     def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
-        """Ask a port channel for a transfer, for which ``bits`` stand; return what is over when it is made."""
+        """Post a transfer to a port channel, for which ``bits`` stand; return the clock at its start."""
         clock = self.collect(block, thread)
         self.posts.append((block.record(thread, text), clock.joined(Clock(bits, bits))))
         return clock
 
     def flush(self, block: BlockClock, thread: int) -> None:
-        """Wait until a port channel has made what it was asked for."""
+        """Wait until a port channel has made its transfers."""
         block.learn(thread, self.collect(block, thread))
 
     def collect(self, block: BlockClock, thread: int) -> Clock:
-        """Return what is over when a port channel has made all that it was certainly asked for before now."""
+        """Return the clock after all transfers of a port channel that were posted before now."""
         known = block.of(thread)
         left = []
         for record, clock in self.posts:

@@ -6,7 +6,7 @@ the same effect as in the executor's kernel: see ``moves.py``, ``execution.py``,
 A message's size matters: it determines how many iterations a pipeline has, into which parts groups of threadblocks
 divide chunks, and which thread processes which word. So plans are proved for a few sizes that represent all others:
 the smallest one, odd and even multiples of the parts, and chunks of less than one, 1, 2, 3, and more than two units of
-each pipeline. Iterations are alike, so what is right for 1, 2 and 3 of them is right for more.
+each pipeline. Iterations are alike, so a plan that is right for 1, 2 and 3 of them is right for more.
 """
 
 from __future__ import annotations
