@@ -4,6 +4,7 @@ import pytest
 
 import crossreduce as cr
 from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.mscclpp import to_mscclpp_json
 
 DGX = cr.Topology.machine("dgx-1v")
 # Output of msccl-tools: an all-gather of two ranks, out of place, without the attributes of later versions.
@@ -32,12 +33,13 @@ FOREIGN = """\
 
 
 def forms():
-    """Yield right files: MSCCL XML of this library and of msccl-tools, and schedules in JSON."""
+    """Yield right files: MSCCL XML of this library and of msccl-tools, MSCCL++ plans, and schedules in JSON."""
     yield "foreign.xml", FOREIGN, "allgather, out of place: right."
     for algorithm in ("ring", "forest"):
         schedule = cr.plan(DGX.subset(DGX.devices[:4]), algorithm=algorithm).schedule
         yield f"{algorithm}.xml", to_msccl_xml(schedule), "allreduce, in place and out of place: right."
         yield f"{algorithm}.json", schedule.to_json(), f"{schedule.head}: right."
+        yield f"{algorithm}++.json", to_mscclpp_json(schedule), "allreduce, in place: right."
 
 
 @pytest.mark.parametrize(("name", "text", "words"), list(forms()), ids=lambda value: str(value)[:12])
@@ -50,7 +52,11 @@ def test_a_right_file_is_proved(printed, tmp_path, name, text, words):
     assert printed("verify", path).startswith(words)
 
 
+PLAN = to_mscclpp_json(cr.plan(DGX.subset(DGX.devices[:2]), algorithm="direct").schedule)
 WRONG = {
+    "a plan without waits": (PLAN.replace('"wait"', '"nop"'), "but gpu 1 waits 0 times"),
+    "a plan without nops": (PLAN.replace('"nop"', '"rlxwait", "channel_ids": [], "channel_type": "memory"'), "a race"),
+    "a plan with another offset": (PLAN.replace('"index": 1', '"index": 9', 1), "accesses bytes"),
     "a copy is left out": (FOREIGN.replace('type="cpy"', 'type="nop"', 1), "was never written"),
     "a chunk lands elsewhere": (FOREIGN.replace('dstoff="1" cnt', 'dstoff="0" cnt', 1), "a race"),
     "no send": (FOREIGN.replace('type="s"', 'type="nop"', 1), "sends 0 times to gpu 1"),
@@ -100,6 +106,9 @@ UNREADABLE = {
     "two roots": (FOREIGN + FOREIGN).encode(),
     "UTF-16": FOREIGN.encode("utf-16"),
     "too long": b"<" + b" " * (1 << 26),
+    "a plan without GPUs": b'{"name": "x", "collective": "allreduce", "protocol": "LL", "gpus": []}',
+    "a plan for sendrecv": PLAN.replace("allreduce", "sendrecv").encode(),
+    "a plan with another operation": PLAN.replace('"put"', '"gstorepkt"').encode(),
 }
 
 
@@ -113,7 +122,9 @@ def test_an_unreadable_file_is_rejected(crossreduce, tmp_path, fault):
     assert error.startswith(f"crossreduce: {path}")
     assert len(error) < 2000
     if fault in ("a topology", "a trace", "a graph"):
-        assert "files that can be verified: MSCCL XML (<algo>) and schedules in crossreduce's JSON" in error
+        assert (
+            "files that can be verified: MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON" in error
+        )
 
 
 @pytest.mark.parametrize(("name", "text", "_"), list(forms()), ids=lambda value: str(value)[:12])
@@ -137,3 +148,10 @@ def test_a_missing_file_is_rejected(crossreduce, tmp_path):
     """A folder and a missing file exit with 2."""
     for path, words in ((tmp_path, "Is a directory"), (tmp_path / "no", "No such file or directory")):
         assert crossreduce("verify", path) == (2, "", f"crossreduce: {path} cannot be read: {words}.\n")
+
+
+def test_sizes_are_printed(printed, tmp_path):
+    """For an MSCCL++ plan, the last line tells which messages the executor accepts."""
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN)
+    assert printed("verify", path).splitlines()[-1] == "  sizes: messages whose number of bytes is a multiple of 32"

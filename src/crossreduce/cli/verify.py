@@ -1,12 +1,13 @@
 """``crossreduce verify``: prove that the schedule in a file computes its collective.
 
-Input: MSCCL XML of any tool, or the JSON of a ``Schedule``. Output: the proved facts, or the fault. No schedule runs.
+Input: MSCCL XML or an MSCCL++ plan (JSON) of any tool, or the JSON of a ``Schedule``. Output: the proved facts, or the
+fault. No schedule runs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,19 +23,21 @@ MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps 
 
 
 def verify(
-    file: Annotated[Path, Argument(metavar="FILE", help="MSCCL XML, or a schedule in crossreduce's JSON.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="MSCCL XML, an MSCCL++ plan (JSON), or a schedule in crossreduce's JSON.")
+    ],
 ) -> None:
     """Prove that the schedule in a file computes its collective.
 
-    Each result contains each contribution exactly once; MSCCL XML is also
-    proved to be free of deadlocks and races. The exit code is 1 if the
-    schedule is wrong, and 2 if the file cannot be read or verified.
+    Each result contains each contribution exactly once; MSCCL XML and MSCCL++
+    plans are also proved to be free of deadlocks and races. The exit code is 1
+    if the schedule is wrong, and 2 if the file cannot be read or verified.
     """
     with progress("reading", 2) as advance:
         try:
             proof = _read(file)
         except ScheduleError as error:
-            kinds = "MSCCL XML (<algo>) and schedules in crossreduce's JSON (plan --export plan.json)"
+            kinds = "MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON (plan --export plan.json)"
             raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
         advance("proving")
         fault = None
@@ -60,23 +63,47 @@ def _read(file: Path) -> Callable[[], str]:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{file} is not UTF-8 text.") from error
+    from ..export.mscclpp.fields import is_mscclpp_json
+
     start = text.lstrip()[:1]
     if start not in ("<", "{"):
-        raise ArgumentError(f"{file} is neither MSCCL XML nor a schedule in JSON.")
-    if start == "{":
-        schedule = Schedule.from_json(text)
+        raise ArgumentError(f"{file} is neither MSCCL XML nor a plan or schedule in JSON.")
+    if start == "<":
+        return _msccl(file, text)
+    if is_mscclpp_json(text):
+        return _mscclpp(file, text)
+    schedule = Schedule.from_json(text)
 
-        def proved() -> str:
-            prove(schedule)
-            return f"{schedule.head}: right."
+    def proved() -> str:
+        prove(schedule)
+        return f"{schedule.head}: right."
 
-        return proved
+    return proved
+
+
+def _msccl(file: Path, text: str) -> Callable[[], str]:
     from ..export.msccl.format import VERIFIABLE, read_msccl_xml
     from ..export.msccl.verifier import verify_msccl_xml
 
     algo = read_msccl_xml(text)
-    kind = algo.coll
-    if kind not in VERIFIABLE:
-        problem = f"{file} cannot be verified: its collective is {kind}"
-        raise ArgumentError(f"{problem}, not one of {', '.join(sorted(VERIFIABLE))}.")
+    _check_collective(file, algo.coll, VERIFIABLE)
     return lambda: f"{verify_msccl_xml(text)}\n  sizes: {sizes_that_fit(algo.chunks)}"
+
+
+def _mscclpp(file: Path, text: str) -> Callable[[], str]:
+    from ..export.mscclpp.format import VERIFIABLE, read_mscclpp_json
+    from ..export.mscclpp.verifier import verify_mscclpp_json
+
+    _check_collective(file, read_mscclpp_json(text).collective, VERIFIABLE)
+
+    def proved() -> str:
+        report = verify_mscclpp_json(text)
+        return f"{report}\n  sizes: {report.sizes}"
+
+    return proved
+
+
+def _check_collective(file: Path, kind: str, verifiable: Collection[str]) -> None:
+    if kind not in verifiable:
+        problem = f"{file} cannot be verified: its collective is {kind[:60]}"
+        raise ArgumentError(f"{problem}, not one of {', '.join(sorted(verifiable))}.")

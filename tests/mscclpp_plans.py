@@ -1,0 +1,252 @@
+"""MSCCL++ plans for the tests of the verifier, written in a compact form, in the styles of MSCCL++'s own examples.
+
+Each GPU has a memory channel and a port channel to every other GPU, in the order of ranks, and access to all their
+buffers; each threadblock may use all of them.
+"""
+
+import json
+import re
+
+SPAN = re.compile(r"(?:(\d+)\.)?([iosw])(\d+)(?:\+(\d+))?")
+
+
+def plan(collective, sizes, *gpus, **fields):
+    """Return a plan. ``sizes``: chunks of input and output. A GPU is (scratch chunks, *threadblocks), a threadblock a
+    list of operations: see ``operation``."""
+    ranks = len(gpus)
+    semaphores, switch = fields.pop("semaphores", []), fields.pop("switch", "")
+    made = {"name": "custom", "collective": collective, "protocol": "Simple", "inplace": False}
+    made["gpus"] = [
+        {
+            "id": g,
+            "input_chunks": sizes[0],
+            "output_chunks": sizes[1],
+            "scratch_chunks": scratch,
+            "threadblocks": [block(t, ops.split("; "), g, ranks, switch) for t, ops in enumerate(blocks)],
+            "channels": [
+                *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in ("memory", "port")),
+                *(
+                    {
+                        "channel_type": "switch",
+                        "buffer_type": b,
+                        "rank_groups": [{"size": 1, "ranks": list(range(ranks))}],
+                    }
+                    for b in switch
+                ),
+            ],
+            "remote_buffers": [
+                {"rank": r, "type": b, "access_channel_types": ["memory", "port"]}
+                for r in others(g, ranks)
+                for b in "ios"
+            ],
+            "semaphores": [{"init_value": value} for value in semaphores],
+        }
+        for g, (scratch, *blocks) in enumerate(gpus)
+    ]
+    return json.dumps(made | fields)
+
+
+def others(g, ranks):
+    return [r for r in range(ranks) if r != g]
+
+
+def block(number, ops, g, ranks, switch):
+    buffers = list(range(3 * (ranks - 1)))
+    kinds = ("memory", "port")
+    ids = list(range(ranks - 1))
+    return {
+        "id": number,
+        "ops": [op for text in ops for op in operations(text, g, ranks)],
+        "channels": [
+            *({"channel_type": kind, "channel_ids": ids} for kind in kinds),
+            {"channel_type": "switch", "channel_ids": list(range(len(switch)))},
+        ],
+        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": buffers} for kind in kinds],
+    }
+
+
+def operations(text, g, ranks):
+    """Return the operations of a text: "pipeline 32 1 [nop, put i0 > 1.o0]" or one that ``operation`` reads."""
+    found = re.fullmatch(r"pipeline (\d+) (\d+) \[(.*)\]", text)
+    if found is None:
+        return [operation(text, g, ranks)] if text else []
+    inner = [operation(part, g, ranks) for part in found[3].split(", ")]
+    context = {"unit_size": int(found[1]), "num_chunks": int(found[2])}
+    return [{"name": "pipeline", "iter_context": context, "ops": inner}]
+
+
+def operation(text, g, ranks):
+    """Return an operation, such as "put i0 i1+2 > 1.s0 2.s0", "signal 0 1" (ranks), "barrier 0 2" or "sem_acquire 0".
+
+    "@" before its name: on port channels; "/1.4": part 1 of 4.
+    """
+    words = text.split()
+    port, name = words[0].startswith("@"), words[0].removeprefix("@")
+    made, kind = {"name": name}, "port" if port else "memory"
+    group = [word[1:].split(".") for word in words if word.startswith("/")]
+    if group:
+        made["tbg_info"] = {"tb_id": int(group[0][0]), "tbg_size": int(group[0][1])}
+    words = [word for word in words[1:] if not word.startswith("/")]
+    if name in ("signal", "wait", "rlxsignal", "rlxwait", "flush"):
+        made |= {"channel_type": kind, "channel_ids": [others(g, ranks).index(int(word)) for word in words]}
+    elif name == "barrier":
+        made |= {"barrier_id": int(words[0]), "num_threadblocks": int(words[1])}
+    elif name.startswith("sem_"):
+        made["semaphore_ids"] = [int(word) for word in words]
+    elif name != "nop":
+        cut = words.index(">")
+        spans = [[span(word, g, ranks) for word in part] for part in (words[:cut], words[cut + 1 :])]
+        made |= {"src_buff": spans[0], "dst_buff": spans[1], "channel_type": kind}
+        if name in ("glres", "gstore"):
+            made["channel_type"] = "switch"
+        if port:
+            made["channel_ids"] = [others(g, ranks).index(int(SPAN.fullmatch(word)[1])) for word in words[cut + 1 :]]
+    return made
+
+
+def span(text, g, ranks):
+    rank, buffer, index, size = SPAN.fullmatch(text).groups()
+    place = {"index": int(index), "size": int(size or 1)}
+    if buffer == "w":
+        return {"switch_channel_id": int(rank or 0), **place}
+    if rank is None:
+        return {"type": buffer, **place}
+    return {"buffer_id": 3 * others(g, ranks).index(int(rank)) + "ios".index(buffer), **place}
+
+
+def all_ranks(text, n, g):
+    """Replace "{p}" in each ";"-separated operation by each other rank in turn, "{g}" by the own one, "{P}" by all."""
+    made = []
+    for part in text.split("; "):
+        part = part.replace("{g}", str(g)).replace("{P}", " ".join(map(str, others(g, n))))
+        made += [part.replace("{p}", str(p)) for p in others(g, n)] if "{p}" in part else [part]
+    return "; ".join(made)
+
+
+def alike(collective, sizes, n, scratch, *blocks, **fields):
+    """Return a plan whose GPUs all run the same texts, see ``all_ranks``."""
+    return plan(collective, sizes, *((scratch, *(all_ranks(b, n, g) for b in blocks)) for g in range(n)), **fields)
+
+
+def packets(n, **fields):
+    """Return an all-reduce by packets: all pairs exchange their inputs; the sums are made locally."""
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True} | fields
+    reads = " ".join(f"s{p}" for p in range(n))
+    gpus = [
+        (
+            n,
+            all_ranks("ppkt i0 > {p}.s{g}", n, g)
+            + "; repkt i0 "
+            + reads.replace(f"s{g}", "").replace("  ", " ")
+            + " > o0",
+        )
+        for g in range(n)
+    ]
+    return plan("allreduce", (1, 1), *gpus, **fields)
+
+
+def packets_scattered(n, **fields):
+    """Return an all-reduce by packets in the style of MSCCL++'s allreduce_pkt: reduce-scatter, then all-gather."""
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
+    gpus = []
+    for g in range(n):
+        sends = "; ".join(f"ppkt i{p} > {p}.s{g}" for p in others(g, n))
+        sources = " ".join(f"s{p}" for p in others(g, n))
+        targets = " ".join(f"{p}.s{n + g}" for p in others(g, n))
+        unpacks = "; ".join(f"upkt s{n + p} > i{p}" for p in others(g, n))
+        gpus.append((2 * n, f"{sends}; respkt i{g} {sources} > i{g} {targets}; {unpacks}"))
+    return plan("allreduce", (n, n), *gpus, **fields)
+
+
+def packets_by_threadblocks(n=2, **fields):
+    """Return an all-reduce by packets in place: one threadblock sends, one adds and sends sums, one unpacks them.
+
+    The last one overwrites the input that the first one sends: the packets show that this was read.
+    """
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
+    gpus = []
+    for g in range(n):
+        sends = "; ".join(f"ppkt i{p} > {p}.s{g}" for p in others(g, n))
+        sources = " ".join(f"s{p}" for p in others(g, n))
+        targets = " ".join(f"{p}.s{n + g}" for p in others(g, n))
+        unpacks = "; ".join(f"upkt s{n + p} > i{p}" for p in others(g, n))
+        gpus.append((2 * n, sends, f"respkt i{g} {sources} > i{g} {targets}", unpacks))
+    return plan("allreduce", (n, n), *gpus, **fields)
+
+
+def packets_by_ports(n=2, **fields):
+    """Return an all-gather in place by packets: one threadblock packs, one sends by port channels, one unpacks."""
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
+    gpus = []
+    for g in range(n):
+        targets = " ".join(f"{p}.s{g}" for p in others(g, n))
+        unpacks = "; ".join(f"upkt s{p} > o{p}" for p in others(g, n))
+        gpus.append((n, f"cpkt o{g} > s{g}", f"@rppkt s{g} > {targets}", unpacks))
+    return plan("allgather", (1, n), *gpus, **fields)
+
+
+def exchanged(n, **fields):
+    """Return an all-reduce with reads of other GPUs: begin, read and add, end."""
+    text = "rlxsignal {P}; rlxwait {P}; nop; rre i0 REMOTE > o0; nop; signal {P}; wait {P}"
+    gpus = [(0, all_ranks(text, n, g).replace("REMOTE", " ".join(f"{p}.i0" for p in others(g, n)))) for g in range(n)]
+    return plan("allreduce", (1, 1), *gpus, **fields)
+
+
+def gathered_by_ports(n, put="@put PUTS; @signal {P}", end="@flush {P}", **fields):
+    """Return an all-gather on port channels, which ends when the GPU's own puts are over."""
+    text = f"@signal {{P}}; @wait {{P}}; nop; {put}; copy i0 > o{{g}}; @wait {{P}}; {end}; nop"
+    gpus = []
+    for g in range(n):
+        puts = " ".join("i0" for _ in others(g, n)) + " > " + " ".join(f"{p}.o{g}" for p in others(g, n))
+        gpus.append((0, all_ranks(text, n, g).replace("PUTS", puts)))
+    return plan("allgather", (1, n), *gpus, **fields)
+
+
+def pipelined(n=2, unit=64, **fields):
+    """Return an all-reduce of two GPUs: one threadblock puts units into scratch memory, another one adds them."""
+    put = "signal {p}; wait {p}; pipeline UNIT 1 [put i0 > {p}.s0, nop, signal {p}]".replace("UNIT", str(unit))
+    add = "pipeline UNIT 1 [wait {p}, nop, re i0 s0 > o0, nop]".replace("UNIT", str(unit))
+    # Both threadblocks use the channel: one waits before the other one's waits, ordered by the semaphore.
+    put = put.replace("wait {p}; pipeline", "wait {p}; nop; sem_release 0; pipeline")
+    return alike("allreduce", (1, 1), n, 1, put, "sem_acquire 0; nop; " + add, semaphores=[0], **fields)
+
+
+def met(n=2, **fields):
+    """Return an all-reduce whose two threadblocks copy, meet at a barrier, and each put and add one half."""
+    text = (
+        "copy i0 > s0 /K.2; barrier 0 2; signal {p}; wait {p}; nop; put s0 > {p}.s1 /J.2; nop; signal {p}; wait {p}; "
+    )
+    text += "barrier 0 2; re s0 s1 > o0 /K.2; barrier 0 2"
+    text = text.replace("signal {p}; wait {p}", "SYNC", 1)
+    blocks = []
+    for k in range(2):
+        own = text.replace("K", str(k)).replace("J", str(1 - k))
+        sync = "signal {p}; wait {p}; nop; barrier 1 2" if k == 0 else "barrier 1 2"
+        own = own.replace("SYNC", sync)
+        blocks.append(own if k == 0 else own.replace("nop; signal {p}; wait {p}; ", "barrier 2 2; "))
+    blocks[0] = blocks[0].replace(
+        "nop; signal {p}; wait {p}; barrier 0 2", "barrier 2 2; signal {p}; wait {p}; barrier 0 2"
+    )
+    return alike("allreduce", (1, 1), n, 2, *blocks, **fields)
+
+
+def switched(n, **fields):
+    """Return an all-reduce in place through the switch: each GPU reduces and stores one chunk."""
+    text = "rlxsignal {P}; rlxwait {P}; nop; glres 0.w{g} > 0.w{g}; nop; signal {P}; wait {P}"
+    return alike("allreduce", (n, n), n, 0, text, switch="i", inplace=True, **fields)
+
+
+def stored(n, **fields):
+    """Return an all-gather in place through the switch."""
+    text = "rlxsignal {P}; rlxwait {P}; nop; gstore o{g} > 0.w{g}; nop; signal {P}; wait {P}"
+    return alike("allgather", (1, n), n, 0, text, switch="o", inplace=True, **fields)
+
+
+def all_to_all(n, **fields):
+    """Return an all-to-all with puts."""
+    gpus = []
+    for g in range(n):
+        puts = " ".join(f"i{p}" for p in others(g, n)) + " > " + " ".join(f"{p}.o{g}" for p in others(g, n))
+        text = f"signal {{P}}; wait {{P}}; nop; put {puts}; copy i{g} > o{g}; nop; signal {{P}}; wait {{P}}"
+        gpus.append((0, all_ranks(text, n, g)))
+    return plan("alltoall", (n, n), *gpus, **fields)
