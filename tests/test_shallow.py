@@ -137,7 +137,8 @@ ALPHA, BRICK = 0.7e-6, 25e9
 
 
 # (chunks per node, steps, rounds): Cai et al., Synthesizing Optimal Collective Algorithms, PPoPP 2021, table 4: on a
-# DGX-1, chunks of L / chunks bytes, where L are the bytes of a node's input, and a round sends one chunk over each brick.
+# DGX-1, chunks of L / chunks bytes, where L are the bytes of a node's input, and a round sends one chunk over each
+# brick.
 SCCL = {
     "all_gather": [(1, 2, 2), (2, 2, 3), (6, 3, 7)],
     "reduce_scatter": [(1, 2, 2), (2, 2, 3), (6, 3, 7)],

@@ -75,6 +75,24 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
         yield write
 
 
+def write_folder(option: str, path: Path, files: dict[str, str]) -> None:
+    """Write files into a new folder, all or none of them; an existing folder must be empty."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ArgumentError(f"{option} {path} cannot be written: it is not an empty or a new folder.")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+            made = Path(temporary) / target.name
+            for name, text in files.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, "utf-8")
+            made.replace(target)
+    except OSError as error:
+        raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
+
+
 def rate_json(value: Fraction | None) -> dict[str, Any] | None:
     """Return a rate for JSON: the exact fraction as text, and the nearest float.
 

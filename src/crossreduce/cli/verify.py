@@ -6,10 +6,11 @@ fault. No schedule runs.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from typer import Argument, Exit
 
@@ -24,15 +25,29 @@ MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps 
 
 def verify(
     file: Annotated[
-        Path, Argument(metavar="FILE", help="MSCCL XML, an MSCCL++ plan (JSON), or a schedule in crossreduce's JSON.")
+        Path,
+        Argument(
+            metavar="FILE|DIR",
+            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of plan --bundle.",
+        ),
     ],
 ) -> None:
     """Prove that the schedule in a file computes its collective.
 
     Each result contains each contribution exactly once; MSCCL XML and MSCCL++
-    plans are also proved to be free of deadlocks and races. The exit code is 1
-    if the schedule is wrong, and 2 if the file cannot be read or verified.
+    plans are also proved to be free of deadlocks and races. In a folder that
+    plan --bundle wrote, all files are proved, and the sizes for which they are.
+    The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
+    verified.
     """
+    if file.is_dir():
+        print(_bundle(file))
+        return
+    print(_proved(file))
+
+
+def _proved(file: Path) -> str:
+    """Return the proved facts about a file, or exit with 1 if it is wrong."""
     with progress("reading", 2) as advance:
         try:
             proof = _read(file)
@@ -48,7 +63,63 @@ def verify(
     if fault is not None:
         print(f"crossreduce: {file} is wrong: {fault}", file=sys.stderr)
         raise Exit(1)
-    print(proved)
+    return proved
+
+
+def _bundle(folder: Path) -> str:
+    """Return the proved facts about all files of a bundle, or exit with 1 if one of them is wrong."""
+    listed = _list_of(folder / "ranks.json")
+    known = {entry["file"] for entry in listed}
+    texts = []
+    for name in ("msccl", "mscclpp"):
+        inside = sorted(path for path in (folder / name).glob("*") if f"{name}/{path.name}" not in known)
+        if inside:
+            raise ArgumentError(f"{folder}: {name}/{inside[0].name} is not in ranks.json; runtimes would read it, too.")
+        entries = [entry for entry in listed if entry["format"] == name]
+        due = 0  # the first size for which there is no file yet
+        for entry in entries:
+            path = folder / entry["file"]
+            facts = _proved(path)
+            least, most = _range_of(name, path.read_text("utf-8"))
+            if (least, most) != (entry["least_bytes"], entry["most_bytes"]) or least < due:
+                print(f"crossreduce: {path} is wrong: it is for {least} to {most} bytes, which ranks.json does not say "
+                      "or another file is for", file=sys.stderr)  # fmt: skip
+                raise Exit(1)
+            due = most + 1 if most else 1 << 64
+            texts.append(f"{entry['file']}: {facts}")
+    return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
+
+
+def _list_of(file: Path) -> list[dict[str, Any]]:
+    """Return the files that a bundle's list of ranks and files names."""
+    from ..export.bundle import FORMAT
+
+    try:
+        read = json.loads(file.read_text("utf-8"))
+        if read["format"] != FORMAT:
+            raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - as the other faults
+        entries = [
+            {key: entry[key] for key in ("file", "format", "least_bytes", "most_bytes")} for entry in read["files"]
+        ]
+    except OSError as error:
+        raise ArgumentError(
+            f"{file} cannot be read: {error.strerror}. A folder must be one of plan --bundle."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
+    return entries
+
+
+def _range_of(name: str, text: str) -> tuple[int, int]:
+    """Return the sizes that a file is for; 0 at the end: no limit."""
+    if name == "msccl":
+        from ..export.msccl.format import read_msccl_xml
+
+        algo = read_msccl_xml(text)
+        return algo.min_bytes, algo.max_bytes
+    read = json.loads(text)
+    most = read["max_message_size"]
+    return read["min_message_size"], 0 if most == 2**64 - 1 else most
 
 
 def _read(file: Path) -> Callable[[], str]:

@@ -7,7 +7,7 @@ file in this folder and one line here. ``pictures.py`` is not in the registry, s
 from __future__ import annotations
 
 from pkgutil import resolve_name
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..planning import Plan
 
@@ -21,9 +21,9 @@ class Exporter(NamedTuple):
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
 
-    def write(self, plan: Plan) -> str:
-        """Return a plan in this format."""
-        text: str = resolve_name(self.function)(*(getattr(plan, name) for name in self.arguments))
+    def write(self, plan: Plan, **options: Any) -> str:
+        """Return a plan in this format; ``options`` are further arguments of the function."""
+        text: str = resolve_name(self.function)(*(getattr(plan, name) for name in self.arguments), **options)
         return text
 
 

@@ -175,11 +175,15 @@ def fastest(request: Request) -> Pieces:
     if not found:
         raise failure
     best = fastest_of(found, topology, request.nbytes, costs=request.costs)
-    if request.algorithm not in (*CHOICES, "forest"):
-        return best
-    from .shallow.forests import faster
+    if request.algorithm in CHOICES:
+        from .shallow.forests import faster
 
-    return faster(request, best)
+        return faster(request, best)
+    if request.algorithm == "forest" and len(request.members) <= FOREST_DEVICES:
+        any_other = fastest(request._replace(algorithm="auto"))  # its forests of few steps are forests, too
+        if any_other.schedule.algorithm == "forest" and any_other.seconds < best.seconds:
+            return any_other
+    return best
 
 
 def _tried(topology: Topology, request: Request) -> list[Request]:

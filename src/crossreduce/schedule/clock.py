@@ -19,8 +19,10 @@ Synchronization and Linearity, 1992 (systems of maxima and sums, which grow peri
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from .lock_step import Loads
@@ -28,15 +30,106 @@ from .lock_step import Loads
 # Times that differ by less than this part of the period are equal: it is far above the rounding errors of sums.
 _EQUAL: Final = 1e-9
 
+# With at most so many reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
+_MOST_PLAIN: Final = 1_500
+
 
 class Clock:
-    """The event-driven times of a schedule, for a number of bytes."""
+    """The event-driven times of a schedule, for a number of bytes.
+
+    NumPy runs the reads of a tick together. For few reads, or without NumPy, plain Python does, with the same results.
+    """
+
+    def __init__(self, loads: Loads) -> None:
+        self.loads, self.rounds = loads, loads.rounds
+
+    def run(self, pieces: int) -> list[tuple[float, int]]:
+        """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
+        if self._is_small(pieces):
+            return [(after - before, 1) for before, after in pairwise([0.0, *(end for *_, end in self._plain(pieces))])]
+        return _Run(self.arrays, pieces).steps()
+
+    def total(self, pieces: int) -> float:
+        """Return the seconds from the start of the first read to the end of the last one."""
+        if self._is_small(pieces):
+            return max((end for *_, end in self._plain(pieces)), default=0.0)
+        run = _Run(self.arrays, pieces)
+        run.steps()
+        return run.end
+
+    def intervals(self, pieces: int) -> Iterator[tuple[int, int, float, float]]:
+        """Yield for each tick and read their numbers, and the seconds at which the read starts and ends."""
+        for t, reads, _ in self._plain(pieces):
+            for k, start, end in reads:
+                yield t, k, start, end
+
+    def _is_small(self, pieces: int) -> bool:
+        uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
+        return uses <= _MOST_PLAIN or importlib.util.find_spec("numpy") is None
+
+    @cached_property
+    def arrays(self) -> _Arrays:
+        """The reads as arrays."""
+        return _Arrays(self.loads)
+
+    def _plain(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
+        """Yield for each tick its number, the number, start and end of each of its reads, and the time at its end."""
+        loads, rounds = self.loads, self.rounds
+        reads, first = loads.traffic.reads, [0] * (rounds + 1)
+        for read in reads:
+            first[read.round + 1] += 1
+        first = list(accumulate(first))
+        queues = list(loads.queues.values())
+        queueing = [loads.queued(queue, min(pieces, rounds)) for queue in queues]
+        waits = [next((q for q, queue in enumerate(queues) if host in queue.steps), -1) for host in loads.traffic.hosts]
+        queued = [0.0] * len(queues)
+        free = [0.0] * len(loads.per_message)
+        ready: dict[tuple[int, int], float] = {}  # by step and piece
+        time = 0.0
+        for t in range(rounds + pieces - 1):
+            row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
+            queued = [before + seconds[row] for before, seconds in zip(queued, queueing, strict=True)]
+            active = range(first[max(0, t - pieces + 1)], first[min(t, rounds - 1) + 1])
+            load = [0.0] * len(free)
+            for number in active:
+                for k, seconds in loads.uses[number]:
+                    load[k] += seconds / pieces + loads.per_message[k]
+            occupied, found = list(free), []
+            for number in active:
+                read = reads[number]
+                piece = t - read.round
+                start = ready.get((read.operand, piece), 0.0)
+                served = 0.0
+                for k, _ in loads.uses[number]:
+                    start, served = max(start, free[k]), max(served, load[k])
+                end = start + served
+                if waits[read.step] >= 0:
+                    end = max(end, queued[waits[read.step]])
+                end += read.latency_s
+                for k, _ in loads.uses[number]:
+                    occupied[k] = max(occupied[k], end)
+                place = read.step, piece
+                ready[place] = max(ready.get(place, 0.0), end)
+                time = max(time, end)
+                found.append((number, start, end))
+            free = occupied
+            yield t, found, time
+
+
+class _Arrays:
+    """The reads of a schedule as arrays."""
 
     def __init__(self, loads: Loads) -> None:
         import numpy as np
 
         self.loads, self.rounds = loads, loads.rounds
         traffic = loads.traffic
+        size = traffic.rounds + 1, len(traffic.resources)
+        self.transfers, self.messages = np.zeros(size), np.zeros(size)  # sums over all earlier rounds
+        for k, by_round in enumerate(loads.by_round):
+            for r, (transfer, message) in by_round.items():
+                self.transfers[r + 1, k], self.messages[r + 1, k] = transfer, message
+        self.transfers, self.messages = self.transfers.cumsum(axis=0), self.messages.cumsum(axis=0)
         reads = traffic.reads
         # Resource 0 is a dummy: it is always free and without load. Reads on their own device use only this.
         uses = [[0, *(k + 1 for k, _ in read.uses)] for read in reads]
@@ -54,26 +147,10 @@ class Clock:
             mine = [traffic.hosts[read.step] in queue.steps for read in reads]
             self.queue[np.array(mine)] = number
 
-    def run(self, pieces: int) -> list[tuple[float, int]]:
-        """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
-        return _Run(self, pieces).steps()
-
-    def intervals(self, pieces: int) -> Iterator[tuple[int, Any, Any, Any]]:
-        """Yield for each tick its number, its reads, and the seconds at which each of these starts and ends."""
-        import numpy as np
-
-        run = _Run(self, pieces)
-        for t in range(self.rounds + pieces - 1):
-            first, last = max(0, t - pieces + 1), min(t, self.rounds - 1)
-            run.tick(_Part(self, first, last, pieces), t)
-            a, b = self.bounds[0][first], self.bounds[0][last + 1]
-            yield (t, np.arange(a, b), run.start, run.ends) if b > a else (t, *(np.zeros(0),) * 3)
-
-    def total(self, pieces: int) -> float:
-        """Return the seconds from the start of the first read to the end of the last one."""
-        run = _Run(self, pieces)
-        run.steps()
-        return run.end
+    def load(self, first: int, last: int, pieces: int) -> Any:
+        """Return the seconds of each resource for one piece in each of the rounds from ``first`` to ``last``."""
+        found = (self.transfers[last + 1] - self.transfers[first]) / pieces
+        return found + self.messages[last + 1] - self.messages[first]
 
     @cached_property
     def bounds(self) -> tuple[Any, Any]:
@@ -87,36 +164,36 @@ class Clock:
 class _Part:
     """The reads of neighbouring rounds, which are in progress at the same time."""
 
-    def __init__(self, clock: Clock, first: int, last: int, pieces: int) -> None:
+    def __init__(self, arrays: _Arrays, first: int, last: int, pieces: int) -> None:
         import numpy as np
 
-        by_read, by_step = clock.bounds
+        by_read, by_step = arrays.bounds
         a, b = by_read[first], by_read[last + 1]
         s, e = by_step[first], by_step[last + 1]
-        u, v = clock.use_start[a], clock.use_start[b]
+        u, v = arrays.use_start[a], arrays.use_start[b]
         self.rows = np.arange(s + 1, e + 1)
-        self.operand, self.latency, self.queue = clock.operand[a:b], clock.latency[a:b], clock.queue[a:b]
-        self.age = clock.round_of_read[a:b]
-        self.step_age = clock.round_of_step[s:e]
-        self.resource, self.count = clock.resource[u:v], clock.count[a:b]
-        self.use_start, self.read_start = clock.use_start[a:b] - u, clock.read_start[s:e] - a
-        load = np.concatenate([[0.0], clock.loads.of(first, last, pieces)])
+        self.operand, self.latency, self.queue = arrays.operand[a:b], arrays.latency[a:b], arrays.queue[a:b]
+        self.age = arrays.round_of_read[a:b]
+        self.step_age = arrays.round_of_step[s:e]
+        self.resource, self.count = arrays.resource[u:v], arrays.count[a:b]
+        self.use_start, self.read_start = arrays.use_start[a:b] - u, arrays.read_start[s:e] - a
+        load = np.concatenate([[0.0], arrays.load(first, last, pieces)])
         self.seconds = np.maximum.reduceat(load[self.resource], self.use_start) if b > a else self.latency
 
 
 class _Run:
-    """One run of the clock. ``ready[s, j % R]``: when step s has made its value of piece j; row 0: the inputs."""
+    """One run of the arrays. ``ready[s, j % R]``: when step s has made its value of piece j; row 0: the inputs."""
 
-    def __init__(self, clock: Clock, pieces: int) -> None:
+    def __init__(self, arrays: _Arrays, pieces: int) -> None:
         import numpy as np
 
-        self.clock, self.pieces, self.rounds = clock, pieces, clock.rounds
+        self.arrays, self.pieces, self.rounds = arrays, pieces, arrays.rounds
         self.end = 0.0
-        self.free = np.zeros(len(clock.loads.traffic.resources) + 1)
-        self.ready = np.zeros((len(clock.round_of_step) + 1, self.rounds))
+        self.free = np.zeros(len(arrays.loads.traffic.resources) + 1)
+        self.ready = np.zeros((len(arrays.round_of_step) + 1, self.rounds))
         width = min(pieces, self.rounds)
         # Row t: when the operations of tick t are queued after those of tick t - 1; queue 0 is always empty.
-        queued = [clock.loads.queued(queue, width) for queue in clock.loads.queues.values()]
+        queued = [arrays.loads.queued(queue, width) for queue in arrays.loads.queues.values()]
         self.queueing = np.array([[0.0] * (self.rounds + width - 1), *queued]).T
         self.queued = np.zeros(1 + len(queued))
 
@@ -129,7 +206,7 @@ class _Run:
         while t < rounds + pieces - 1:
             window = max(0, t - pieces + 1), min(t, rounds - 1)
             if window != known:
-                part, known = _Part(self.clock, *window, pieces), window
+                part, known = _Part(self.arrays, *window, pieces), window
             assert part is not None
             before = self.end
             self.tick(part, t)

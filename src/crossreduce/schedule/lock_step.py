@@ -9,52 +9,51 @@ clock (``clock.py``) is never slower; planners rank schedules by this one.
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Any
+from collections import defaultdict, deque
+from functools import cached_property
 
 from .traffic import Queue, Traffic
 
+Load = tuple[float, float]  # the seconds for all bytes, which pieces share, and those for the messages of each piece
+
 
 class Loads:
-    """The seconds in which resources and queues serve windows of rounds, for a number of bytes.
+    """The seconds in which resources and queues serve the rounds of a schedule, for a number of bytes.
 
     Window t of width w are the rounds from t - w + 1 to t, as far as they exist: those that are in progress in tick t
     if there are w pieces.
     """
 
     def __init__(self, traffic: Traffic, nbytes: int, queues: dict[str, Queue]) -> None:
-        import numpy as np
-
         self.traffic, self.queues, self.rounds = traffic, queues, traffic.rounds
-        uses = [(read.round, k, traffic.shares[read.chunk] * often) for read in traffic.reads for k, often in read.uses]
-        size = traffic.rounds + 1, len(traffic.resources)
-        self.transfers, self.messages = np.zeros(size), np.zeros(size)  # sums over all earlier rounds
-        if uses:
-            rounds, resources, amounts = (np.array(column) for column in zip(*uses, strict=True))
-            per_byte = np.array([resource.seconds_per_byte for resource in traffic.resources]) * nbytes
-            per_message = np.array([resource.seconds_per_message for resource in traffic.resources])
-            np.add.at(self.transfers, (rounds + 1, resources), amounts * per_byte[resources])
-            np.add.at(self.messages, (rounds + 1, resources), per_message[resources])
-        self.transfers, self.messages = self.transfers.cumsum(axis=0), self.messages.cumsum(axis=0)
-        self.counts_messages = bool(self.messages.any())
+        # For each use of a resource by a read, the seconds.
+        self.uses = [
+            [
+                (k, traffic.shares[read.chunk] * often * traffic.resources[k].seconds_per_byte * nbytes)
+                for k, often in read.uses
+            ]
+            for read in traffic.reads
+        ]
+        self.per_message = [resource.seconds_per_message for resource in traffic.resources]
+        self.by_round: list[defaultdict[int, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in self.per_message]
+        for read, uses in zip(traffic.reads, self.uses, strict=True):
+            for k, seconds in uses:
+                load = self.by_round[k][read.round]
+                load[0] += seconds
+                load[1] += self.per_message[k]
 
-    def of(self, first: int, last: int, pieces: int) -> Any:
-        """Return the seconds of each resource for one piece in each of the rounds from ``first`` to ``last``."""
-        found = (self.transfers[last + 1] - self.transfers[first]) / pieces
-        return found + (self.messages[last + 1] - self.messages[first]) if self.counts_messages else found
+    @cached_property
+    def different(self) -> list[dict[int, Load]]:
+        """The loads of the resources by round, each only once: many links are always equally busy."""
+        found = {tuple((r, (a, b)) for r, (a, b) in load.items()) for load in self.by_round if load}
+        return [dict(load) for load in sorted(found)]
 
-    def total(self, pieces: int) -> Any:
+    def total(self, pieces: int) -> list[float]:
         """Return the seconds of each resource for all bytes, in so many pieces."""
-        return self.transfers[-1] + pieces * self.messages[-1]
-
-    def all_windows(self, width: int) -> tuple[Any, Any]:
-        """Return for all windows, one per row, the seconds of each resource: of all bytes, and of the messages."""
-        import numpy as np
-
-        ticks = np.arange(self.rounds + width - 1)
-        last, first = np.minimum(ticks, self.rounds - 1) + 1, np.maximum(ticks - width + 1, 0)
-        messages = self.messages[last] - self.messages[first] if self.counts_messages else 0.0
-        return self.transfers[last] - self.transfers[first], messages
+        return [
+            math.fsum(transfer for transfer, _ in load.values()) + pieces * math.fsum(each for _, each in load.values())
+            for load in self.by_round
+        ]
 
     def queued(self, queue: Queue, width: int) -> list[float]:
         """Return the seconds in which a host queues the operations of each window."""
@@ -73,40 +72,41 @@ class LockStep:
 
     def __init__(self, loads: Loads) -> None:
         self.loads, self.rounds = loads, loads.rounds
-        self._windows: dict[int, tuple[Any, Any, Any, Any]] = {}
+        self._windows: dict[int, tuple[list[float], list[list[Load]], list[float]]] = {}
 
     def ticks(self, pieces: int) -> list[float]:
         """Return the seconds of the ticks with different rounds.
 
         The one in which all rounds are in progress, number R - 1, is repeated p - R times if p exceeds R.
         """
-        import numpy as np
-
-        latency, transfers, messages, queued = self.windows(min(pieces, self.rounds))
-        busiest = (transfers / pieces + messages).max(axis=1, initial=0.0)
-        found: list[float] = (latency + np.maximum(busiest, queued)).tolist()
-        return found
+        latencies, busiest, queued = self.windows(min(pieces, self.rounds))
+        most = [max([transfer / pieces + messages for transfer, messages in loads], default=0.0) for loads in busiest]
+        return [latency + max(load, queue) for latency, load, queue in zip(latencies, most, queued, strict=True)]
 
     def total(self, pieces: int) -> float:
         """Return the sum of all ticks."""
         ticks = self.ticks(pieces)
         return math.fsum([*ticks, max(0, pieces - self.rounds) * ticks[self.rounds - 1]])
 
-    def windows(self, width: int) -> tuple[Any, Any, Any, Any]:
-        """Return the latency, the seconds of all bytes and of the messages by resource, and of the busiest host.
+    def windows(self, width: int) -> tuple[list[float], list[list[Load]], list[float]]:
+        """Return for each window of up to ``width`` rounds its latency, loads and the seconds of the busiest host.
 
-        Each has one entry or row per window of up to ``width`` rounds.
+        The loads are those that may be the greatest for some number of pieces.
         """
-        import numpy as np
-
         if width not in self._windows:
-            transfers, messages = self.loads.all_windows(width)
-            if not self.loads.counts_messages:
-                transfers = transfers.max(axis=1, initial=0.0, keepdims=True)
-            queued = [self.loads.queued(queue, width) for queue in self.loads.queues.values()]
-            most = np.array(queued).max(axis=0) if queued else np.zeros(len(transfers))
-            latency = np.array(_sliding_max(self.loads.traffic.latency_s, width))
-            self._windows[width] = latency, transfers, messages, most
+            ticks = self.rounds + width - 1
+            busiest: list[dict[float, float]] = [{} for _ in range(ticks)]  # by messages, the greatest transfer
+            for by_round in self.loads.different:
+                transfer = messages = 0.0
+                for t in range(min(by_round), min(max(by_round) + width, ticks)):
+                    now, old = by_round.get(t, (0.0, 0.0)), by_round.get(t - width, (0.0, 0.0))
+                    transfer, messages = transfer + now[0] - old[0], messages + now[1] - old[1]
+                    busiest[t][messages] = max(busiest[t].get(messages, 0.0), transfer)
+            queued = [0.0] * ticks
+            for queue in self.loads.queues.values():
+                queued = list(map(max, queued, self.loads.queued(queue, width)))
+            loads = [[(transfer, messages) for messages, transfer in found.items()] for found in busiest]
+            self._windows[width] = _sliding_max(self.loads.traffic.latency_s, width), loads, queued
         return self._windows[width]
 
     def candidates(self, most: int) -> list[int]:
@@ -118,12 +118,12 @@ class LockStep:
         """
         deep = self.rounds
         tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
-        latency, transfers, _, queued = self.windows(deep)
-        busiest = transfers.max(axis=1, initial=0.0).tolist()
+        latency, loads, queued = self.windows(deep)
+        busiest = [max((transfer for transfer, _ in found), default=0.0) for found in loads]
         if latency[deep - 1]:
             best = math.sqrt(max(math.fsum(busiest) - deep * busiest[deep - 1], 0.0) / latency[deep - 1])
             tried |= {math.floor(best), math.ceil(best)}
-        for seconds, transfer in zip(queued.tolist(), busiest, strict=True):
+        for seconds, transfer in zip(queued, busiest, strict=True):
             if seconds * most > transfer:
                 tried |= {math.floor(transfer / seconds), math.ceil(transfer / seconds)}
         return [pieces for pieces in sorted(tried) if 1 <= pieces <= most]

@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import Clock
 from .costs import Costs, Pair, costs_of
@@ -171,13 +171,12 @@ def timeline(
     if not timing.nbytes or not schedule.rounds:
         return
     reads, devices = timing.loads.traffic.reads, schedule.devices
-    for t, numbers, starts, ends in timing.clock.intervals(schedule.pieces):
-        for k, start, end in zip(numbers.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            read = reads[k]
-            if read.pairs:
-                names = devices[read.src], devices[read.dst]
-                facts = read.round, t - read.round, read.chunk, *names, read.pairs, read.latency_s
-                yield TimedTransfer(*facts, start, end)
+    for t, k, start, end in timing.clock.intervals(schedule.pieces):
+        read = reads[k]
+        if read.pairs:
+            names = devices[read.src], devices[read.dst]
+            facts = read.round, t - read.round, read.chunk, *names, read.pairs, read.latency_s
+            yield TimedTransfer(*facts, start, end)
 
 
 class Pieces(NamedTuple):
@@ -218,15 +217,24 @@ def fastest_of(
 
     The lock-step clock ranks them. A schedule whose busiest resource or longest chain of latencies takes as long as the
     best time so far is not run. Of equally fast ones, ``known`` is returned, or else the one that ranks first.
+
+    Raises:
+      PlanError: the topology lacks a route for a transfer of each schedule.
     """
     nbytes = byte_count(nbytes)
     timings = []
     for schedule in schedules:
-        timing = _Timing(schedule, topology, nbytes, costs)
+        try:
+            timing = _Timing(schedule, topology, nbytes, costs)
+        except PlanError as error:
+            failure = error
+            continue
         if not nbytes or not schedule.rounds:
             return Pieces(schedule.cut_into(1), 0.0)
         timings.append(timing)
     best = known
+    if not timings and best is None:
+        raise failure
     for timing in sorted(timings, key=lambda timing: timing.lock_step_best[0]):
         if best is None or timing.floor < best.seconds:
             pieces = timing.best_pieces()
@@ -266,7 +274,7 @@ class _Timing:
 
     def busy(self, pieces: int) -> list[float]:
         """Return the seconds in which each resource is busy, and then those of each host's queue."""
-        found, width = [float(seconds) for seconds in self.loads.total(pieces)], min(pieces, self.loads.rounds)
+        found, width = self.loads.total(pieces), min(pieces, self.loads.rounds)
         for queue in self.loads.queues.values():
             queued = self.loads.queued(queue, width)
             found.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])

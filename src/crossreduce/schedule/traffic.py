@@ -239,20 +239,20 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
     return pairs
 
 
-class Launch(NamedTuple):
+class QueuedOperation(NamedTuple):
     """A device's operations with the same number of operands: one in every tick with one of these rounds."""
 
     rounds: tuple[int, ...]
     number: int  # of such operations, on devices of the same host and kind
 
 
-def launches(schedule: Schedule) -> dict[str, tuple[Launch, ...]]:
+def launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
     """Return the operations of a schedule by queue, as in ``Traffic.hosts``."""
     return _launches(schedule.cut_into(1))
 
 
 @lru_cache(maxsize=256)
-def _launches(schedule: Schedule) -> dict[str, tuple[Launch, ...]]:
+def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
     rounds_of: dict[tuple[int, int], dict[int, None]] = {}
     for r, steps in enumerate(live_rounds(schedule)):
         for _, dst, srcs in steps:
@@ -261,7 +261,7 @@ def _launches(schedule: Schedule) -> dict[str, tuple[Launch, ...]]:
     for (dst, _), rounds in rounds_of.items():
         if where := _host(schedule.devices[dst], idle=False):
             found.setdefault(where, Counter())[tuple(rounds)] += 1
-    return {where: tuple(Launch(*one) for one in counts.items()) for where, counts in found.items()}
+    return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in found.items()}
 
 
 def operations(schedule: Schedule) -> int:
@@ -278,12 +278,12 @@ class Queue(NamedTuple):
     """The operations that one host queues, one after another, and the seconds in which it queues each kind once."""
 
     steps: frozenset[str]  # the entries of ``Traffic.hosts`` whose operations it queues
-    launches: tuple[tuple[Launch, float], ...]
+    launches: tuple[tuple[QueuedOperation, float], ...]
 
 
 def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
     """Return the queue of each host whose operations cost time, by the host's name."""
-    found: defaultdict[str, list[tuple[str, Launch, float]]] = defaultdict(list)
+    found: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
     if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
         return {}  # without costs, the operations need not be counted
     for where, every in launches(schedule).items():

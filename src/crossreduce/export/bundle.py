@@ -1,0 +1,220 @@
+"""Bundles: the files with which MSCCL, RCCL or MSCCL++ run the plans of a machine, one for each range of sizes.
+
+Input: a topology and a collective. Output: the texts of files, by path: files in ``msccl/`` and ``mscclpp/``, and
+beside these folders a README and ``ranks.json``, the map of the ranks and the list of the files. Nothing is written
+here.
+
+The folder ``msccl/`` contains only the files that a runtime reads, since MSCCL and RCCL read every file of the folder
+that MSCCL_ALGO_DIR names (mscclInternalSchedulerInit in RCCL's src/misc/msccl/msccl_lifecycle.cc). They use the first
+file whose ``minBytes`` and ``maxBytes`` contain the size, both inclusive, so the ranges do not overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from ..errors import PlanError
+from ..planning import REGISTRY, Plan, plan
+from ..planning.granularity import TOLERANCE, sizes_that_fit
+from ..schedule import Costs, pipelined
+from ..topology import Topology
+from . import EXPORTERS
+
+LEAST, MOST = 1 << 10, 1 << 30  # the sizes in bytes for which plans are compared, all powers of two from LEAST to MOST
+FORMAT: Final = "crossreduce.bundle/1"
+# An exported plan runs as one kernel, so no operations are queued.
+_COSTS: Final = Costs(operation_s=0)
+_SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
+
+
+class Window(NamedTuple):
+    """A range of sizes, both ends inclusive, and the plan for it; ``most_bytes=0``: no limit."""
+
+    least_bytes: int
+    most_bytes: int
+    plan: Plan
+
+
+class Bundle(NamedTuple):
+    """The files of a bundle, and the ranges for which no plan fits a format."""
+
+    files: dict[str, str]  # texts by path
+    windows: dict[str, tuple[Window, ...]]  # by format
+    left_out: tuple[str, ...]  # sentences
+
+
+def bundle(
+    topology: Topology,
+    collective: str = "all_reduce",
+    root: str | int | None = None,
+    *,
+    formats: Iterable[str] = tuple(_SUFFIXES),
+    granularity: float = TOLERANCE,
+    machine: str = "MACHINE",
+) -> Bundle:
+    """Return the files for all sizes of a collective: see ``crossreduce plan --bundle``.
+
+    Args:
+      topology: rank k is its k-th device.
+      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
+      root: of a reduce or broadcast. The formats do not store it, so the files are for calls with this root only.
+      formats: "msccl", "mscclpp" or both.
+      granularity: see ``plan``; also the part of the time that a plan may lose before the next range begins.
+      machine: the name of the topology in the README.
+    Raises:
+      PlanError: no plan of any range fits any format.
+
+    >>> made = bundle(Topology.machine("ncv4"), formats=["msccl"])
+    >>> sorted(made.files)[:3]
+    ['README.md', 'msccl/all_reduce_0.xml', 'msccl/all_reduce_1.xml']
+    """
+    files: dict[str, str] = {}
+    windows: dict[str, tuple[Window, ...]] = {}
+    listed: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for name in formats:
+        found: list[Window] = []
+        for window in _windows(topology, collective, root, granularity):
+            written = _written(name, window, len(found))
+            if isinstance(written, PlanError):
+                left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
+                continue
+            window, text = written
+            path = f"{name}/{collective}_{len(found)}.{_SUFFIXES[name]}"
+            found.append(window)
+            files[path] = text
+            listed.append(_entry(path, name, window))
+        windows[name] = tuple(found)
+    if not files:
+        problem = "no plan of this collective fits the limits of the formats."
+        raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
+    some = next(window.plan for found in windows.values() for window in found)
+    about = {"format": FORMAT, "machine": machine, "collective": collective, "ranks": some.ranks, "files": listed}
+    files["ranks.json"] = json.dumps(about, indent=1) + "\n"
+    files["README.md"] = _readme(machine, collective, some, windows, left_out)
+    return Bundle(files, windows, tuple(left_out))
+
+
+def _windows(topology: Topology, collective: str, root: str | int | None, tolerance: float) -> list[Window]:
+    """Return the ranges of sizes in which one plan takes at most ``tolerance`` longer than the best one."""
+    sizes = [1 << power for power in range(LEAST.bit_length() - 1, MOST.bit_length())]
+    plans = [plan(topology, collective, nbytes, root=root, costs=_COSTS, granularity=tolerance) for nbytes in sizes]
+    starts = [0]
+    for k, best in enumerate(plans):
+        known = plans[starts[-1]]
+        if k > starts[-1] and pipelined(known.schedule, topology, sizes[k], costs=_COSTS).seconds > best.seconds * (
+            1 + tolerance
+        ):
+            starts.append(k)
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
+        middle = sizes[(start + end - 1) // 2]
+        schedule, seconds = pipelined(plans[start].schedule, topology, middle, costs=_COSTS)
+        chosen = replace(
+            plans[start], request=plans[start].request._replace(nbytes=middle), schedule=schedule, seconds=seconds
+        )
+        least = 0 if start == 0 else sizes[start]
+        found.append(Window(least, 0 if end == len(sizes) else sizes[end] - 1, chosen))
+    return found
+
+
+def _written(name: str, window: Window, number: int) -> tuple[Window, str] | PlanError:
+    """Return the text of a window's file, with another algorithm's plan if the best one does not fit the format."""
+    request = window.plan.request
+    tried = [window.plan]
+    first: PlanError | None = None
+    while tried:
+        chosen = tried.pop(0)
+        try:
+            return window._replace(plan=chosen), _text(name, window._replace(plan=chosen), number)
+        except PlanError as error:
+            if first is None:
+                first = error
+                for algorithm in REGISTRY:
+                    with suppress(PlanError):
+                        tried.append(_by_name(request.topology, request.collective, window.plan, algorithm))
+                tried.sort(key=lambda other: other.seconds)
+    assert first is not None
+    return first
+
+
+def _by_name(topology: Topology | None, collective: str, like: Plan, algorithm: str) -> Plan:
+    assert topology is not None
+    root = {"broadcast": like.request.sources[0], "reduce": like.request.destinations[0]}.get(collective)
+    return plan(
+        topology, collective, like.nbytes, algorithm, root=root, costs=_COSTS, granularity=like.request.granularity
+    )
+
+
+def _text(name: str, window: Window, number: int) -> str:
+    """Return the text of a file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
+    most = window.most_bytes or (0 if name == "msccl" else 2**64 - 1)
+    title = f"{window.plan.collective}_{window.plan.algorithm}_{number}"
+    return EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most)
+
+
+def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
+    made = window.plan
+    return {
+        "file": path,
+        "format": name,
+        "least_bytes": window.least_bytes,
+        "most_bytes": window.most_bytes,
+        "algorithm": made.algorithm,
+        "elements_multiple_of": made.schedule.units,
+        "gb_per_s": round(made.algbw, 3),
+        "at_bytes": made.nbytes,
+    }
+
+
+def _range(window: Window) -> str:
+    """Return a range of sizes as text.
+
+    >>> _range(Window(0, 1023, None)), _range(Window(1024, 0, None))
+    ('up to 1023 bytes', 'from 1024 bytes')
+    """
+    if not window.most_bytes:
+        return f"from {window.least_bytes} bytes"
+    return f"{f'{window.least_bytes}' if window.least_bytes else 'up'} to {window.most_bytes} bytes"
+
+
+def _readme(
+    machine: str, collective: str, some: Plan, windows: dict[str, tuple[Window, ...]], left_out: list[str]
+) -> str:
+    """Return the README: how to use the files, for which ranks and sizes they are, and what is missing."""
+    lines = [f"# {collective} on {machine}", ""]
+    lines += [f"{len(some.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
+    lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(some.ranks)), ""]
+    if collective in ("broadcast", "reduce"):
+        root = (some.request.sources if collective == "broadcast" else some.request.destinations)[0]
+        lines += [
+            f"Root: {root}, rank {some.ranks.index(root)}. The runtimes use the files for every root, but they are "
+            "right for this one only.",
+            "",
+        ]
+    lines += ["Check the files with `crossreduce verify DIR`, where DIR is this folder.", ""]
+    how = {
+        "msccl": "msccl-executor-nccl and RCCL: set `MSCCL_ALGO_DIR` to the folder `msccl` (and, for RCCL, "
+        "`RCCL_MSCCL_FORCE_ENABLE=1` on machines that it does not know). They read every file of the folder, so keep "
+        "other files out of it. microsoft/msccl: set `MSCCL_XML_FILES` to the files, separated by colons.",
+        "mscclpp": "MSCCL++: load a file with `mscclpp.ExecutionPlan(path, rank)` and run it with its `Executor`, for "
+        "the sizes in the table. Input and output are the same memory.",
+    }
+    for name, found in windows.items():
+        if not found:
+            continue
+        lines += [f"## {name}", "", how[name], ""]
+        lines += ["| file | bytes of the whole buffer | algorithm | predicted GB/s | sizes |", "|---|---|---|---|---|"]
+        for k, window in enumerate(found):
+            rate = f"{window.plan.algbw:.2f} at {window.plan.nbytes} bytes"
+            fit = sizes_that_fit(window.plan.schedule.units)
+            file = f"{name}/{collective}_{k}.{_SUFFIXES[name]}"
+            lines.append(f"| {file} | {_range(window)} | {window.plan.algorithm} | {rate} | {fit} |")
+        lines.append("")
+    if left_out:
+        lines += ["## Sizes without a file", "", *(f"- {text}" for text in left_out), ""]
+    return "\n".join(lines)
