@@ -123,9 +123,9 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     text = printed(*line)
     assert "  ranks     0 cuda:0, 1 cuda:1," in text
     about = json.loads((tmp_path / "a.xml.ranks.json").read_text())
-    assert about == {"file": "a.xml", "ranks": [f"cuda:{k}" for k in range(8)], "elements_multiple_of": 128}
-    assert "multiple of 128" in text
-    assert "multiple of 128" in printed("verify", tmp_path / "a.xml")
+    assert about == {"file": "a.xml", "ranks": [f"cuda:{k}" for k in range(8)], "elements_multiple_of": 256}
+    assert "multiple of 256" in text
+    assert "multiple of 256" in printed("verify", tmp_path / "a.xml")
     text = printed(*line, "--granularity", "0")
     assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in text
     assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in printed("verify", tmp_path / "a.xml")

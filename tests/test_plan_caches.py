@@ -15,6 +15,7 @@ from test_plan import COLLECTIVES, DGX, MIB, MICRO
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.planning import plans, schedules
+from crossreduce.planning.shallow import forests
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
     def never(*_):
         pytest.fail("this must be looked up")
 
-    for module, name in ((plans, "fastest"), (plans, "simulate"), (schedules, "candidates"), (schedules, "pipelined")):
+    for module, name in ((plans, "fastest"), (plans, "simulate"), (schedules, "candidates"), (schedules, "fastest_of")):
         monkeypatch.setattr(module, name, never)
     for name, plan in made.items():
         assert cr.plan(fresh, "all_reduce", MIB, name) is plan
@@ -55,9 +56,10 @@ def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
 def test_everything_planned_is_verified(fresh, monkeypatch):
     """Every schedule of a plan was verified."""
     seen = []
-    monkeypatch.setattr(
-        schedules, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
-    )
+    for module in (schedules, forests):
+        monkeypatch.setattr(
+            module, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
+        )
     for collective, algorithm in itertools.product(COLLECTIVES, NAMED):
         schedule = cr.plan(fresh, collective, MIB, algorithm).schedule
         assert (collective, algorithm, schedule.chunks) in seen
@@ -80,7 +82,7 @@ def test_threads_have_equal_plans(fresh):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(work, range(8)))
     assert all(result == results[0] for result in results)
-    for cache in (plans.planned, schedules.fastest, schedules.candidates):
+    for cache in (plans.planned, schedules.fastest, schedules.candidates, forests._forest):
         cache.cache_clear()
     alone = {r: [cr.plan(t, r[0], r[2], r[1]).schedule.to_json() for t in (fresh, box)] for r in requests}
     assert results[0] == alone

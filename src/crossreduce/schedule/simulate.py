@@ -299,8 +299,8 @@ class _Timing:
     def best_pieces(self) -> int:
         """Return the number of pieces that takes the least time, see ``pipelined``."""
         limit, best = self.lock_step_best
-        if self.seconds(best) > limit * (1 - _EQUAL):
-            return best if not self.loads.queues else self._fewest(best)  # the closed form is exact
+        if not self.loads.queues and self.seconds(best) > limit * (1 - _EQUAL):
+            return best  # the closed form is exact
         for factor in _FACTORS:
             before = 0
             while before != best:

@@ -49,11 +49,10 @@ def faster(request: Request, best: Pieces) -> Pieces:
     if task is None or not 2 <= len(members) <= MOST_DEVICES or not request.nbytes:
         return best
     least = _least_steps(topology, members, task)
-    root = None if task.roots is None or task.roots < 0 else ((members[task.roots], Fraction(1)),)
-    limit = bound_of_members(topology, "all_reduce" if task.paired else request.collective, members, root).algbw
-    if least is None or limit is None:
+    if least is None:
         return best
-    transfer = request.nbytes / (float(limit) * 1e9)
+    limit = _bound(topology, members, task)
+    transfer = request.nbytes / (limit * 1e9)
     delay, hop = _latencies(topology, members)
     always = max(delay + transfer, _queueing(request))
     for many in (False, True):
@@ -66,7 +65,7 @@ def faster(request: Request, best: Pieces) -> Pieces:
             if found is None:
                 continue
             best = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs, known=best)
-            if found.seconds_per_gb * float(limit) < 1 + _NEAR:
+            if found.seconds_per_gb * limit < 1 + _NEAR:
                 break
     return best
 
@@ -86,6 +85,14 @@ def _task(request: Request) -> _Task | None:
     if len(destinations) == 1:
         return _Task(destinations[0], False, True)
     return _Task(None, True, False) if set(sources) == set(destinations) else None
+
+
+def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
+    """Return the bound in GB/s of the collective that the trees of a task make."""
+    root = None if task.roots is None or task.roots < 0 else ((members[task.roots], Fraction(1)),)
+    to_roots, from_roots = ("reduce", "broadcast") if root else ("reduce_scatter", "all_gather")
+    collective = "all_reduce" if task.paired else to_roots if task.backwards else from_roots
+    return float(bound_of_members(topology, collective, members, root).algbw or 0)
 
 
 class _Found(NamedTuple):
