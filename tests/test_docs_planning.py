@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_chakra import WITHIN
 
 import crossreduce as cr
+from crossreduce.export.chakra import writer
 from crossreduce.planning import Request, hierarchical_copy, schedules
 from crossreduce.planning.forest import forest
 from crossreduce.planning.trees import fitting
@@ -305,6 +307,16 @@ def seconds(value):
     raise AssertionError(value)
 
 
+def traces():
+    """Return the statements about Chakra traces; tests/test_chakra.py compares predictions and replays."""
+    return [
+        f"a GiB per second, so multiply the GB/s of a topology by {1e9 / 2**30:.4f}",
+        f"at least {writer.PACKETS} per chunk",
+        f"Traces have at most {writer.MOST_NODES} nodes",
+        f"differs by at most {WITHIN:.0%} from the prediction".replace("%", " %"),
+    ]
+
+
 def statements():
     """Return every statement of the page that has numbers, with numbers that the library computes."""
     return [
@@ -314,6 +326,7 @@ def statements():
         *trees(),
         *lost(),
         *others(),
+        *traces(),
         parts_table(),
         times_table(),
         machines_table(),
