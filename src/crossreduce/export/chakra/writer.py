@@ -6,12 +6,12 @@ A transfer of a piece becomes one message, or several packets if its route has m
 forward whole messages, those of ``simulate`` forward bytes as they arrive. A packet is a send node of its source and a
 receive node of its destination. A computation combines operands, or joins the packets of a copied piece.
 
-A send node depends on the value that it sends, and on earlier messages: those of a tick (piece + round) leave over a
-link when those of the link's previous tick have arrived, apart from the packets that are still on the last links of
-their routes. So each tick keeps a link busy for the latency and for its bytes, as in ``simulate``. The order has to be
-in the dependencies, since ASTRA-sim starts nodes that wait for nothing in the order of a hash table. The messages of a
-tick leave packet by packet in turn, so that they share their link, and rank i sends to rank i + 1 first, so that ranks
-do not all send to the same one through a switch.
+The messages of a tick (piece + round) leave over a link together: when the values of all of them are there, and when
+the messages of the link's previous tick have arrived, apart from the last packets, one on each further link of their
+route. So each tick keeps a link busy for the latency and for its bytes, as in ``simulate``. This has to be in the
+dependencies of the send nodes, since ASTRA-sim starts nodes that wait for nothing in the order of a hash table. The
+messages leave packet by packet in turn, so that they share their link, and rank i sends to rank i + 1 first, so that
+ranks do not all send to the same one through a switch.
 
 Source: github.com/astra-sim/astra-sim, astra-sim/system/astraccl/custom_collectives/CustomAlgorithm.cc (types of nodes;
 names of files; a send is complete when its message has arrived) and astra-sim/network_frontend/analytical/common
@@ -39,7 +39,7 @@ MOST_NODES: Final = 100_000
 PACKETS: Final = 128
 """The least number of packets of a chunk that passes a switch: the switch delays it by 1 / 128 of its bytes' time."""
 
-LEAST_PACKETS: Final = 8
+LEAST_PACKETS: Final = 16
 """The packets of a piece that passes a switch, unless there would be too many nodes."""
 
 
@@ -110,7 +110,7 @@ def traces(schedule: Schedule, topology: TopologyLike, nbytes: int | str) -> Tra
 
 @dataclass
 class _Message:
-    """A transfer of a piece, and the nodes of its packets at both ends, once they exist."""
+    """A transfer of a piece."""
 
     chunk: int
     value: int
@@ -120,18 +120,12 @@ class _Message:
     packets: tuple[int, ...]  # the bytes of each
     links: tuple[Pair, ...]
     through: tuple[str, ...] | None  # the nodes of the route if it is not the topology's own
-    sent: list[int] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)  # the receive nodes of its packets, once they exist
 
     @property
     def name(self) -> str:
         """The name of its nodes."""
         return f"chunk {self.chunk} value {self.value} piece {self.piece}"
-
-    @property
-    def passed(self) -> int:
-        """The send node that is complete when the last bytes are on the last link of the route."""
-        return self.sent[max(0, len(self.sent) - len(self.links))]
 
 
 class _Writer:
@@ -185,14 +179,19 @@ class _Writer:
             (message for _, _, messages in found for message in messages),
             key=lambda message: (message.dst - message.src) % len(self.nodes),
         )
-        for number in range(max((len(message.packets) for message in messages), default=0)):
-            for message in messages:
-                if number < len(message.packets):
-                    self._add_packet(message, number)
-        leaving: defaultdict[Pair, list[int]] = defaultdict(list)
+        together: defaultdict[Pair, list[_Message]] = defaultdict(list)
         for message in messages:
-            leaving[message.links[0]].append(message.passed)
-        self.passed.update((link, tuple(nodes)) for link, nodes in leaving.items())
+            together[message.links[0]].append(message)
+        starts = {link: self._start(link, leaving) for link, leaving in together.items()}
+        sent: defaultdict[Pair, list[tuple[int, int]]] = defaultdict(list)  # packets, with the number of their message
+        for number in range(max((len(message.packets) for message in messages), default=0)):
+            for k, message in enumerate(messages):
+                if number < len(message.packets):
+                    link = message.links[0]
+                    sent[link].append((k, self._add_packet(message, number, starts[link])))
+        for link, packets in sent.items():
+            behind = len(messages[packets[-1][0]].links) - 1  # the packets on the further links of the route
+            self.passed[link] = tuple(dict(packets[: max(1, len(packets) - behind)]).values())
         for (chunk, piece, value), made, inputs in found:
             self._add_value((chunk, piece, value), made, inputs)
 
@@ -219,16 +218,20 @@ class _Writer:
                 if size:
                     yield (chunk, piece, value), made, messages
 
-    def _add_packet(self, message: _Message, number: int) -> None:
+    def _start(self, link: Pair, messages: list[_Message]) -> tuple[int, ...]:
+        """Return the nodes that a tick's messages over a link wait for."""
+        values = [self.ready.get((message.chunk, message.piece, message.value)) for message in messages]
+        return (*dict.fromkeys(node for node in values if node is not None), *self.passed.get(link, ()))
+
+    def _add_packet(self, message: _Message, number: int, deps: tuple[int, ...]) -> int:
+        """Add the nodes of a packet, and return that of its source."""
         src, dst, size = message.src, message.dst, message.packets[number]
         tag = self.tags[src, dst]
         self.tags[src, dst] += 1
-        value = self.ready.get((message.chunk, message.piece, message.value))
-        deps = (*(() if value is None else (value,)), *self.passed.get(message.links[0], ()))
         facts = {"src": src, "dst": dst, "size": size, "tag": tag}
         sent = self._add(src, COMM_SEND_NODE, f"send {message.name} to {dst}", deps, through=message.through, **facts)
-        message.sent.append(sent)
         message.received.append(self._add(dst, COMM_RECV_NODE, f"receive {message.name} from {src}", (), **facts))
+        return sent
 
     def _add_value(self, key: tuple[int, int, int], made: Instruction, messages: list[_Message]) -> None:
         """Record the node that completes a value, and add a computation if several nodes do."""
