@@ -19,9 +19,11 @@ from ..export import EXPORTERS, Exporter, format_of
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
+from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
+from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
@@ -56,6 +58,8 @@ def plan(
     speeds: Speeds = "raw",
     nics: Nics = None,
     in_network: InNetwork = False,
+    measured: Measured = None,
+    measured_algorithm: MeasuredAlgorithm = ASSUMED,
     picture: Picture = None,
     export: Annotated[
         Path | None, Option(help="Write the schedule to this file; Chakra traces to this folder.")
@@ -95,7 +99,8 @@ def plan(
     if kind is None:
         raise ArgumentError(f"--export {export} must end in {', '.join(SUFFIXES)}, or --format must be given.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
-    chosen = select(complete, devices, without_link)
+    calibration = fitted(measured, complete, measured_algorithm)
+    chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
     exporter = EXPORTERS.get(kind)
     by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
@@ -122,6 +127,10 @@ def plan(
             lines = (
                 {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
             )
+            if calibration is not None:
+                lines |= plan_lines(calibration, found.seconds)
+                interval = {"seconds": calibration.interval(found.seconds)}
+                report["measured"] = interval | calibration_json(calibration, measured_algorithm)
             if folder is not None and exporter is not None:
                 report["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
