@@ -172,7 +172,7 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("topology dgx-1v --picture a.pdf", "--picture must be a .svg or .png file, not a.pdf."),
         ("topology dgx-1v --export a.xml", "--export must be a .json file, not a.xml."),
         ("plan dgx-1v --export a.yaml", "--export a.yaml must end in .xml, .json, .trace.json, or --format must be"),
-        ("plan dgx-1v --export a.xml --format yaml", "--format must be one of msccl, mscclpp, nccl-graph, schedule"),
+        ("plan dgx-1v --export a.xml --format yaml", "--format must be one of chakra, msccl, mscclpp, nccl-graph,"),
         ("plan dgx-1v --format msccl", "--format requires a file: give it with --export."),
         ("plan dgx-1v --picture no/a.svg", "--picture no/a.svg cannot be written: there is no folder /"),
         ("plan dgx-1v --export file/a.xml", "--export file/a.xml cannot be written: there is no folder /"),

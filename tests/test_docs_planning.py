@@ -15,13 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_chakra import WITHIN
 
 import crossreduce as cr
+from crossreduce.export.chakra import writer
 from crossreduce.planning import Request, hierarchical_copy, schedules
 from crossreduce.planning.forest import forest
 from crossreduce.planning.trees import fitting
 from crossreduce.schedule import fluid_rate
-from crossreduce.schedule.simulate import LONGER, OPERATION_S
+from crossreduce.schedule.costs import OPERATION_S
+from crossreduce.schedule.simulate import LONGER
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -305,6 +308,16 @@ def seconds(value):
     raise AssertionError(value)
 
 
+def traces():
+    """Return the statements about Chakra traces; tests/test_chakra.py compares predictions and replays."""
+    return [
+        f"a GiB per second, so multiply the GB/s of a topology by {1e9 / 2**30:.4f}",
+        f"at least {writer.PACKETS} per chunk",
+        f"Traces have at most {writer.MOST_NODES} nodes",
+        f"differs by at most {WITHIN:.0%} from the prediction".replace("%", " %"),
+    ]
+
+
 def statements():
     """Return every statement of the page that has numbers, with numbers that the library computes."""
     return [
@@ -314,6 +327,7 @@ def statements():
         *trees(),
         *lost(),
         *others(),
+        *traces(),
         parts_table(),
         times_table(),
         machines_table(),

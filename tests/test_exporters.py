@@ -1,8 +1,10 @@
 """The registry of exporters, with which ``crossreduce plan --export`` writes: the table CHECKS tests each format."""
 
 import json
+import random
 from dataclasses import replace
 
+import chakra_reader
 import msccl_machine
 import mscclpp_machine
 import pytest
@@ -14,6 +16,10 @@ from crossreduce.export.nccl_graph import rings
 
 GPUS = tuple(f"cuda:{k}" for k in range(4))
 TOPOLOGY = cr.Topology.ring(GPUS, 25, 1e-6)
+
+
+def check_chakra(plan, files):
+    chakra_reader.check(plan.schedule, plan.nbytes, files.values(), random.Random(0))
 
 
 def check_msccl(plan, text):
@@ -39,8 +45,9 @@ def check_trace(plan, text):
     assert sum(event["args"]["bytes"] for event in transfers) == pytest.approx(2 * 3 * plan.nbytes)
 
 
-# A new exporter adds one row: a function that raises unless the text is right for the plan.
+# A new exporter adds one row: a function that raises unless the text, or the dict of files, is right for the plan.
 CHECKS = {
+    "chakra": check_chakra,
     "msccl": check_msccl,
     "mscclpp": check_mscclpp,
     "nccl-graph": check_nccl_graph,

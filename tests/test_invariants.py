@@ -164,6 +164,7 @@ EXCEPTIONS = {
     "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.linear_program": {"numpy"},
+    "planning.calibration": {"numpy"},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
@@ -238,6 +239,7 @@ HARMLESS = {
 NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
     "planning.bounds.linear_program": {"numpy", "scipy"},  # solves linear programs
+    "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
@@ -299,6 +301,7 @@ def child(code, *flags):
 def test_importing_crossreduce_is_quick_and_loads_no_framework():
     """``import crossreduce`` loads no framework, tree library or CLI, and takes less than 150 ms."""
     heavy = set().union(*PACKAGES.values()) | {"optree", "typer", "rich", "sklearn", "matplotlib", "scipy", "pandas"}
+    heavy |= {"google"}  # protobuf
     best = float("inf")
     for run in range(20):  # the machine may be busy: the best of several runs counts
         seconds, loaded = json.loads(child(CHILD))

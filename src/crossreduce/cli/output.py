@@ -63,6 +63,27 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
         temporary.unlink(missing_ok=True)
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Raise unless files can be written into this folder, or it can be created."""
+    if path.is_dir():
+        problem = None if os.access(path, os.W_OK | os.X_OK) else "it is write-protected"
+    elif path.exists():
+        problem = "it is not a folder, and this format consists of several files"
+    else:
+        problem = None if path.parent.is_dir() else f"there is no folder {path.parent}"
+    if problem:
+        raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
+
+
+def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
+    """Write files into a folder, which is created if necessary; each replaces a file of its name at once."""
+    path.mkdir(exist_ok=True)
+    for name, content in files.items():
+        with atomic_file(option, path / name) as file:
+            assert file is not None
+            file.write_bytes(content)
+
+
 @contextmanager
 def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Check that a file can be written, and yield the function that writes JSON; without a path it does nothing."""
@@ -75,8 +96,8 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
         yield write
 
 
-def write_folder(option: str, path: Path, files: dict[str, str]) -> None:
-    """Write files into a new folder, all or none of them; an existing folder must be empty."""
+def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
+    """Write files, by path, into a new folder, all or none of them; an existing folder must be empty."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")

@@ -15,14 +15,16 @@ from typer import Argument, Option
 from .. import Plan, __version__
 from .. import plan as planned
 from ..errors import ArgumentError
-from ..export import EXPORTERS, format_of
+from ..export import EXPORTERS, Exporter, format_of
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
+from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
-from .output import atomic_file, bound_json, draw, print_paged, progress, rate_json
+from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
+from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
@@ -56,8 +58,12 @@ def plan(
     speeds: Speeds = "raw",
     nics: Nics = None,
     in_network: InNetwork = False,
+    measured: Measured = None,
+    measured_algorithm: MeasuredAlgorithm = ASSUMED,
     picture: Picture = None,
-    export: Annotated[Path | None, Option(help="Write the schedule to this file.")] = None,
+    export: Annotated[
+        Path | None, Option(help="Write the schedule to this file; Chakra traces to this folder.")
+    ] = None,
     format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
     steps: Annotated[
         bool, Option("--steps", help="Also print the steps of the schedule; on a terminal in a pager.")
@@ -93,10 +99,15 @@ def plan(
     if kind is None:
         raise ArgumentError(f"--export {export} must end in {', '.join(SUFFIXES)}, or --format must be given.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
-    chosen = select(complete, devices, without_link)
+    calibration = fitted(measured, complete, measured_algorithm)
+    chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
     exporter = EXPORTERS.get(kind)
     by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
+    folder = export if exporter is not None and exporter.is_folder else None
+    if folder is not None:
+        check_folder("--export", folder)
+        export = None
     map_file = export.with_name(f"{export.name}.ranks.json") if export is not None and by_rank else None
     with atomic_file("--picture", picture) as drawing:
         with (
@@ -105,27 +116,49 @@ def plan(
             progress("planning", 3) as advance,
         ):
             cost = operation_us / 1e6 if operation_us is not None else 0.0 if runs_elsewhere else None
-            part = granularity / 100 if granularity is not None else TOLERANCE if by_rank else 0.0
+            part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
             found = planned(
                 chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost, granularity=part
             )
             advance("comparing")
-            text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
+            report = _report(machine, found, with_steps=steps) if json else {}
+            text = "" if json else found.explain()
             advance("exporting")
-            if exported is not None and exporter is not None:
-                exported.write_text(exporter.write(found), "utf-8")
+            lines = (
+                {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
+            )
+            if calibration is not None:
+                lines |= plan_lines(calibration, found.seconds)
+                interval = {"seconds": calibration.interval(found.seconds)}
+                report["measured"] = interval | calibration_json(calibration, measured_algorithm)
+            if folder is not None and exporter is not None:
+                report["remarks"] = remarks = _export_folder(folder, exporter, found)
+                lines |= remarks
+            elif exported is not None and exporter is not None:
+                exported.write_text(str(exporter.write(found)), "utf-8")
             if mapped is not None and export is not None:
                 units = found.schedule.units
                 about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
-                if not json:
-                    text += "\n  ranks     " + ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))
-                    text += f"\n  sizes     {sizes_that_fit(units)}"
+                lines["sizes"] = sizes_that_fit(units)
+            if json:
+                text = json_module.dumps(report, indent=2)
+            else:
+                text += "".join(f"\n  {label:<10}{line}" for label, line in lines.items())
         if steps:
             print_paged(text if json else f"{text}\n{found.schedule}")
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
+
+
+def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, str]:
+    """Write the files of a folder and the map of ranks, and return the exporter's remarks."""
+    files = exporter.write(found)
+    assert isinstance(files, dict)
+    about = json_module.dumps({"ranks": found.ranks, "nbytes": found.nbytes}) + "\n"
+    write_folder("--export", folder, files | {f"{found.collective}_{found.algorithm}.ranks.json": about.encode()})
+    return exporter.remarks_on(found, files)
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:

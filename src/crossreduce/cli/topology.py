@@ -19,9 +19,11 @@ from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
 from ..planning.bounds import COLLECTIVES
+from ..planning.calibration import ASSUMED
 from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
+from .measured import Measured, MeasuredAlgorithm, calibration_json, calibration_lines, fitted
 from .output import atomic_file, bound_json, draw, grouped, progress, terminal
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
@@ -70,6 +72,8 @@ def topology(
     in_network: InNetwork = False,
     devices: Devices = None,
     without_link: WithoutLink = None,
+    measured: Measured = None,
+    measured_algorithm: MeasuredAlgorithm = ASSUMED,
     picture: Picture = None,
     export: Annotated[Path | None, Option(help="Write the topology to this .json file.")] = None,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
@@ -80,7 +84,8 @@ def topology(
     rate that no schedule can exceed: bytes of the buffer per time.
     """
     if machine is None:
-        if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):
+        given = devices or without_link or picture or export or nics or in_network or measured
+        if given or (hosts, speeds, measured_algorithm) != (1, "raw", ASSUMED):
             raise ArgumentError("all options except --json require a machine such as dgx-1v, or a file.")
         _list(as_json=json)
         return
@@ -88,10 +93,15 @@ def topology(
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export must be a .json file, not {export}.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
+    calibration = fitted(measured, complete, measured_algorithm)
+    if calibration is not None:
+        complete = calibration.topology
     chosen = select(complete, devices, without_link)
     with atomic_file("--picture", picture) as drawing:
         with atomic_file("--export", export) as exported:
             report = _report(machine, chosen)
+            if calibration is not None:
+                report["measured"] = calibration_json(calibration, measured_algorithm)
             title = f"{machine}: {report['description']}" if report["description"] else machine
             if exported is not None:
                 exported.write_text(chosen.to_json() + "\n", "utf-8")
@@ -99,6 +109,8 @@ def topology(
             print(json_module.dumps(report, indent=2))
         else:
             _show(title, report, complete, chosen)
+            if calibration is not None:
+                print("", *calibration_lines(calibration, measured_algorithm), sep="\n")
         draw("draw_topology", drawing, chosen, title=title)
 
 

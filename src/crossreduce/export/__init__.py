@@ -1,7 +1,7 @@
 """Exporters: plans in the formats of other tools.
 
-``EXPORTERS`` is the registry of text formats; ``crossreduce plan --export`` offers exactly these. A new exporter is a
-file in this folder and one line here. ``pictures.py`` is not in the registry, since it returns no text.
+``EXPORTERS`` is the registry of formats; ``crossreduce plan --export`` offers exactly these. A new exporter is a
+file in this folder and one line here. ``pictures.py`` is not in the registry, since it writes its files itself.
 """
 
 from __future__ import annotations
@@ -13,21 +13,43 @@ from ..planning import Plan
 
 
 class Exporter(NamedTuple):
-    """A text format; ``write`` imports the module of its function at the first use."""
+    """A format; ``write`` imports the module of its function at the first use."""
 
-    function: str  # ``module:name`` of the function that returns the text
+    function: str  # ``module:name`` of the function that returns the text, or the files of a folder
     arguments: tuple[str, ...]  # the attributes of a plan that the function takes
     suffix: str = ""  # files with this suffix have this format by default; "": none
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
+    remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
 
-    def write(self, plan: Plan, **options: Any) -> str:
-        """Return a plan in this format; ``options`` are further arguments of the function."""
-        text: str = resolve_name(self.function)(*(getattr(plan, name) for name in self.arguments), **options)
-        return text
+    @property
+    def is_folder(self) -> bool:
+        """Whether an export is a folder of several files."""
+        return bool(self.remarks)
+
+    def write(self, plan: Plan, **options: Any) -> str | dict[str, bytes]:
+        """Return a plan in this format: the text of a file, or the contents of the files of a folder by their names.
+
+        ``options`` are further arguments of the function.
+        """
+        arguments = [getattr(plan, name) for name in self.arguments]
+        content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
+        return content
+
+    def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
+        """Return lines about a folder's files, by the label of each line."""
+        found: dict[str, str] = resolve_name(self.remarks)(plan, files)
+        return found
 
 
 EXPORTERS: Final = {
+    "chakra": Exporter(
+        "crossreduce.export.chakra:to_chakra",
+        ("schedule", "topology", "nbytes"),
+        runs_elsewhere=True,
+        by_rank=True,
+        remarks="crossreduce.export.chakra:remarks",
+    ),
     "msccl": Exporter(
         "crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml", runs_elsewhere=True, by_rank=True
     ),

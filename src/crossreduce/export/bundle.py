@@ -154,7 +154,7 @@ def _text(name: str, window: Window, number: int) -> str:
     """Return the text of a file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
     most = window.most_bytes or (0 if name == "msccl" else 2**64 - 1)
     title = f"{window.plan.collective}_{window.plan.algorithm}_{number}"
-    return EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most)
+    return str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
 
 
 def _entry(path: str, name: str, window: Window) -> dict[str, Any]:

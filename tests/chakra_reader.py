@@ -1,0 +1,218 @@
+"""Reads Chakra traces without protobuf, and runs them in any order that their dependencies allow.
+
+Written from the description of protobuf's wire format (protobuf.dev/programming-guides/encoding) and from Chakra's
+et_def.proto; shares no code with the exporter.
+"""
+
+import re
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+from crossreduce.lowering import lower
+
+COMP, SEND, RECEIVE = 4, 5, 6
+WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) value (\d+) piece (\d+)")
+
+
+def varint(data, at):
+    """Return the number that starts at a position, and the position after it."""
+    number = shift = 0
+    while True:
+        number |= (data[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if data[at - 1] < 0x80:
+            return number, at
+
+
+def fields(data):
+    """Return the fields of a message: for each number its values, ints or bytes."""
+    found, at = defaultdict(list), 0
+    while at < len(data):
+        key, at = varint(data, at)
+        if key & 7 == 0:
+            value, at = varint(data, at)
+        else:
+            assert key & 7 == 2, "these traces have varints and lengths only"
+            size, at = varint(data, at)
+            value, at = data[at : at + size], at + size
+            assert len(value) == size
+        found[key >> 3].append(value)
+    return found
+
+
+def messages(data):
+    """Return the fields of each message of a file, which has each message after its length."""
+    found, at = [], 0
+    while at < len(data):
+        size, at = varint(data, at)
+        assert at + size <= len(data)
+        found.append(fields(data[at : at + size]))
+        at += size
+    return found
+
+
+def packed(values):
+    """Return the numbers of a packed repeated field."""
+    found = []
+    for data in values:
+        at = 0
+        while at < len(data):
+            number, at = varint(data, at)
+            found.append(number)
+    return found
+
+
+def read(data):
+    """Return the metadata of a trace (version, texts by name), and its nodes."""
+    head, *rest = messages(data)
+    about = {}
+    for attribute in map(fields, head[2]):
+        about[attribute[1][0].decode()] = attribute[29][0].decode()
+    nodes = []
+    for found in rest:
+        attributes = {}
+        for attribute in map(fields, found[10]):
+            (kind,) = set(attribute) - {1}
+            attributes[attribute[1][0].decode()] = (kind, attribute[kind][0])
+        node = SimpleNamespace(id=found[1][0] if found[1] else 0, name=found[2][0].decode(), kind=found[3][0])
+        node.deps, node.attributes = packed(found[5]), attributes
+        node.src, node.dst, node.size, node.tag = (
+            attributes.get(f"comm_{name}", (0, None))[1] for name in ("src", "dst", "size", "tag")
+        )
+        nodes.append(node)
+    return SimpleNamespace(version=head[1][0].decode(), about=about, nodes=nodes)
+
+
+def what(node):
+    """Return a node's verb, chunk, value and piece."""
+    verb, *numbers = WHAT.match(node.name).groups()
+    return verb, *map(int, numbers)
+
+
+def pieces_of(schedule, nbytes, pieces):
+    """Return the bytes of each (chunk, piece)."""
+    ends = [0]
+    for chunk in schedule.chunks:
+        ends.append(ends[-1] + chunk.share)
+    sizes = {}
+    for c in range(len(schedule.chunks)):
+        start, stop = int(ends[c] * nbytes), int(ends[c + 1] * nbytes)
+        cuts = [start + (stop - start) * j // pieces for j in range(pieces + 1)]
+        sizes |= {(c, j): cuts[j + 1] - cuts[j] for j in range(pieces)}
+    return sizes
+
+
+def check(schedule, nbytes, files, rng, pieces=None):
+    """Raise unless the traces move each transfer of the program once per piece, and compute the collective.
+
+    The nodes run in a random order that respects their dependencies; the input of source k is (n + 1)**k.
+    """
+    program, n = lower(schedule), len(schedule.devices)
+    traces = [read(data) for data in files]
+    assert len(traces) == n
+    pieces = schedule.pieces if pieces is None else pieces
+    sizes = pieces_of(schedule, nbytes, pieces)
+    _check_transfers(program, traces, sizes)
+    values = [{} for _ in range(n)]  # by rank: the number of each (chunk, value, piece)
+    for c, chunk in enumerate(program.chunks):
+        for k, source in enumerate(chunk.sources):
+            values[source] |= {(c, k, j): (n + 1) ** source for j in range(pieces)}
+    _run(program, traces, sizes, values, rng)
+    for c, chunk in enumerate(program.chunks):
+        total = sum((n + 1) ** source for source in chunk.sources)
+        for dst, result in zip(chunk.destinations, chunk.results, strict=True):
+            assert all(values[dst][c, result, j] == total for j in range(pieces) if sizes[c, j]), (c, dst)
+
+
+def _check_transfers(program, traces, sizes):
+    moved, sent, received = Counter(), Counter(), Counter()
+    for rank, trace in enumerate(traces):
+        ids = [node.id for node in trace.nodes]
+        assert ids == list(range(len(ids)))
+        for node in trace.nodes:
+            assert all(dep < node.id for dep in node.deps)
+            if node.kind in (SEND, RECEIVE):
+                _, chunk, value, piece = what(node)
+                assert rank == (node.src if node.kind == SEND else node.dst)
+                assert node.size > 0
+                (sent if node.kind == SEND else received)[node.src, node.dst, node.tag, node.size] += 1
+                if node.kind == SEND:
+                    moved[node.src, node.dst, chunk, value, piece] += node.size
+    assert sent == received
+    assert len({key[:3] for key in sent}) == sum(sent.values())  # no two messages between two ranks have one tag
+    expected = Counter()
+    for c, chunk in enumerate(program.chunks):
+        for made in chunk.instructions:
+            for operand in made.operands:
+                src = chunk.devices[operand]
+                if src != made.device:
+                    for (cc, j), size in sizes.items():
+                        if cc == c and size:
+                            expected[src, made.device, c, operand, j] += size
+    assert moved == expected
+
+
+def _run(program, traces, sizes, values, rng):
+    waiting = {(rank, node.id): set(node.deps) for rank, trace in enumerate(traces) for node in trace.nodes}
+    nodes = {(rank, node.id): node for rank, trace in enumerate(traces) for node in trace.nodes}
+    followers = defaultdict(list)
+    for (rank, number), deps in waiting.items():
+        for dep in deps:
+            followers[rank, dep].append((rank, number))
+    flying, arrived, posted = [], {}, {}  # sent messages; numbers that have arrived; receives that wait for a message
+    ready = [at for at, deps in waiting.items() if not deps]
+    bytes_in = Counter()
+    done = 0
+
+    def finish(at):
+        nonlocal done
+        done += 1
+        for follower in followers[at]:
+            waiting[follower].discard(at[1])
+            if not waiting[follower]:
+                ready.append(follower)
+
+    def receive(rank, chunk, value, piece, size, number):
+        bytes_in[rank, chunk, value, piece] += size
+        if bytes_in[rank, chunk, value, piece] >= sizes[chunk, piece]:
+            arrived[rank, chunk, value, piece] = number
+            inputs = len(program.chunks[chunk].sources)
+            for k, made in enumerate(program.chunks[chunk].instructions):
+                if made.device == rank and made.operands == (value,):
+                    values[rank][chunk, inputs + k, piece] = number
+
+    while ready or flying:
+        if flying and (not ready or rng.random() < 0.3):
+            key, at, data = flying.pop(rng.randrange(len(flying)))
+            receive(key[1], *data)
+            finish(at)
+            arrived[key] = True
+            if key in posted:
+                finish(posted[key])
+            continue
+        at = ready.pop(rng.randrange(len(ready)))
+        rank, node = at[0], nodes[at]
+        key = node.src, node.dst, node.tag
+        if node.kind == RECEIVE:
+            if key in arrived:
+                finish(at)
+            else:
+                posted[key] = at
+            continue
+        if node.name != "nothing to do":
+            verb, chunk, value, piece = what(node)
+            if node.kind == SEND:
+                number = values[rank][chunk, value, piece]  # KeyError: the value is not there yet
+                flying.append((key, at, (chunk, value, piece, node.size, number)))
+                continue
+            if verb == "combine":
+                inputs = len(program.chunks[chunk].sources)
+                made = program.chunks[chunk].instructions[value - inputs]
+                total = 0
+                for operand in made.operands:
+                    local = program.chunks[chunk].devices[operand] == rank
+                    total += values[rank][chunk, operand, piece] if local else arrived[rank, chunk, operand, piece]
+                values[rank][chunk, value, piece] = total
+        finish(at)
+    assert done == len(nodes)
