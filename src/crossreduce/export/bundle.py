@@ -26,8 +26,7 @@ from . import EXPORTERS
 
 LEAST, MOST = 1 << 10, 1 << 30  # the sizes in bytes for which plans are compared, all powers of two from LEAST to MOST
 FORMAT: Final = "crossreduce.bundle/1"
-# An exported plan runs as one kernel, so no operations are queued.
-_COSTS: Final = Costs(operation_s=0)
+ONE_KERNEL: Final = Costs(operation_s=0)  # an exported plan runs as one kernel, so no operations are queued
 _SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
 
 
@@ -54,6 +53,7 @@ def bundle(
     *,
     formats: Iterable[str] = tuple(_SUFFIXES),
     granularity: float = TOLERANCE,
+    costs: Costs = ONE_KERNEL,
     machine: str = "MACHINE",
 ) -> Bundle:
     """Return the files for all sizes of a collective: see ``crossreduce plan --bundle``.
@@ -64,6 +64,7 @@ def bundle(
       root: of a reduce or broadcast. The formats do not store it, so the files are for calls with this root only.
       formats: "msccl", "mscclpp" or both.
       granularity: see ``plan``; also the part of the time that a plan may lose before the next range begins.
+      costs: see ``plan``.
       machine: the name of the topology in the README.
     Raises:
       PlanError: no plan of any range fits any format.
@@ -78,7 +79,7 @@ def bundle(
     left_out: list[str] = []
     for name in formats:
         found: list[Window] = []
-        for window in _windows(topology, collective, root, granularity):
+        for window in _windows(topology, collective, root, granularity, costs):
             written = _written(name, window, len(found))
             if isinstance(written, PlanError):
                 left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
@@ -99,24 +100,23 @@ def bundle(
     return Bundle(files, windows, tuple(left_out))
 
 
-def _windows(topology: Topology, collective: str, root: str | int | None, tolerance: float) -> list[Window]:
+def _windows(
+    topology: Topology, collective: str, root: str | int | None, tolerance: float, costs: Costs
+) -> list[Window]:
     """Return the ranges of sizes in which one plan takes at most ``tolerance`` longer than the best one."""
     sizes = [1 << power for power in range(LEAST.bit_length() - 1, MOST.bit_length())]
-    plans = [plan(topology, collective, nbytes, root=root, costs=_COSTS, granularity=tolerance) for nbytes in sizes]
+    plans = [plan(topology, collective, nbytes, root=root, costs=costs, granularity=tolerance) for nbytes in sizes]
     starts = [0]
     for k, best in enumerate(plans):
-        known = plans[starts[-1]]
-        if k > starts[-1] and pipelined(known.schedule, topology, sizes[k], costs=_COSTS).seconds > best.seconds * (
-            1 + tolerance
-        ):
+        known = pipelined(plans[starts[-1]].schedule, topology, sizes[k], costs=costs)
+        if known.seconds > best.seconds * (1 + tolerance):
             starts.append(k)
     found = []
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         middle = sizes[(start + end - 1) // 2]
-        schedule, seconds = pipelined(plans[start].schedule, topology, middle, costs=_COSTS)
-        chosen = replace(
-            plans[start], request=plans[start].request._replace(nbytes=middle), schedule=schedule, seconds=seconds
-        )
+        schedule, seconds = pipelined(plans[start].schedule, topology, middle, costs=costs)
+        request = plans[start].request._replace(nbytes=middle)
+        chosen = replace(plans[start], request=request, schedule=schedule, seconds=seconds)
         least = 0 if start == 0 else sizes[start]
         found.append(Window(least, 0 if end == len(sizes) else sizes[end] - 1, chosen))
     return found
@@ -124,7 +124,6 @@ def _windows(topology: Topology, collective: str, root: str | int | None, tolera
 
 def _written(name: str, window: Window, number: int) -> tuple[Window, str] | PlanError:
     """Return the text of a window's file, with another algorithm's plan if the best one does not fit the format."""
-    request = window.plan.request
     tried = [window.plan]
     first: PlanError | None = None
     while tried:
@@ -136,18 +135,17 @@ def _written(name: str, window: Window, number: int) -> tuple[Window, str] | Pla
                 first = error
                 for algorithm in REGISTRY:
                     with suppress(PlanError):
-                        tried.append(_by_name(request.topology, request.collective, window.plan, algorithm))
+                        tried.append(_by_name(window.plan, algorithm))
                 tried.sort(key=lambda other: other.seconds)
     assert first is not None
     return first
 
 
-def _by_name(topology: Topology | None, collective: str, like: Plan, algorithm: str) -> Plan:
-    assert topology is not None
-    root = {"broadcast": like.request.sources[0], "reduce": like.request.destinations[0]}.get(collective)
-    return plan(
-        topology, collective, like.nbytes, algorithm, root=root, costs=_COSTS, granularity=like.request.granularity
-    )
+def _by_name(like: Plan, algorithm: str) -> Plan:
+    request = like.request
+    root = {"broadcast": request.sources[0], "reduce": request.destinations[0]}.get(like.collective)
+    options = {"root": root, "costs": request.costs, "granularity": request.granularity}
+    return plan(request.topology, like.collective, like.nbytes, algorithm, **options)
 
 
 def _text(name: str, window: Window, number: int) -> str:

@@ -19,13 +19,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-from ..schedule import Schedule, carried_chunks, fluid_rate
+from ..schedule import Costs, Schedule, carried_chunks, fluid_rate, simulate
 from ..topology import Topology
+from .planners import NO_MORE
 
 TOLERANCE: Final = 0.02
 """The part of the rate that rounded shares may cost by default."""
 
-MOST_UNITS: Final = 1 << 10
+MOST_UNITS: Final = 1 << 12
 """The greatest denominator that is tried. A file has an operation for each chunk and step, so few are better."""
 
 
@@ -43,13 +44,22 @@ def sizes_that_fit(units: int) -> str:
 
 
 @lru_cache(maxsize=256)
-def rounded(schedule: Schedule, topology: Topology, tolerance: float = TOLERANCE) -> Schedule:
+def rounded(
+    schedule: Schedule,
+    topology: Topology,
+    tolerance: float = TOLERANCE,
+    nbytes: int = 0,
+    costs: Costs = NO_MORE,
+) -> Schedule:
     """Return a schedule with shares that are multiples of 1/2**m, for the least m within the tolerance.
 
     Args:
       schedule: one of the five collectives.
       topology: where it runs.
       tolerance: the part of the rate that may be lost, from 0 to 1.
+      nbytes: the size of a replica's buffer for which this also has to be true in simulation; 0: no size. If the
+        schedule has one piece, only this counts, since its links do not work all the time.
+      costs: of the simulation.
     Returns:
       The schedule itself if its shares are such multiples already, or if no such m was found up to ``MOST_UNITS``.
       Chunks whose share becomes 0 are left out.
@@ -66,7 +76,8 @@ def rounded(schedule: Schedule, topology: Topology, tolerance: float = TOLERANCE
     rate = fluid_rate(schedule, topology)
     if rate is None:
         return schedule
-    least = rate * (1 - Fraction(tolerance))
+    least = 0 if nbytes and schedule.pieces == 1 else rate * (1 - Fraction(tolerance))
+    most_s = simulate(schedule, topology, nbytes, costs=costs).seconds / (1 - tolerance) if tolerance < 1 else math.inf
     groups = _groups(schedule)
     use = _use(schedule, topology)
     units = 1
@@ -77,7 +88,8 @@ def rounded(schedule: Schedule, topology: Topology, tolerance: float = TOLERANCE
             made = _with_shares(schedule, _units(use, shares, groups, units), units)
             found = fluid_rate(made, topology)
             if found is not None and found >= least:
-                return made
+                if not nbytes or simulate(made, topology, nbytes, costs=costs).seconds <= most_s:
+                    return made
         units *= 2
     return schedule
 

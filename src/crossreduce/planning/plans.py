@@ -171,7 +171,7 @@ def planned(request: Request) -> Plan:
     if request.granularity:
         from .granularity import rounded
 
-        schedule = rounded(schedule, topology, request.granularity)
+        schedule = rounded(schedule, topology, request.granularity, request.nbytes, request.costs)
         seconds = simulate(schedule, topology, request.nbytes, costs=request.costs).seconds
     return Plan(request, schedule, seconds)
 
