@@ -144,8 +144,16 @@ def _written(name: str, window: Window, number: int) -> tuple[Window, str] | Pla
 def _by_name(like: Plan, algorithm: str) -> Plan:
     request = like.request
     root = {"broadcast": request.sources[0], "reduce": request.destinations[0]}.get(like.collective)
-    options = {"root": root, "costs": request.costs, "granularity": request.granularity}
-    return plan(request.topology, like.collective, like.nbytes, algorithm, **options)
+    assert request.topology is not None
+    return plan(
+        request.topology,
+        like.collective,
+        like.nbytes,
+        algorithm,
+        root=root,
+        costs=request.costs,
+        granularity=request.granularity,
+    )
 
 
 def _text(name: str, window: Window, number: int) -> str:

@@ -77,7 +77,11 @@ def rounded(
     if rate is None:
         return schedule
     least = 0 if nbytes and schedule.pieces == 1 else rate * (1 - Fraction(tolerance))
-    most_s = simulate(schedule, topology, nbytes, costs=costs).seconds / (1 - tolerance) if tolerance < 1 else math.inf
+
+    def seconds_of(made: Schedule) -> float:
+        return simulate(made, topology, nbytes, costs=costs).seconds
+
+    most_s = seconds_of(schedule) / (1 - tolerance) if tolerance < 1 else math.inf
     groups = _groups(schedule)
     use = _use(schedule, topology)
     units = 1
@@ -87,9 +91,8 @@ def rounded(
         if units % len(groups) == 0:
             made = _with_shares(schedule, _units(use, shares, groups, units), units)
             found = fluid_rate(made, topology)
-            if found is not None and found >= least:
-                if not nbytes or simulate(made, topology, nbytes, costs=costs).seconds <= most_s:
-                    return made
+            if found is not None and found >= least and seconds_of(made) <= most_s:
+                return made
         units *= 2
     return schedule
 
