@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -40,20 +40,20 @@ class Clock:
     NumPy runs the reads of a tick together. For few reads, or without NumPy, plain Python does, with the same results.
     """
 
-    def __init__(self, loads: Loads) -> None:
-        self.loads, self.rounds = loads, loads.rounds
+    def __init__(self, loads: Loads, nbytes: int) -> None:
+        self.loads, self.nbytes, self.rounds = loads, nbytes, loads.rounds
 
     def run(self, pieces: int) -> list[tuple[float, int]]:
         """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
         if self._is_small(pieces):
             return [(after - before, 1) for before, after in pairwise([0.0, *(end for *_, end in self._plain(pieces))])]
-        return _Run(self.arrays, pieces).steps()
+        return _Run(_arrays(self.loads), self.nbytes, pieces).steps()
 
     def total(self, pieces: int) -> float:
         """Return the seconds from the start of the first read to the end of the last one."""
         if self._is_small(pieces):
             return max((end for *_, end in self._plain(pieces)), default=0.0)
-        run = _Run(self.arrays, pieces)
+        run = _Run(_arrays(self.loads), self.nbytes, pieces)
         run.steps()
         return run.end
 
@@ -67,14 +67,9 @@ class Clock:
         uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
         return uses <= _MOST_PLAIN or importlib.util.find_spec("numpy") is None
 
-    @cached_property
-    def arrays(self) -> _Arrays:
-        """The reads as arrays."""
-        return _Arrays(self.loads)
-
     def _plain(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
         """Yield for each tick its number, the number, start and end of each of its reads, and the time at its end."""
-        loads, rounds = self.loads, self.rounds
+        loads, rounds, nbytes = self.loads, self.rounds, self.nbytes / pieces
         reads, first = loads.traffic.reads, [0] * (rounds + 1)
         for read in reads:
             first[read.round + 1] += 1
@@ -93,7 +88,7 @@ class Clock:
             load = [0.0] * len(free)
             for number in active:
                 for k, seconds in loads.uses[number]:
-                    load[k] += seconds / pieces + loads.per_message[k]
+                    load[k] += seconds * nbytes + loads.per_message[k]
             occupied, found = list(free), []
             for number in active:
                 read = reads[number]
@@ -114,6 +109,11 @@ class Clock:
                 found.append((number, start, end))
             free = occupied
             yield t, found, time
+
+
+@lru_cache(maxsize=64)
+def _arrays(loads: Loads) -> _Arrays:
+    return _Arrays(loads)
 
 
 class _Arrays:
@@ -147,9 +147,9 @@ class _Arrays:
             mine = [traffic.hosts[read.step] in queue.steps for read in reads]
             self.queue[np.array(mine)] = number
 
-    def load(self, first: int, last: int, pieces: int) -> Any:
-        """Return the seconds of each resource for one piece in each of the rounds from ``first`` to ``last``."""
-        found = (self.transfers[last + 1] - self.transfers[first]) / pieces
+    def load(self, first: int, last: int, nbytes: float) -> Any:
+        """Return the seconds of each resource for so many bytes in each of the rounds from ``first`` to ``last``."""
+        found = (self.transfers[last + 1] - self.transfers[first]) * nbytes
         return found + self.messages[last + 1] - self.messages[first]
 
     @cached_property
@@ -164,7 +164,7 @@ class _Arrays:
 class _Part:
     """The reads of neighbouring rounds, which are in progress at the same time."""
 
-    def __init__(self, arrays: _Arrays, first: int, last: int, pieces: int) -> None:
+    def __init__(self, arrays: _Arrays, first: int, last: int, nbytes: float) -> None:
         import numpy as np
 
         by_read, by_step = arrays.bounds
@@ -177,17 +177,17 @@ class _Part:
         self.step_age = arrays.round_of_step[s:e]
         self.resource, self.count = arrays.resource[u:v], arrays.count[a:b]
         self.use_start, self.read_start = arrays.use_start[a:b] - u, arrays.read_start[s:e] - a
-        load = np.concatenate([[0.0], arrays.load(first, last, pieces)])
+        load = np.concatenate([[0.0], arrays.load(first, last, nbytes)])
         self.seconds = np.maximum.reduceat(load[self.resource], self.use_start) if b > a else self.latency
 
 
 class _Run:
     """One run of the arrays. ``ready[s, j % R]``: when step s has made its value of piece j; row 0: the inputs."""
 
-    def __init__(self, arrays: _Arrays, pieces: int) -> None:
+    def __init__(self, arrays: _Arrays, nbytes: int, pieces: int) -> None:
         import numpy as np
 
-        self.arrays, self.pieces, self.rounds = arrays, pieces, arrays.rounds
+        self.arrays, self.nbytes, self.pieces, self.rounds = arrays, nbytes / pieces, pieces, arrays.rounds
         self.end = 0.0
         self.free = np.zeros(len(arrays.loads.traffic.resources) + 1)
         self.ready = np.zeros((len(arrays.round_of_step) + 1, self.rounds))
@@ -206,7 +206,7 @@ class _Run:
         while t < rounds + pieces - 1:
             window = max(0, t - pieces + 1), min(t, rounds - 1)
             if window != known:
-                part, known = _Part(self.arrays, *window, pieces), window
+                part, known = _Part(self.arrays, *window, self.nbytes), window
             assert part is not None
             before = self.end
             self.tick(part, t)

@@ -14,24 +14,21 @@ from functools import cached_property
 
 from .traffic import Queue, Traffic
 
-Load = tuple[float, float]  # the seconds for all bytes, which pieces share, and those for the messages of each piece
+Load = tuple[float, float]  # the seconds per byte of the buffer, and those for the messages of each piece
 
 
 class Loads:
-    """The seconds in which resources and queues serve the rounds of a schedule, for a number of bytes.
+    """The seconds in which resources and queues serve the rounds of a schedule, per byte of the buffer.
 
     Window t of width w are the rounds from t - w + 1 to t, as far as they exist: those that are in progress in tick t
     if there are w pieces.
     """
 
-    def __init__(self, traffic: Traffic, nbytes: int, queues: dict[str, Queue]) -> None:
+    def __init__(self, traffic: Traffic, queues: dict[str, Queue]) -> None:
         self.traffic, self.queues, self.rounds = traffic, queues, traffic.rounds
-        # For each use of a resource by a read, the seconds.
+        # For each use of a resource by a read, the seconds per byte.
         self.uses = [
-            [
-                (k, traffic.shares[read.chunk] * often * traffic.resources[k].seconds_per_byte * nbytes)
-                for k, often in read.uses
-            ]
+            [(k, traffic.shares[read.chunk] * often * traffic.resources[k].seconds_per_byte) for k, often in read.uses]
             for read in traffic.reads
         ]
         self.per_message = [resource.seconds_per_message for resource in traffic.resources]
@@ -41,6 +38,7 @@ class Loads:
                 load = self.by_round[k][read.round]
                 load[0] += seconds
                 load[1] += self.per_message[k]
+        self._windows: dict[int, tuple[list[float], list[list[Load]], list[float]]] = {}
 
     @cached_property
     def different(self) -> list[dict[int, Load]]:
@@ -48,12 +46,34 @@ class Loads:
         found = {tuple((r, (a, b)) for r, (a, b) in load.items()) for load in self.by_round if load}
         return [dict(load) for load in sorted(found)]
 
-    def total(self, pieces: int) -> list[float]:
-        """Return the seconds of each resource for all bytes, in so many pieces."""
+    @cached_property
+    def sums(self) -> list[Load]:
+        """The loads of each resource in all rounds."""
         return [
-            math.fsum(transfer for transfer, _ in load.values()) + pieces * math.fsum(each for _, each in load.values())
+            (math.fsum(transfer for transfer, _ in load.values()), math.fsum(each for _, each in load.values()))
             for load in self.by_round
         ]
+
+    def windows(self, width: int) -> tuple[list[float], list[list[Load]], list[float]]:
+        """Return for each window of up to ``width`` rounds its latency, loads and the seconds of the busiest host.
+
+        The loads are those that may be the greatest for some number of pieces.
+        """
+        if width not in self._windows:
+            ticks = self.rounds + width - 1
+            busiest: list[dict[float, float]] = [{} for _ in range(ticks)]  # by messages, the greatest transfer
+            for by_round in self.different:
+                transfer = messages = 0.0
+                for t in range(min(by_round), min(max(by_round) + width, ticks)):
+                    now, old = by_round.get(t, (0.0, 0.0)), by_round.get(t - width, (0.0, 0.0))
+                    transfer, messages = transfer + now[0] - old[0], messages + now[1] - old[1]
+                    busiest[t][messages] = max(busiest[t].get(messages, 0.0), transfer)
+            queued = [0.0] * ticks
+            for queue in self.queues.values():
+                queued = list(map(max, queued, self.queued(queue, width)))
+            loads = [[(transfer, messages) for messages, transfer in found.items()] for found in busiest]
+            self._windows[width] = _sliding_max(self.traffic.latency_s, width), loads, queued
+        return self._windows[width]
 
     def queued(self, queue: Queue, width: int) -> list[float]:
         """Return the seconds in which a host queues the operations of each window."""
@@ -70,44 +90,23 @@ class Loads:
 class LockStep:
     """The lock-step times of a schedule; shares are not rounded to elements, so that no rate exceeds the bound."""
 
-    def __init__(self, loads: Loads) -> None:
-        self.loads, self.rounds = loads, loads.rounds
-        self._windows: dict[int, tuple[list[float], list[list[Load]], list[float]]] = {}
+    def __init__(self, loads: Loads, nbytes: int) -> None:
+        self.loads, self.nbytes, self.rounds = loads, nbytes, loads.rounds
 
     def ticks(self, pieces: int) -> list[float]:
         """Return the seconds of the ticks with different rounds.
 
         The one in which all rounds are in progress, number R - 1, is repeated p - R times if p exceeds R.
         """
-        latencies, busiest, queued = self.windows(min(pieces, self.rounds))
-        most = [max([transfer / pieces + messages for transfer, messages in loads], default=0.0) for loads in busiest]
+        latencies, busiest, queued = self.loads.windows(min(pieces, self.rounds))
+        nbytes = self.nbytes / pieces
+        most = [max([each * nbytes + messages for each, messages in loads], default=0.0) for loads in busiest]
         return [latency + max(load, queue) for latency, load, queue in zip(latencies, most, queued, strict=True)]
 
     def total(self, pieces: int) -> float:
         """Return the sum of all ticks."""
         ticks = self.ticks(pieces)
         return math.fsum([*ticks, max(0, pieces - self.rounds) * ticks[self.rounds - 1]])
-
-    def windows(self, width: int) -> tuple[list[float], list[list[Load]], list[float]]:
-        """Return for each window of up to ``width`` rounds its latency, loads and the seconds of the busiest host.
-
-        The loads are those that may be the greatest for some number of pieces.
-        """
-        if width not in self._windows:
-            ticks = self.rounds + width - 1
-            busiest: list[dict[float, float]] = [{} for _ in range(ticks)]  # by messages, the greatest transfer
-            for by_round in self.loads.different:
-                transfer = messages = 0.0
-                for t in range(min(by_round), min(max(by_round) + width, ticks)):
-                    now, old = by_round.get(t, (0.0, 0.0)), by_round.get(t - width, (0.0, 0.0))
-                    transfer, messages = transfer + now[0] - old[0], messages + now[1] - old[1]
-                    busiest[t][messages] = max(busiest[t].get(messages, 0.0), transfer)
-            queued = [0.0] * ticks
-            for queue in self.loads.queues.values():
-                queued = list(map(max, queued, self.loads.queued(queue, width)))
-            loads = [[(transfer, messages) for messages, transfer in found.items()] for found in busiest]
-            self._windows[width] = _sliding_max(self.loads.traffic.latency_s, width), loads, queued
-        return self._windows[width]
 
     def candidates(self, most: int) -> list[int]:
         """Return numbers of pieces, from 1 to ``most``, one of which probably takes the least time.
@@ -118,8 +117,8 @@ class LockStep:
         """
         deep = self.rounds
         tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
-        latency, loads, queued = self.windows(deep)
-        busiest = [max((transfer for transfer, _ in found), default=0.0) for found in loads]
+        latency, loads, queued = self.loads.windows(deep)
+        busiest = [self.nbytes * max((each for each, _ in found), default=0.0) for found in loads]
         if latency[deep - 1]:
             best = math.sqrt(max(math.fsum(busiest) - deep * busiest[deep - 1], 0.0) / latency[deep - 1])
             tried |= {math.floor(best), math.ceil(best)}

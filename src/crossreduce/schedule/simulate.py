@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
@@ -52,7 +52,7 @@ MOST_BYTES: Final = 1 << 60
 # least time, each piece saves little, and its operations keep the host busy.
 LONGER: Final = 1.005
 
-_FACTORS: Final = (2.0, 1.5, 1.2, 1.1)  # by which numbers of pieces that are tried one after another differ
+_FACTORS: Final = (1.5, 1.15)  # by which numbers of pieces that are tried one after another differ
 _EQUAL: Final = 1e-9
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -244,22 +244,26 @@ def fastest_of(
     return best
 
 
+@lru_cache(maxsize=256)
+def _loads(schedule: Schedule, topology: Topology, costs: Costs) -> Loads:
+    """Return the loads of a schedule in one piece, which are the same for all sizes."""
+    return Loads(traffic(schedule, topology, replace(costs, operation_s=0)), queues(schedule, costs.operation_s))
+
+
 class _Timing:
     """The times of a schedule for a number of bytes, by the number of pieces."""
 
     def __init__(self, schedule: Schedule, topology: Topology, nbytes: int, costs: Costs) -> None:
-        found = traffic(schedule, topology, replace(costs, operation_s=0))
-        self.schedule, self.nbytes = schedule, nbytes
-        self.loads = Loads(found, nbytes, queues(schedule, costs.operation_s))
+        self.schedule, self.nbytes, self.loads = schedule, nbytes, _loads(schedule.cut_into(1), topology, costs)
         self._seconds: dict[int, float] = {}
 
     @cached_property
     def lock_step(self) -> LockStep:
-        return LockStep(self.loads)
+        return LockStep(self.loads, self.nbytes)
 
     @cached_property
     def clock(self) -> Clock:
-        return Clock(self.loads)
+        return Clock(self.loads, self.nbytes)
 
     @cached_property
     def most(self) -> int:
@@ -274,7 +278,8 @@ class _Timing:
 
     def busy(self, pieces: int) -> list[float]:
         """Return the seconds in which each resource is busy, and then those of each host's queue."""
-        found, width = self.loads.total(pieces), min(pieces, self.loads.rounds)
+        found = [transfer * self.nbytes + each * pieces for transfer, each in self.loads.sums]
+        width = min(pieces, self.loads.rounds)
         for queue in self.loads.queues.values():
             queued = self.loads.queued(queue, width)
             found.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])

@@ -34,8 +34,10 @@ class Trees(Protocol):
         """Return its hops, in the order of the steps."""
 
 
-def cheapest_trees(costs: list[Any]) -> Trees:
+def cheapest_trees(costs: list[Any], root: int | None = None) -> Trees:
     """Return the trees for the prices of the steps: ``costs[s][u, v]`` is the price of the hop from u to v in step s.
+
+    With a root, only its trees are found, which takes a third of the time.
 
     >>> import numpy as np
     >>> line = np.array([[9, 1, 5], [1, 9, 1], [5, 1, 9]])
@@ -43,45 +45,48 @@ def cheapest_trees(costs: list[Any]) -> Trees:
     >>> found.price(0, 0), found.edges(0, 0), found.price(0, 1)
     (2.0, [(0, 0, 1), (1, 1, 2)], 6.0)
     """
-    return _Exact(costs) if len(costs[0]) <= MOST_EXACT else _Grown(costs)
+    return _Exact(costs, root) if len(costs[0]) <= MOST_EXACT else _Grown(costs)
 
 
 class _Sets(NamedTuple):
-    """All pairs of sets A and B of devices with A within B, A not empty, sorted by A."""
+    """All pairs of sets A and B of devices with A within B, sorted by A."""
 
     a: Any
     b: Any
-    start: Any  # for each A (from 1 on) its first pair, and the end
+    start: Any  # for each A its first pair, and the end
     without: Any  # for each pair, the pair of A and B without its last device that is not in A; -1: A = B
     last: Any  # this device
     by_size: list[Any]  # the pairs with 1, 2, ... devices in B that are not in A
 
 
 @lru_cache(maxsize=16)
-def _sets(n: int) -> _Sets:
+def _sets(n: int, first: int) -> _Sets:
+    """Return the pairs of sets of n devices, written as binary numbers; the least A is ``first``."""
     import numpy as np
 
-    pairs = [(a, b) for a in range(1, 1 << n) for b in range(a, 1 << n) if a & b == a]
+    pairs = [(a, b) for a in range(first, 1 << n) for b in range(a, 1 << n) if a & b == a]
     number = {pair: k for k, pair in enumerate(pairs)}
     more = [b & ~a for a, b in pairs]
     last = [new.bit_length() - 1 for new in more]
     without = [number.get((a, b & ~(1 << v)), -1) if b != a else -1 for (a, b), v in zip(pairs, last, strict=True)]
     size = np.array([new.bit_count() for new in more])
     a, b = np.array(pairs).T
-    start = np.concatenate([np.searchsorted(a, np.arange(1, 1 << n)), [len(pairs)]])
-    by_size = [np.flatnonzero(size == k) for k in range(1, n)]
+    start = np.concatenate([np.searchsorted(a, np.arange(1 << n)), [len(pairs)]])
+    by_size = [np.flatnonzero(size == k) for k in range(1, n + 1)]
     return _Sets(a, b, start, np.array(without), np.array(last), by_size)
 
 
 class _Exact:
     """The cheapest trees. ``least[s][A]``: the least price of reaching all devices from the set A in steps s, s + 1,
-    ..."""
+    ...; with a root, A has the other devices only."""
 
-    def __init__(self, costs: list[Any]) -> None:
+    def __init__(self, costs: list[Any], root: int | None) -> None:
         import numpy as np
 
-        self.n = len(costs[0])
-        self.sets = _sets(self.n)
+        self.root = root
+        self.others = [k for k in range(len(costs[0])) if k != root]
+        self.n = len(self.others)
+        self.sets = _sets(self.n, 1 if root is None else 0)
         full = (1 << self.n) - 1
         after = np.full(full + 1, np.inf)
         after[full] = 0.0
@@ -94,7 +99,8 @@ class _Exact:
                 known = cost, *self._prices(cost)
             _, senders, prices = known
             values = prices + after[self.sets.b]
-            after = np.concatenate([[np.inf], np.minimum.reduceat(values, self.sets.start[:-1])])
+            after = np.full(full + 1, np.inf)
+            after[self.sets.a[0] :] = np.minimum.reduceat(values, self.sets.start[self.sets.a[0] : -1])
             self.least.append(after)
             self.choices.append(values)
             self.senders.append(senders)
@@ -107,26 +113,34 @@ class _Exact:
 
         sets, n = self.sets, self.n
         least, sender = np.full((1 << n, n), np.inf), np.zeros((1 << n, n), dtype=np.intp)
-        for u in range(n):
-            half = slice(0, 1 << u)
-            closer = cost[u] < least[half]
-            least[1 << u : 2 << u] = np.where(closer, cost[u], least[half])
-            sender[1 << u : 2 << u] = np.where(closer, u, sender[half])
+        if self.root is not None:
+            least[0], sender[0] = cost[self.root][self.others], self.root
+        for k, u in enumerate(self.others):
+            half, price = slice(0, 1 << k), cost[u][self.others]
+            closer = price < least[half]
+            least[1 << k : 2 << k] = np.where(closer, price, least[half])
+            sender[1 << k : 2 << k] = np.where(closer, u, sender[half])
         prices = np.zeros(len(sets.a))
         for group in sets.by_size:
             prices[group] = prices[sets.without[group]] + least[sets.a[group], sets.last[group]]
         return sender, prices
 
+    def _only(self, root: int) -> int:
+        """Return the set in which only the root is."""
+        return 0 if self.root is not None else 1 << root
+
     def price(self, root: int, start: int) -> float:
-        return float(self.least[start][1 << root])
+        return float(self.least[start][self._only(root)])
 
     def edges(self, root: int, start: int) -> list[Edge]:
-        reached, found = 1 << root, []
+        reached, found = self._only(root), []
         for step in range(start, len(self.choices)):
-            first, end = self.sets.start[reached - 1], self.sets.start[reached]
+            first, end = self.sets.start[reached], self.sets.start[reached + 1]
             after = int(self.sets.b[first + int(self.choices[step][first:end].argmin())])
             new = after & ~reached
-            found += [(step, int(self.senders[step][reached, v]), v) for v in range(self.n) if new >> v & 1]
+            found += [
+                (step, int(self.senders[step][reached, v]), self.others[v]) for v in range(self.n) if new >> v & 1
+            ]
             reached = after
         return found
 

@@ -26,7 +26,7 @@ from .hops import hops
 from .program import Edge, Shares, shared
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
-WORTH: Final = 0.99  # a forest is searched for only if it may take less than this part of the known time
+WORTH: Final = 0.96  # a forest is searched for only if it may take less than this part of the known time
 MORE_STEPS: Final = 3  # the most steps above the least that are tried; 1, if the trees are not the cheapest
 
 
@@ -54,20 +54,47 @@ def faster(request: Request, best: Pieces) -> Pieces:
     limit = _bound(topology, members, task)
     transfer = request.nbytes / (limit * 1e9)
     delay, hop = _latencies(topology, members)
-    always = max(delay + transfer, _queueing(request))
+    queued = _queueing(request)
+    always = max(delay + transfer, queued)
     for many in (False, True):
         more = MORE_STEPS if len(members) <= MOST_EXACT else 1 + task.paired
+        overhead = 0.0  # the seconds that the last forest took beyond the least: they do not shrink with more steps
         for steps in range(least, least + more + 1, 1 + task.paired):
-            ramp = (math.sqrt((steps - 1) * hop) + math.sqrt(transfer)) ** 2 if many else steps * hop + transfer
-            if max(always, ramp) >= best.seconds * WORTH:
+            if max(always, _least_s(steps, hop, transfer, queued, many) + overhead) >= best.seconds * WORTH:
                 break
             found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
             if found is None:
                 continue
-            best = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs, known=best)
+            timed = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs)
+            if timed.seconds < best.seconds:
+                best = timed
             if found.seconds_per_gb * limit < 1 + _NEAR:
                 break
+            own = _least_s(steps, hop, request.nbytes * found.seconds_per_gb / 1e9, queued, many)
+            overhead = max(0.0, timed.seconds - own)
     return best
+
+
+def _least_s(steps: int, hop: float, transfer: float, queued: float, many: bool) -> float:
+    """Return the seconds of so many steps, each with a latency, whose transfers alone take ``transfer`` seconds.
+
+    Cut into p pieces they take (steps - 1 + p) (hop + transfer / p), and the operations of each piece are queued.
+    """
+    if not many:
+        return steps * hop + transfer
+
+    def ramp(pieces: float) -> float:
+        return (steps - 1 + pieces) * (hop + transfer / pieces)
+
+    few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf
+    if not math.isfinite(best):
+        return transfer
+    if queued * best <= ramp(best):
+        return ramp(best)
+    while best > few * 1.01:  # the ramp falls and the queue grows until they are equal
+        middle = math.sqrt(few * best)
+        few, best = (middle, best) if queued * middle < ramp(middle) else (few, middle)
+    return ramp(best)
 
 
 _NEAR: Final = 0.005  # a forest whose rate is so near to the bound needs no more steps

@@ -30,8 +30,8 @@ from .hops import hops
 from .units import in_units
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-_WARM: Final = 24  # sets of trees that are found before the first linear program; a third, if they are not exact
-_WARM_PER_STEP: Final = 10  # and more for each step, if each set has only one tree
+_WARM: Final = 16  # sets of trees that are found before the first linear program; a third, if they are not exact
+_WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree
 _STEEP: Final = 8.0
 _MOST_PROGRAMS: Final = 8  # 3, if trees are not exact
 _MIXES: Final = (1.0, 0.6, 0.3)
@@ -134,8 +134,9 @@ class _Search:
                 cost, best = self.hops.costs(price)
             costs.append(cost)
             routes.append(best)
-        out = cheapest_trees(costs)
-        into = cheapest_trees(_backwards(costs)) if self.paired else None
+        root = self.roots[0] if len(self.roots) == 1 else None
+        out = cheapest_trees(costs, root)
+        into = cheapest_trees(_backwards(costs), root) if self.paired else None
         least, found = [], []
         for k, root in enumerate(self.roots):
             start, price = 0, out.price(root, 0)

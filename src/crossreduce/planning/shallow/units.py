@@ -26,9 +26,10 @@ def in_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, i
     import numpy as np
 
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
-    found = None
-    for units in (*_UNITS, 0):
-        counts = _moved(amounts, loads, groups, units) if units else _fine(amounts, groups)
+    found, fine = None, _fine(amounts, groups)
+    few = fine.sum() <= _UNITS[-1] * len(groups)  # these amounts are exact, and need no rounding
+    for units in (0,) if few else (*_UNITS, 0):
+        counts = _moved(amounts, loads, groups, units) if units else fine
         whole = int(counts.sum())
         time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
         if found is None or time < found[2]:
