@@ -108,7 +108,7 @@ def test_shares_stay_exact_where_none_fit():
     parts = cr.plan(ring, "reduce_scatter", 1 << 28, granularity=0.5).schedule
     assert not is_power_of_two(parts.units)
     whole = planning.ring(ring.devices)
-    assert rounded(whole, ring, 0.0001) is whole
+    assert rounded(whole, ring, 0.00001) is whole
     loose = rounded(whole, ring, 0.2)
     assert (loose.units, len(loose.chunks)) == (2, 2)
     assert fluid_rate(loose, ring) >= fluid_rate(whole, ring) * Fraction(8, 10)

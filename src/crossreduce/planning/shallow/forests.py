@@ -27,6 +27,9 @@ from .program import Edge, Shares, shared
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.96  # a forest is searched for only if it may take less than this part of the known time
+LONG: Final = (
+    200  # with transfers of more than so many times a hop's latency, one piece is never the fastest (measured)
+)
 MORE_STEPS: Final = 3  # the most steps above the least that are tried; 1, if the trees are not the cheapest
 
 
@@ -56,7 +59,10 @@ def faster(request: Request, best: Pieces) -> Pieces:
     delay, hop = _latencies(topology, members)
     queued = _queueing(request)
     always = max(delay + transfer, queued)
-    for many in (False, True):
+    # See ``LONG`` and ``_Task.roots``.
+    kinds = [False] if transfer <= LONG * hop else []
+    kinds += [] if task.roots == -1 else [True]
+    for many in kinds:
         more = MORE_STEPS if len(members) <= MOST_EXACT else 1 + task.paired
         overhead = 0.0  # the seconds that the last forest took beyond the least: they do not shrink with more steps
         for steps in range(least, least + more + 1, 1 + task.paired):
