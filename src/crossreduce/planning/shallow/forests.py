@@ -26,10 +26,9 @@ from .hops import hops
 from .program import Edge, Shares, shared
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
-WORTH: Final = 0.96  # a forest is searched for only if it may take less than this part of the known time
-LONG: Final = (
-    200  # with transfers of more than so many times a hop's latency, one piece is never the fastest (measured)
-)
+WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
+# With transfers of more than so many times a hop's latency, one piece is never much faster (measured on all machines).
+LONG: Final = 300
 MORE_STEPS: Final = 3  # the most steps above the least that are tried; 1, if the trees are not the cheapest
 
 
