@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from ...devices import parse
 from ...schedule import Chunk, Pieces, Schedule, Step, fastest_of, verify
 from ...schedule.costs import OPERATION_S
+from ...schedule.traffic import operations
 from ...topology import Topology
 from ..bounds.bound import bound_of_members
 from ..planners import NO_MORE, Request
@@ -29,8 +30,8 @@ MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
 # With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
 # pieces, are never much faster than other schedules (measured on all machines).
-LONG: Final = 1000
-MORE_STEPS: Final = 3  # the most steps above the least that are tried, with trees into the roots 4
+LONG: Final = 4000
+MORE_STEPS: Final = 5  # the most steps above the least that are tried; 2, if the trees are not the cheapest
 
 
 class _Task(NamedTuple):
@@ -63,8 +64,10 @@ def faster(request: Request, best: Pieces) -> Pieces:
     kinds = [] if long else [False]
     kinds += [] if long and task.roots == -1 else [True]
     for many in kinds:
-        more = 4 if task.paired else MORE_STEPS if len(members) <= MOST_EXACT else 1
-        for steps in range(least, least + more + 1, 1 + task.paired):
+        more = 4 if task.paired else MORE_STEPS if len(members) <= MOST_EXACT else 2
+        rates: list[float] = []
+        tried = range(least, least + more + 1, 1 + task.paired)
+        for turn, steps in enumerate(tried):
             if max(always, _least_s(steps, hop, transfer, queued, many)) >= best.seconds * WORTH:
                 break
             found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
@@ -73,8 +76,11 @@ def faster(request: Request, best: Pieces) -> Pieces:
             timed = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs)
             if timed.seconds < best.seconds:
                 best = timed
-            if found.seconds_per_gb * limit < 1 + _NEAR:
+            rates.append(1 / found.seconds_per_gb)
+            if rates[-1] * (1 + _NEAR) > limit or _hopeless(rates, len(tried) - 1 - turn, request.nbytes, best.seconds):
                 break
+            if queued * operations(found.schedule) >= best.seconds * WORTH * len(request.destinations):
+                break  # more steps have at least as many operations (measured on all machines)
     return best
 
 
@@ -92,6 +98,8 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, many: bool)
     few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf
     if not math.isfinite(best):
         return transfer
+    if best < _FEW:  # then most links carry data in one step only
+        return steps * hop + transfer
     if queued * best <= ramp(best):
         return ramp(best)
     while best > few * 1.01:  # the ramp falls and the queue grows until they are equal
@@ -100,6 +108,12 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, many: bool)
     return ramp(best)
 
 
+def _hopeless(rates: list[float], left: int, nbytes: int, best_s: float) -> bool:
+    """Return whether so many further numbers of steps cannot help if each adds at most as many GB/s as the last one."""
+    return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * best_s * 1e9 < nbytes
+
+
+_FEW: Final = 4
 _NEAR: Final = 0.005  # a forest whose rate is so near to the bound needs no more steps
 
 
