@@ -14,7 +14,7 @@ from typing import Final
 from ...errors import PlanError
 from ...topology import Link, Topology
 from ..bounds.cuts import tightest_cut
-from ..bounds.linear_program import balanced_bandwidths
+from ..bounds.linear_program import optimum
 from .packing import Batch, pack_trees
 from .schedule import Through, Tree
 from .switches import Arc, Capacities, all_reached, without_switches
@@ -40,7 +40,7 @@ def fit_trees(
     n, devices = len(topology.devices), range(len(topology.devices))
     for switch in topology.switches:
         if sum(b if s == switch.name else -b for (s, d), b in used.items() if switch.name in (s, d)):
-            used = balanced_bandwidths(_with_bandwidths(topology, used), weights)
+            used = optimum(_with_bandwidths(topology, used), tuple(weights.items())).down
             break
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
     groups = [0] * n
