@@ -66,18 +66,31 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
+    limit = _limit(request)
     best, best_rate = None, Fraction(-1)
-    for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:
+    for helpers in _helpers(topology, members):
         found = _forest(neutral(topology, members, helpers), request)
         rate = fluid_rate(found.schedule, topology) or Fraction(0)
         if rate > best_rate:
             best, best_rate = found, rate
-        if collective == "all_reduce" and set(request.sources) == set(request.destinations):
-            limit = bound_of_members(topology, collective, members).algbw
-            if limit is not None and best_rate >= limit:
-                break
+        if limit is not None and best_rate >= limit:
+            break
     assert best is not None
     return best
+
+
+def _limit(request: Request) -> Fraction | None:
+    """Return the bound of a request; ``None``: nothing has to move, or no bound is known for it."""
+    topology, collective, members = request.topology, request.collective, request.members
+    assert topology is not None
+    roots = None
+    if len(request.sources) == 1:
+        collective, roots = "broadcast", ((request.sources[0], Fraction(1)),)
+    elif len(request.destinations) == 1:
+        collective, roots = "reduce", ((request.destinations[0], Fraction(1)),)
+    elif collective == "all_reduce" and set(request.sources) != set(request.destinations):
+        return None
+    return bound_of_members(topology, collective, members, roots).algbw
 
 
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
