@@ -163,7 +163,7 @@ EXCEPTIONS = {
     "frameworks.tensorflow": {"numpy"},
     "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
-    "planning.bounds.linear_program": {"numpy"},
+    "planning.bounds.solver": {"numpy"},
     "planning.calibration": {"numpy"},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
@@ -238,7 +238,7 @@ HARMLESS = {
 # Further modules that single files need, each for one reason.
 NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
-    "planning.bounds.linear_program": {"numpy", "scipy"},  # solves linear programs
+    "planning.bounds.solver": {"numpy", "scipy"},  # solves linear programs
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files

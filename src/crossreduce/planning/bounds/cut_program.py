@@ -6,6 +6,8 @@ for every set S of nodes that does not contain all devices, the sum of x_r over 
 cB_e over the links that leave S, and at most the sum of cR_e over the links that enter S. If links are equal in both
 directions, reductions use the routes of the broadcasts backwards, which halves the program. If the roots have weights,
 there are broadcasts only: one variable is the rate of all roots, of which each has a part in proportion to its weight.
+Trees of several kinds may share the links; those of a kind need not reach some devices, which then only forward. Each
+kind has its own variables.
 """
 
 from __future__ import annotations
@@ -23,25 +25,44 @@ from .solver import Row, Rows, Solution
 _FINE: Final = 1 << 20  # capacities are rounded to 1 / _FINE in the search for cuts that a float solution violates
 
 
+class Usage(NamedTuple):
+    """Trees of one kind that use the links: broadcasts (``outward``) or reductions."""
+
+    columns: list[int]  # the variable of each link
+    outward: bool
+    rates: dict[int, tuple[int, int | Fraction]]  # by root: its variable, and the part of it that is the root's rate
+    sinks: list[int]  # the devices that every tree must reach
+    balanced: list[int]  # the nodes that send as much as they receive
+
+
 class NodeCut(NamedTuple):
-    """A set of nodes by their numbers, and the direction in which data must cross it; see ``Cut``."""
+    """A set of nodes by their numbers that the data of a ``Usage`` must cross; see ``Cut``."""
 
     nodes: frozenset[int]
-    outward: bool
+    usage: int
 
 
 class Proof(NamedTuple):
     """A dual solution and the rate that it proves."""
 
     rate: Fraction
-    cuts: list[tuple[NodeCut, Fraction]]
+    cuts: list[tuple[frozenset[int], Fraction, bool]]  # (nodes, weight, outward)
     potentials: dict[int, tuple[Fraction, Fraction]]  # by switch: (in broadcasts, in reductions)
 
 
 class CutProgram:
     """The linear program of a topology, in bandwidths that are scaled to integers."""
 
-    def __init__(self, topology: Topology, weights: Mapping[int, Fraction] | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        weights: Mapping[int, Fraction] | None = None,
+        kinds: Sequence[frozenset[int]] = (frozenset(),),
+    ) -> None:
+        """Make the program of an all-reduce, or of broadcasts from roots with ``weights``.
+
+        ``kinds``: for broadcasts, the devices that the trees of each kind need not reach.
+        """
         self.topology = topology
         self.n, self.links = len(topology.devices), topology.links
         number = {node: k for k, node in enumerate(topology.nodes)}
@@ -56,22 +77,36 @@ class CutProgram:
         self.scale = lcm(*(link.bandwidth.denominator for link in self.links))
         self.width = [int(link.bandwidth * self.scale) for link in self.links]
         self.largest = max(self.width)
-        self.parts: dict[int, Fraction] | None = None  # each root's part of the rate; ``None``: any
-        if weights is not None:
-            whole = sum(weights.values(), Fraction(0))
-            self.parts = {root: weight / whole for root, weight in weights.items() if weight}
-        self.rates = self.n if weights is None else 1  # the first columns are rates of roots
-        m = len(self.arcs)
-        self.down = [self.rates + k for k in range(m)]
+        m, everyone = len(self.arcs), list(range(self.n))
+        self.rates = self.n if weights is None else len(kinds)  # the first columns are rates
+        columns = [[self.rates + kind * m + k for k in range(m)] for kind in range(max(2, len(kinds)))]
         self.paired = weights is None and topology.symmetric  # reductions use the routes of broadcasts backwards
-        if self.paired:
-            back = {arc: k for k, arc in enumerate(self.arcs)}
-            self.up = [self.rates + back[dst, src] for src, dst in self.arcs]
+        if weights is None:
+            free: dict[int, tuple[int, int | Fraction]] = {root: (root, 1) for root in everyone}
+            self.usages = [
+                Usage(columns[k], outward, free, everyone, self.plain)
+                for k, outward in enumerate((True,) if self.paired else (True, False))
+            ]
         else:
-            self.up = [] if self.parts else [column + m for column in self.down]
-        one_way = self.paired or self.parts is not None
-        self.directions = [(self.down, True)] if one_way else [(self.down, True), (self.up, False)]
-        self.columns = self.rates + m * len(self.directions)
+            whole = sum(weights.values(), Fraction(0))
+            self.usages = [
+                Usage(
+                    columns[k],
+                    True,
+                    {root: (k, weight / whole) for root, weight in weights.items() if weight},
+                    [device for device in everyone if device not in beyond],
+                    [*self.plain, *sorted(beyond)],
+                )
+                for k, beyond in enumerate(kinds)
+            ]
+        self.columns = self.rates + m * len(self.usages)
+        # sharing: for each link, the columns that share its bandwidth.
+        self.sharing = list(zip(*(usage.columns for usage in self.usages), strict=True))
+        if self.paired:
+            back = {arc: self.rates + k for k, arc in enumerate(self.arcs)}
+            self.sharing = [
+                (column, back[dst, src]) for (column,), (src, dst) in zip(self.sharing, self.arcs, strict=True)
+            ]
         # simple: the rate if a reduce-scatter uses half of every link and an all-gather the other half. It is the
         # optimum on most machines if all of their devices take part. 0: it was not computed.
         self.simple = Fraction(0)
@@ -79,23 +114,21 @@ class CutProgram:
             _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
             self.simple = self.n / ratio / 2
 
-    @property
-    def sharing(self) -> list[tuple[int, ...]]:
-        """For each link, the columns that share its bandwidth."""
-        return list(zip(self.down, self.up, strict=True)) if self.up else [(column,) for column in self.down]
-
-    def rooted(self, values: Sequence[Fraction]) -> dict[int, Fraction]:
+    def rooted(self, usage: Usage, values: Sequence[Fraction]) -> dict[int, Fraction]:
         """Return the rate of each root in a solution."""
-        if self.parts is not None:
-            return {root: part * values[0] for root, part in self.parts.items()}
-        return dict(enumerate(values[: self.n]))
+        return {root: part * values[column] for root, (column, part) in usage.rates.items()}
 
     def first_cuts(self) -> dict[NodeCut, None]:
         """Return the cuts around each device and each island of devices."""
         everyone = frozenset(range(len(self.topology.nodes)))
         sets = [frozenset({v}) for v in range(self.n)] + self._islands()
         sets += [everyone - nodes for nodes in sets]
-        return {NodeCut(nodes, outward): None for _, outward in self.directions for nodes in sets}
+        return {
+            NodeCut(nodes, k): None
+            for k, usage in enumerate(self.usages)
+            for nodes in sets
+            if any(sink not in nodes for sink in usage.sinks)
+        }
 
     def _islands(self) -> list[frozenset[int]]:
         """Return the islands, if there are several, each with the switches whose links lead to this island only."""
@@ -107,11 +140,11 @@ class CutProgram:
 
     def crossing(self, cut: NodeCut) -> list[int]:
         """Return the numbers of the links that cross a cut, sorted."""
-        nodes = cut.nodes
+        nodes, outward = cut.nodes, self.usages[cut.usage].outward
         if 2 * len(nodes) <= len(self.leaving):
-            near, far = (self.leaving, 1) if cut.outward else (self.entering, 0)
+            near, far = (self.leaving, 1) if outward else (self.entering, 0)
             return sorted(k for node in nodes for k in near[node] if self.arcs[k][far] not in nodes)
-        near, far = (self.entering, 0) if cut.outward else (self.leaving, 1)
+        near, far = (self.entering, 0) if outward else (self.leaving, 1)
         outside = (node for node in range(len(near)) if node not in nodes)
         return sorted(k for node in outside for k in near[node] if self.arcs[k][far] in nodes)
 
@@ -121,22 +154,25 @@ class CutProgram:
 
         It is in scaled units, like ``width``.
         """
-        topology = self.topology
-        roots = {0} if self.parts is None else set(self.parts)
-        first = {topology.devices[root]: self.parts[root] if self.parts else Fraction(1) for root in roots}
-        ways = (True,) if self.parts else (True, False)
-        return min(self.scale / tightest_cut(topology, first, outward=outward)[1] for outward in ways)
+        first = self.usages[0].rates
+        roots = {self.topology.devices[0]: Fraction(1)}
+        if len(first) < self.rates or self.rates < self.n:
+            roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in first.items()}
+        one_way = all(usage.outward for usage in self.usages) and not self.paired
+        ways = (True,) if one_way else (True, False)
+        return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in ways)
 
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
         """Return the program with some of its cuts, its bandwidths limited to ``most`` and divided by ``unit``."""
         upper: list[Row] = []
         for cut in cuts:
-            inside: dict[int, int | Fraction] = {r: 1 for r in cut.nodes if r < self.n}
-            if self.parts is not None:
-                part = sum((self.parts.get(r, Fraction(0)) for r in inside), Fraction(0))
-                inside = {0: part} if part else {}
-            columns_of = self.down if cut.outward else self.up
-            across = [columns_of[k] for k in self.crossing(cut)]
+            usage = self.usages[cut.usage]
+            inside: dict[int, int | Fraction] = {}
+            for root in cut.nodes:
+                if root in usage.rates:
+                    column, part = usage.rates[root]
+                    inside[column] = inside.get(column, 0) + part
+            across = [usage.columns[k] for k in self.crossing(cut)]
             upper.append(([*inside, *across], [*inside.values()] + [-1] * len(across)))
         limits = [Fraction(0)] * len(upper)
         shared = {
@@ -144,55 +180,58 @@ class CutProgram:
         }
         upper += [(columns, [1] * len(columns)) for columns in shared]
         equal: list[Row] = []
-        for switch in self.plain:
-            for columns, _ in self.directions:
-                signs = [(c, (d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True)]
-                equal.append(([c for c, sign in signs if sign], [sign for _, sign in signs if sign]))
+        for node, usage in self.balances():
+            signs = [(c, (d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True)]
+            equal.append(([c for c, sign in signs if sign], [sign for _, sign in signs if sign]))
         return Rows(self.columns, self.rates, upper, limits + list(shared.values()), equal)
 
-    def network(self, rates: Mapping[int, int], values: Sequence[int], columns: list[int], outward: bool) -> Network:
-        """Return the network of used links, reversed unless ``outward``; a source, the last node, feeds the roots."""
-        pairs = zip(self.arcs, columns, strict=True)
-        capacities = {(arc if outward else arc[::-1]): values[column] for arc, column in pairs}
-        source = len(self.topology.nodes)
-        return Network(source + 1, capacities | {(source, root): rate for root, rate in rates.items()})
+    def balances(self) -> list[tuple[int, Usage]]:
+        """Return each node that sends as much as it receives, with the usage of the links that is meant."""
+        # The switches come one after the other; the order of the rows decides which of equally good solutions is found.
+        nodes = dict.fromkeys(node for usage in self.usages for node in usage.balanced)
+        return [(node, usage) for node in nodes for usage in self.usages if node in usage.balanced]
 
     def nearly_violated(self, values: Sequence[float]) -> list[NodeCut]:
-        """Return cuts that a float solution violates: for each device and direction, a minimum cut from the roots."""
+        """Return cuts that a float solution violates: for each device and usage, a minimum cut from the roots."""
         fine = [round(value * _FINE) for value in values]
-        rates = dict(enumerate(fine[: self.n]))
-        if self.parts is not None:
-            rates = {root: round(part * fine[0]) for root, part in self.parts.items()}
-        needed = sum(values[: self.rates]) * _FINE - 2 * len(self.arcs)
-        return self._cuts_below(needed, rates, fine)
+        found: dict[NodeCut, None] = {}
+        for k, usage in enumerate(self.usages):
+            rates = {root: round(part * fine[column]) for root, (column, part) in usage.rates.items()}
+            needed = sum(part * values[column] for column, part in usage.rates.values()) * _FINE - 2 * len(self.arcs)
+            found.update(dict.fromkeys(self._cuts_below(needed, k, rates, fine)))
+        return list(found)
 
     def violated(self, values: Sequence[Fraction]) -> list[NodeCut]:
         """Return cuts that an exact solution violates; none: no cut is violated."""
-        rooted = self.rooted(values)
-        scale = lcm(*(value.denominator for value in (*values, *rooted.values())))
-        rates = {root: int(rate * scale) for root, rate in rooted.items()}
-        return self._cuts_below(sum(rates.values()), rates, [int(value * scale) for value in values])
+        found: list[NodeCut] = []
+        for k, usage in enumerate(self.usages):
+            rooted = self.rooted(usage, values)
+            scale = lcm(*(value.denominator for value in (*values, *rooted.values())))
+            rates = {root: int(rate * scale) for root, rate in rooted.items()}
+            found += self._cuts_below(sum(rates.values()), k, rates, [int(value * scale) for value in values])
+        return found
 
-    def _cuts_below(self, needed: float, rates: Mapping[int, int], values: Sequence[int]) -> list[NodeCut]:
-        source = len(self.topology.nodes)
+    def _cuts_below(self, needed: float, k: int, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
+        """Return a minimum cut for each sink of a usage to which less than ``needed`` can flow from the roots."""
+        usage, source = self.usages[k], len(self.topology.nodes)  # the source, one more node, feeds the roots
+        pairs = zip(self.arcs, usage.columns, strict=True)
+        capacities = {(arc if usage.outward else arc[::-1]): values[column] for arc, column in pairs}
+        network = Network(source + 1, capacities | {(source, root): rate for root, rate in rates.items()})
         found: dict[NodeCut, None] = {}
-        for columns, outward in self.directions:
-            network = self.network(rates, values, columns, outward)
-            for sink in range(self.n):
-                if network.flow(source, sink) < needed:
-                    found[NodeCut(network.cut(source, sink) - {source}, outward)] = None
+        for sink in usage.sinks:
+            if network.flow(source, sink) < needed:
+                found[NodeCut(network.cut(source, sink) - {source}, k)] = None
         return list(found)
 
     def fits(self, values: Sequence[Fraction]) -> bool:
-        """Return whether a solution keeps to the bandwidths, and switches that cannot reduce send what they receive."""
+        """Return whether a solution keeps to the bandwidths, and each node that only forwards sends what it receives."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)
         )
         return within and all(
-            not sum(values[c] * ((d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True))
-            for switch in self.plain
-            for columns, _ in self.directions
+            not sum(values[c] * ((d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True))
+            for node, usage in self.balances()
         )
 
     def proof(self, solution: Solution, cuts: Sequence[NodeCut], limit: int) -> Proof:
@@ -201,37 +240,48 @@ class CutProgram:
         def rounded(value: float | Fraction) -> Fraction:
             return Fraction(value).limit_denominator(limit)
 
-        prices = [max(Fraction(0), rounded(v)) for v in solution.prices[: len(cuts)]]
-        shifts = [-rounded(v) for v in solution.shifts]
-        weights = list(zip(cuts, prices, strict=True))
-        if self.paired:  # half of the price of a cut is for broadcasts, half for the reductions backwards
-            weights = [(NodeCut(cut.nodes, outward), price / 2) for cut, price in weights for outward in (True, False)]
-            potentials = {switch: (s / 2, -s / 2) for switch, s in zip(self.plain, shifts, strict=True)}
-        elif self.parts is not None:
-            potentials = {switch: (s, Fraction(0)) for switch, s in zip(self.plain, shifts, strict=True)}
-        else:
-            potentials = {w: (shifts[2 * k], shifts[2 * k + 1]) for k, w in enumerate(self.plain)}
-        covered = [sum((w for cut, w in weights if r in cut.nodes), Fraction(0)) for r in range(self.n)]
-        # The total weight of the cuts that the trees of any root must cross (on average, if the roots have weights).
-        least = min(covered)
-        if self.parts is not None:
-            least = sum((part * covered[root] for root, part in self.parts.items()), Fraction(0))
-        if not least:
-            return Proof(Fraction(sum(self.width)), [], {})
-        weights = [(cut, w / least) for cut, w in weights if w]
-        potentials = {switch: (a / least, b / least) for switch, (a, b) in potentials.items()}
-        price = [[Fraction(0), Fraction(0)] for _ in self.arcs]  # by link: its price in broadcasts and in reductions
-        for cut, w in weights:
+        weights = [
+            (cut, max(Fraction(0), rounded(v))) for cut, v in zip(cuts, solution.prices[: len(cuts)], strict=True)
+        ]
+        weights = [(cut, weight) for cut, weight in weights if weight]
+        shifts = [(node, usage, -rounded(v)) for (node, usage), v in zip(self.balances(), solution.shifts, strict=True)]
+        # By rate: the total weight of the cuts that its trees must cross (on average, if the roots have weights).
+        covered = [Fraction(0)] * self.rates
+        price = [Fraction(0)] * self.columns  # of the use of each link
+        for cut, weight in weights:
+            usage = self.usages[cut.usage]
+            for root in cut.nodes:
+                if root in usage.rates:
+                    column, part = usage.rates[root]
+                    covered[column] += weight * part
             for k in self.crossing(cut):
-                price[k][not cut.outward] += w
-        for switch, shift in potentials.items():
-            for d in (0, 1):
-                for k in self.entering[switch]:
-                    price[k][d] += shift[d]
-                for k in self.leaving[switch]:
-                    price[k][d] -= shift[d]
-        total = sum(width * max(Fraction(0), *two) for width, two in zip(self.width, price, strict=True))
-        return Proof(Fraction(total) / self.scale, weights, potentials)
+                price[usage.columns[k]] += weight
+        for node, usage, shift in shifts:
+            for k in self.entering[node]:
+                price[usage.columns[k]] += shift
+            for k in self.leaving[node]:
+                price[usage.columns[k]] -= shift
+        unit = min(covered)
+        if not unit:
+            return Proof(Fraction(sum(self.width)), [], {})
+        shared = {tuple(sorted(columns)): b for columns, b in zip(self.sharing, self.width, strict=True)}
+        total = sum(b * max(Fraction(0), *(price[c] for c in columns)) for columns, b in shared.items())
+        ways = (True, False) if self.paired else ()  # half of a price is for broadcasts, half for reductions backwards
+        half = Fraction(1, 2) if self.paired else Fraction(1)
+        listed = [
+            (cut.nodes, weight / unit * half, outward)
+            for cut, weight in weights
+            for outward in ways or (self.usages[cut.usage].outward,)
+        ]
+        potentials = {switch: (Fraction(0), Fraction(0)) for switch in self.plain}
+        for switch, usage, shift in shifts:
+            down, up = potentials.get(switch, (Fraction(0), Fraction(0)))
+            amount = shift / unit * half
+            if self.paired:
+                potentials[switch] = amount, -amount
+            else:
+                potentials[switch] = (down + amount, up) if usage.outward else (down, up + amount)
+        return Proof(Fraction(total) / unit / self.scale, listed, potentials)
 
     def feasible(self, values: Sequence[Fraction]) -> Fraction:
         """Return the rate of an exact solution; -1: it violates a constraint."""

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ...topology import Topology
-from .cut_program import CutProgram, NodeCut, Proof
+from .cut_program import CutProgram, NodeCut, Proof, Usage
 from .solver import Solution, refined, solved
 
 # Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
@@ -95,7 +95,7 @@ def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> Op
             break
     proof = min(proofs, key=lambda proof: proof.rate)
     halves = [program.simple / program.n] * program.n
-    halves += [link.bandwidth / 2 for link in program.links] * len(program.directions)
+    halves += [link.bandwidth / 2 for link in program.links] * len(program.usages)
     best = program.simple or Fraction(-1), halves
     for limit in DENOMINATORS if best[0] < proof.rate else ():
         values = [
@@ -139,10 +139,18 @@ def _refined(program: CutProgram, cuts: list[NodeCut], found: Optimum) -> Optimu
 
 def _optimum(program: CutProgram, proof: Proof, reached: Fraction, values: list[Fraction]) -> Optimum:
     nodes = program.topology.nodes
-    pairs = [(link.src, link.dst) for link in program.links]
-    named = tuple((frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in proof.cuts if weight)
+    named = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
     shifts = tuple((nodes[switch], *two) for switch, two in proof.potentials.items())
-    roots = {nodes[root]: rate for root, rate in program.rooted(values).items()}
-    down = {pair: values[c] for pair, c in zip(pairs, program.down, strict=True)}
-    up = dict(zip(pairs, (values[c] for c in program.up), strict=True)) if program.up else {}
+    first = program.usages[0]
+    roots = {nodes[root]: rate for root, rate in program.rooted(first, values).items()}
+    down = _used_links(program, first, values)
+    up: dict[Pair, Fraction] = {}
+    if program.paired:
+        up = {(dst, src): rate for (src, dst), rate in down.items()}
+    elif len(program.usages) > 1:
+        up = _used_links(program, program.usages[1], values)
     return Optimum(proof.rate, named, shifts, reached, roots, down, up)
+
+
+def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
+    return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}
