@@ -78,6 +78,7 @@ class CutProgram:
         self.width = [int(link.bandwidth * self.scale) for link in self.links]
         self.largest = max(self.width)
         m, everyone = len(self.arcs), list(range(self.n))
+        self.weighted = weights is not None
         self.rates = self.n if weights is None else len(kinds)  # the first columns are rates
         columns = [[self.rates + kind * m + k for k in range(m)] for kind in range(max(2, len(kinds)))]
         self.paired = weights is None and topology.symmetric  # reductions use the routes of broadcasts backwards
@@ -154,12 +155,15 @@ class CutProgram:
 
         It is in scaled units, like ``width``.
         """
-        first = self.usages[0].rates
+        first, sinks = self.usages[0].rates, set(self.usages[0].sinks).intersection(*(u.sinks for u in self.usages))
+        if len(sinks) < self.n:  # only the cuts around single devices that all trees reach
+            widths = {sink: Fraction(sum(self.width[k] for k in self.entering[sink])) for sink in sinks}
+            parts = {sink: 1 - first[sink][1] if sink in first else Fraction(1) for sink in sinks}
+            return min(widths[sink] / parts[sink] for sink in sinks if parts[sink])
         roots = {self.topology.devices[0]: Fraction(1)}
-        if len(first) < self.rates or self.rates < self.n:
+        if self.weighted:
             roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in first.items()}
-        one_way = all(usage.outward for usage in self.usages) and not self.paired
-        ways = (True,) if one_way else (True, False)
+        ways = (True,) if self.weighted else (True, False)
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in ways)
 
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
@@ -224,7 +228,7 @@ class CutProgram:
         return list(found)
 
     def fits(self, values: Sequence[Fraction]) -> bool:
-        """Return whether a solution keeps to the bandwidths, and each node that only forwards sends what it receives."""
+        """Return whether a solution keeps to the bandwidths, and balanced nodes send as much as they receive."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)

@@ -12,6 +12,7 @@ edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -29,6 +30,7 @@ _BITS: Final = (24, 48, 96, 192, 384)
 
 Pair = tuple[str, str]
 Weights = tuple[tuple[int, Fraction], ...]
+_Exact = tuple[Proof, Fraction, list[Fraction]]  # the proof; the rate of the values, -1: no solution; the values
 
 
 class Optimum(NamedTuple):
@@ -63,11 +65,51 @@ def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
     (Fraction(3, 1), Fraction(3, 1))
     """
     program = CutProgram(topology, None if weights is None else dict(weights))
+    proof, reached, values = _exact(program)
+    nodes = program.topology.nodes
+    named = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
+    shifts = tuple((nodes[switch], *two) for switch, two in proof.potentials.items())
+    first = program.usages[0]
+    roots = {nodes[root]: rate for root, rate in program.rooted(first, values).items()}
+    down, up = _used_links(program, first, values), dict[Pair, Fraction]()
+    if program.paired:
+        up = {(dst, src): rate for (src, dst), rate in down.items()}
+    elif weights is None:
+        up = _used_links(program, program.usages[1], values)
+    return Optimum(proof.rate, named, shifts, reached, roots, down, up)
+
+
+def mixture(
+    topology: Topology, weights: Weights, kinds: Sequence[frozenset[int]]
+) -> list[tuple[Fraction, dict[Pair, Fraction]]]:
+    """Return the best broadcasts by several kinds of trees: the rate of each kind, and its use of the links.
+
+    Args:
+      topology: its devices take part, or may branch.
+      weights: the bytes of each root, by its number.
+      kinds: the devices, none of them a root, that the trees of each kind need not reach, and where they do not branch.
+
+    In the example both receivers are behind a hub. A narrow link is a second way to one of them.
+
+    >>> links = [("cpu:0", "cpu:3", 2), ("cpu:3", "cpu:1", 2), ("cpu:3", "cpu:2", 3), ("cpu:0", "cpu:1", 1)]
+    >>> hub = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"], [*links, ("cpu:1", "cpu:2", 1)])
+    >>> [str(rate) for rate, used in mixture(hub, ((0, Fraction(1)),), [frozenset(), frozenset({3})])]
+    ['2', '1']
+    """
+    program = CutProgram(topology, dict(weights), kinds)
+    _, reached, values = _exact(program)
+    found = [(values[k], _used_links(program, usage, values)) for k, usage in enumerate(program.usages)]
+    return found if reached > 0 else []
+
+
+def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
+    return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}
+
+
+def _exact(program: CutProgram) -> _Exact:
     solution, cuts = _solved(program)
     found = _rounded(program, solution, cuts)
-    if found.reached < found.rate:
-        found = _refined(program, cuts, found)
-    return found
+    return found if found[1] == found[0].rate else _refined(program, cuts, found)
 
 
 def _solved(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
@@ -85,7 +127,7 @@ def _solved(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
     return solution, list(cuts)
 
 
-def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> Optimum:
+def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
     """Return the exact solution and its proof, from a solution in floating point."""
     near = sum(solution.values[: program.rates]) * program.largest / program.scale * (1 + 1e-9)
     proofs: list[Proof] = []
@@ -94,9 +136,9 @@ def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> Op
         if proofs[-1].rate <= near:
             break
     proof = min(proofs, key=lambda proof: proof.rate)
-    halves = [program.simple / program.n] * program.n
+    halves = [program.simple / program.n] * program.rates
     halves += [link.bandwidth / 2 for link in program.links] * len(program.usages)
-    best = program.simple or Fraction(-1), halves
+    best = program.simple or Fraction(-1), halves  # without ``simple``: no solution, and any values
     for limit in DENOMINATORS if best[0] < proof.rate else ():
         values = [
             max(Fraction(0), Fraction(float(value) * program.largest).limit_denominator(limit)) / program.scale
@@ -105,10 +147,10 @@ def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> Op
         best = max(best, (program.feasible(values), values), key=lambda found: found[0])
         if best[0] == proof.rate:
             break
-    return _optimum(program, proof, *best)
+    return proof, *best
 
 
-def _refined(program: CutProgram, cuts: list[NodeCut], found: Optimum) -> Optimum:
+def _refined(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
     """Return the solution with as many digits as it needs to be exact; ``found``: the best solution so far."""
     # Trees of n devices use a link at most n - 1 times, to reduce and to broadcast. More than twice that of any link
     # changes neither the optimum nor the prices, which would be 0 for the rest.
@@ -131,26 +173,7 @@ def _refined(program: CutProgram, cuts: list[NodeCut], found: Optimum) -> Optimu
                 proof = program.proof(solution, list(known), 1 << bits)
                 rate = Fraction(-1) if violated else sum(values[: program.rates], Fraction(0))
                 if rate == proof.rate:
-                    return _optimum(program, proof, rate, values)
+                    return proof, rate, values
                 break
             known.update(dict.fromkeys(new))
     return found
-
-
-def _optimum(program: CutProgram, proof: Proof, reached: Fraction, values: list[Fraction]) -> Optimum:
-    nodes = program.topology.nodes
-    named = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
-    shifts = tuple((nodes[switch], *two) for switch, two in proof.potentials.items())
-    first = program.usages[0]
-    roots = {nodes[root]: rate for root, rate in program.rooted(first, values).items()}
-    down = _used_links(program, first, values)
-    up: dict[Pair, Fraction] = {}
-    if program.paired:
-        up = {(dst, src): rate for (src, dst), rate in down.items()}
-    elif len(program.usages) > 1:
-        up = _used_links(program, program.usages[1], values)
-    return Optimum(proof.rate, named, shifts, reached, roots, down, up)
-
-
-def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
-    return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}

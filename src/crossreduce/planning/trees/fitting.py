@@ -45,7 +45,10 @@ def fit_trees(
     most = (n - 1) * rate * total
     used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
     if not cuts_suffice(_with_bandwidths(topology, used)):
-        used = optimum(_with_bandwidths(topology, used), tuple(weights.items())).down
+        found = optimum(_with_bandwidths(topology, used), tuple(weights.items()))
+        if found.reached <= 0:
+            raise _not_divided(topology)
+        used = found.down
         rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
     groups = [0] * n
@@ -81,9 +84,13 @@ def fit_trees(
                 return few, Fraction(sum(roots.values()), len(roots))
     trees = trees or packed(unit, exact, None)
     if trees is None:
-        problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
-        raise PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
+        raise _not_divided(topology)
     return trees, Fraction(sum(exact.values()), len(exact))
+
+
+def _not_divided(topology: Topology) -> PlanError:
+    problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
+    return PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
 
 
 def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
