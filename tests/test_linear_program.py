@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning_oracle import BINARY, DECIMAL, DIRECTED, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, Wiring, both_ways, wirings
 
-from crossreduce import Topology, bound
+from crossreduce import Link, Topology, bound
 from crossreduce.planning.bounds.linear_program import optimum
 
 ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
@@ -79,7 +79,7 @@ def test_decimal_bandwidths(wiring):
 
 
 @settings(max_examples=60)
-@given(wirings(ANY, BINARY + WILD, reducing=(False, True)))
+@given(wirings(ANY, BINARY + DECIMAL + WILD, reducing=(False, True)))
 def test_bandwidths_of_many_digits(wiring):
     """The rate is reached and proved exactly also for bandwidths that are the exact values of floats, such as 0.1 and
     0.3, and for bandwidths that differ by a factor of up to 1e19. (The oracle is not accurate enough for them.)"""
@@ -172,21 +172,43 @@ def test_damaged_machines_reach_their_bound():
         assert found.reached == found.rate >= bound(topology, "all_gather").algbw / 2
 
 
+BYTES = st.one_of(st.integers(1, 9), st.sampled_from([Fraction(1, 3), Fraction(7, 10), 10**15])).map(Fraction)
+
+
 @settings(max_examples=80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
-def test_balanced_bandwidths(wiring, data):
-    """``balanced_bandwidths``: every switch sends as much as it receives, no bandwidth grows, and broadcast trees keep
-    the greatest possible rate."""
+def test_broadcasts_of_weighted_roots(wiring, data):
+    """The use of links by broadcasts: every switch sends as much as it receives, no bandwidth grows, and the trees have
+    the greatest possible rate, which is proved."""
     topology = Topology(*wiring)
-    numbers = range(len(topology.devices))
-    weights = data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 3).map(Fraction), min_size=1))
-    used = optimum(topology, tuple(weights.items())).down
-    assert used.keys() <= {(link.src, link.dst) for link in topology.links}
+    weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
+    found = optimum(topology, tuple(weights.items()))
+    check_broadcasts(topology, weights, found)
+    named = {topology.devices[k]: weight for k, weight in weights.items()}
+    assert float(found.rate) == near(planning_oracle.trees_bound(topology, named, outward=True))
+
+
+@settings(max_examples=60)
+@given(wirings((LOPSIDED,), BINARY + DECIMAL + WILD, reducing=(False, True)), st.data())
+def test_broadcasts_with_bandwidths_of_many_digits(wiring, data):
+    """The same is true for bandwidths that are far apart or have many digits."""
+    topology = Topology(*wiring)
+    weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
+    check_broadcasts(topology, weights, optimum(topology, tuple(weights.items())))
+
+
+def check_broadcasts(topology, weights, found):
+    """Check a use of links, and the proof that no other one is better."""
+    used = found.down
+    assert (used.keys(), found.up) == ({(link.src, link.dst) for link in topology.links}, {})
     for (src, dst), rate in used.items():
         assert 0 <= rate <= topology.link(src, dst).bandwidth
-    for switch, _ in topology.switches:
-        assert leaving(used, {switch}) == leaving(used, {node for node in topology.nodes if node != switch})
+    for switch, reduces in topology.switches:
+        assert reduces or leaving(used, {switch}) == leaving(used, {node for node in topology.nodes if node != switch})
     named = {topology.devices[k]: weight for k, weight in weights.items()}
-    left = Topology(topology.devices, [(*pair, rate) for pair, rate in used.items() if rate], topology.switches)
-    rate = planning_oracle.cut_bound(left, named, outward=True)
-    assert float(rate) == near(planning_oracle.trees_bound(topology, named, outward=True))
+    links = [Link(*pair, rate) for pair, rate in used.items() if rate]
+    left = Topology.unchecked(topology.devices, links, topology.switches)
+    assert planning_oracle.cut_bound(left, named, outward=True) >= found.reached == found.rate
+    limit = bound(topology, "broadcast", named)
+    assert limit.algbw == found.rate
+    limit.check()

@@ -25,8 +25,10 @@ from .solver import Solution, refined, solved
 # programs have small ones; HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
 _MOST_ROUNDS: Final = 500
-# Bits of the denominators that are tried if no denominator of ``DENOMINATORS`` gives a solution that is proved.
-_BITS: Final = (24, 48, 96, 192, 384)
+# If none of ``DENOMINATORS`` gives a solution that is proved: the bits of the denominators to try next, and the gain
+# of each round of refinement. HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with
+# another.
+_TRIES: Final = ((24, 30), (24, 20), (48, 30), (48, 12), (96, 30), (192, 20), (384, 30))
 
 Pair = tuple[str, str]
 Weights = tuple[tuple[int, Fraction], ...]
@@ -158,9 +160,9 @@ def _refined(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
     most = int(4 * program.n * least) + 1
     exponent = int(least).bit_length()  # bandwidths are divided by 2**exponent
     known = dict.fromkeys(cuts)
-    for bits in _BITS:
+    for bits, gain in _TRIES:
         while True:
-            solution = refined(program.rows(known, 1 << exponent, most), exponent + 2 * bits + 8)
+            solution = refined(program.rows(known, 1 << exponent, most), exponent + 2 * bits + 8, gain)
             values = [
                 max(Fraction(0), (value * (1 << exponent)).limit_denominator(1 << bits)) / program.scale
                 for value in solution.values

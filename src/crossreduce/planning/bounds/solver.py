@@ -17,8 +17,8 @@ from fractions import Fraction
 from math import frexp, inf
 from typing import Any, Final, NamedTuple
 
-_GAIN: Final = 30  # a round of refinement multiplies the factors by at most 2**_GAIN
 _FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
+_LEAST_GAIN: Final = 4
 _MOST_ROUNDS: Final = 200
 _TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 
@@ -72,8 +72,10 @@ def _matrix(rows: Sequence[Row], columns: int) -> Any:
     return csr_array((values, where, starts), shape=(len(rows), columns))
 
 
-def refined(rows: Rows, bits: int) -> Solution:
+def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
     """Return a solution in fractions, with errors of about 2**-bits if the solver makes progress.
+
+    A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, the round is tried with less.
 
     >>> narrow = Fraction(1, 10**30)
     >>> found = refined(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
@@ -93,7 +95,8 @@ def refined(rows: Rows, bits: int) -> Solution:
     slack = vstack([eye_array(m), _matrix([((), ())] * len(rows.equal), m)]) if rows.equal else eye_array(m)
     matrix = hstack([_matrix(scaled, n), slack]).tocsr()
     x, y = [Fraction(0)] * n, [Fraction(0)] * len(listed)
-    primal = dual = -_GAIN  # the factors of the primal and the dual program are 2**primal and 2**dual; first both are 1
+    primal = dual = 0  # the factors of the primal and the dual program are 2**primal and 2**dual
+    step = 0  # first both are 1
     for _ in range(_MOST_ROUNDS):
         gaps = [
             limit - sum((a * x[c] for c, a in zip(where, values, strict=True)), Fraction(0))
@@ -105,11 +108,14 @@ def refined(rows: Rows, bits: int) -> Solution:
                 for c, a in zip(where, values, strict=True):
                     costs[c] -= a * price
         violated = max([-v for v in x] + [-gap for gap in gaps[:m]] + [abs(gap) for gap in gaps[m:]])
-        too_dear = max(costs + [-price for price in y[:m]])
-        primal = _next_factor(primal, violated)
-        dual = _next_factor(dual, too_dear)
+        reduced = costs + [-price for price in y[:m]]
+        before = primal, dual
+        primal = _next_factor(primal, step, violated)
         lower = [_scaled(-v, primal) for v in x]
         lower += [_scaled(-gap * f, primal) for gap, f in zip(gaps[:m], factors[:m], strict=True)]
+        # The reduced cost of a variable must not be above 0, and it must be 0 if the variable is far from its limit.
+        far = [abs(cost) for cost, low in zip(reduced, lower, strict=True) if low <= -_FAR]
+        dual = _next_factor(dual, step, max(reduced + far))
         objective = [-_scaled(cost, dual) for cost in costs]
         objective += [_scaled(price / f, dual) for price, f in zip(y[:m], factors[:m], strict=True)]
         needed = [0.0] * m + [_scaled(gap * f, primal) for gap, f in zip(gaps[m:], factors[m:], strict=True)]
@@ -122,7 +128,12 @@ def refined(rows: Rows, bits: int) -> Solution:
             options=_TOLERANCES,
         )
         if found.status:
-            break
+            if step <= _LEAST_GAIN:
+                break
+            step //= 2
+            primal, dual = before
+            continue
+        step = gain
         x = [v + _unscaled(z, primal) for v, z in zip(x, found.x.tolist()[:n], strict=True)]
         y = [v - f * _unscaled(z, dual) for v, z, f in zip(y, found.eqlin.marginals.tolist(), factors, strict=True)]
         if min(primal, dual) >= bits:
@@ -135,9 +146,9 @@ def _row_factor(values: Sequence[int | Fraction]) -> Fraction:
     return Fraction(2) ** (1 - (max(sizes) + min(sizes)) // 2) if sizes else Fraction(1)
 
 
-def _next_factor(factor: int, violated: Fraction) -> int:
-    """Return the exponent of the next factor: it makes the violation at most 1, and grows by ``_GAIN`` at most."""
-    most = factor + _GAIN
+def _next_factor(factor: int, step: int, violated: Fraction) -> int:
+    """Return the exponent of the next factor: it makes the violation at most 1, and grows by ``step`` at most."""
+    most = factor + step
     return (
         most
         if violated <= 0
