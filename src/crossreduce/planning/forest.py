@@ -21,7 +21,7 @@ from .bounds.bound import bound_of_members
 from .bounds.linear_program import optimum
 from .planners import Request
 from .topologies import NeutralTopology, neutral, reachable, require_routes
-from .trees.fitting import fit_trees
+from .trees.fitting import TOLERANCE, fit_trees
 from .trees.mixing import MOST_HELPERS, mixed_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
@@ -69,6 +69,8 @@ def forest(request: Request) -> Forest:
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
     limit = _limit(request)
+    if limit is not None and collective != "all_reduce":
+        limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
     sets = _helpers(topology, members)
     best, best_rate = None, Fraction(-1)
     for helpers in [*sets, None] if len(sets) > 1 else sets:
