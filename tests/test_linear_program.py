@@ -78,6 +78,22 @@ def test_decimal_bandwidths(wiring):
     check_exact(Topology(*wiring))
 
 
+# Refinement once stopped at a wrong solution for these links: some are equal except for 1e-17, and one is far wider.
+STOPPED = Wiring(
+    tuple(f"cpu:{k}" for k in range(5)),
+    tuple(
+        (f"cpu:{a}", f"cpu:{b}", Fraction(speed))
+        for a, b, speed in (
+            (0, 1, "0.3"), (0, 2, "0.1"), (0, 3, "1e-9"), (1, 0, "12.5"), (1, 3, "0.3"), (1, 4, "12.5"),
+            (2, 0, "10555311661833971698207/35184372088832000000000"), (2, 4, "88270552696461721/54043195528445952"),
+            (3, 0, "5000"), (3, 4, "10000000019000000001/1000000000"), (4, 3, 0.1),
+        )
+    ),
+    (),
+)  # fmt: skip
+
+
+@example(STOPPED)
 @settings(max_examples=60)
 @given(wirings(ANY, BINARY + DECIMAL + WILD, reducing=(False, True)))
 def test_bandwidths_of_many_digits(wiring):
