@@ -7,10 +7,12 @@ wirings that hypothesis draws, for making topologies. Nothing here imports cross
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +178,65 @@ def trees_bound(
     sinks = topology.devices if members is None else members
     _flows(program, topology, sinks, rooted, used, outward, {rate: 1.0})
     return program.most([rate]) * float(scale)
+
+
+def best_trees(
+    topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
+) -> float:
+    """Return the rate of the best mixture of trees out of (or into) weighted roots: a program over all possible trees.
+
+    A tree reaches all members. It may branch at devices and at switches that reduce, but passes straight through other
+    switches. Such a list of trees grows exponentially: ``TooManyTreesError`` if it is too long.
+    """
+    pairs = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
+    where = {pair: k for k, pair in enumerate(pairs)}
+    able = [*topology.devices, *(switch.name for switch in topology.switches if switch.reduces)]
+    edges: dict[str, list[tuple[str, tuple[int, ...]]]] = {node: [] for node in able}  # by head: (tail, links)
+
+    def extend(tail: str, nodes: tuple[str, ...], links: tuple[int, ...]) -> None:
+        for a, b in pairs:
+            if a == nodes[-1] and b in able and b != tail:
+                edges[b].append((tail, (*links, where[a, b])))
+            elif a == nodes[-1] and b not in able and b not in nodes:
+                extend(tail, (*nodes, b), (*links, where[a, b]))
+
+    for node in able:
+        extend(node, (node,), ())
+    needed = set(topology.devices if members is None else members)
+    roots = {root: weight for root, weight in weights.items() if weight}
+    columns: dict[tuple[str, tuple[int, ...]], None] = {}  # the root, and how often the tree uses each link
+    for root in roots:
+        for nodes in subsets(able):
+            if not nodes >= needed:
+                continue
+            others = [node for node in able if node in nodes and node != root]
+            choices = [[edge for edge in edges[node] if edge[0] in nodes] for node in others]
+            if prod(map(len, choices)) > 20_000:
+                raise TooManyTreesError
+            for parents in product(*choices):
+                up = {node: tail for node, (tail, _) in zip(others, parents, strict=True)}
+                reached = {root}
+                for _ in others:
+                    reached |= {node for node, tail in up.items() if tail in reached}
+                if len(reached) == len(nodes):
+                    used = Counter(k for _, links in parents for k in links)
+                    columns[root, tuple(used[k] for k in range(len(pairs)))] = None
+    program = _Program()
+    (rate,) = program.new(1)
+    trees = program.new(len(columns))
+    scale, sum_ = _scale(topology), sum(roots.values(), Fraction(0))
+    for k, link in enumerate(topology.links):
+        row = {c: float(used[k]) for c, (_, used) in zip(trees, columns, strict=True) if used[k]}
+        if row:
+            program.add(row, float(link.bandwidth / scale))
+    for root, weight in roots.items():
+        of_root = {c: -1.0 for c, (start, _) in zip(trees, columns, strict=True) if start == root}
+        program.add({rate: float(weight / sum_)} | of_root)
+    return program.most([rate]) * float(scale)
+
+
+class TooManyTreesError(Exception):
+    """The trees of a topology are too many to be listed."""
 
 
 def least_cut(n: int, capacities: Mapping[tuple[int, int], int], src: int, dst: int) -> tuple[int, frozenset[int]]:

@@ -50,6 +50,12 @@ def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
     return topology, collective, roots, members
 
 
+def even(topology):
+    """Return whether all switches that only forward have as much bandwidth in as out."""
+    forwarding = [switch.name for switch in topology.switches if not switch.reduces]
+    return all(planning_oracle.width(topology, {s}) == planning_oracle.width(topology, {s}, False) for s in forwarding)
+
+
 def weights(topology, roots, members):
     """Return the bytes of each root."""
     if roots is None:
@@ -60,8 +66,9 @@ def weights(topology, roots, members):
 @settings(max_examples=300)
 @given(requests())
 def test_one_way_bounds_are_what_every_cut_gives(ask):
-    """For any roots and members, on any wiring with any bandwidths, the bound is the least rate that a cut allows;
-    if that is 0, the error names the cut."""
+    """For any roots and members, on any wiring with any bandwidths, the bound is the least rate that a cut allows, or
+    less if a switch that only forwards has not as much bandwidth in as out; if the rate is 0, the error names the
+    cut."""
     topology, collective, roots, members = ask
     given_, needed = weights(topology, roots, members), members or topology.devices
     wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
@@ -71,9 +78,12 @@ def test_one_way_bounds_are_what_every_cut_gives(ask):
         check_names_a_cut(topology, needed, given_, collective, str(caught.value))
         return
     found = bound(topology, collective, roots, members)
-    assert found.algbw == wanted
     assert isinstance(found.algbw, Fraction)
     found.check()
+    if not even(topology):
+        assert found.algbw <= wanted
+        return
+    assert found.algbw == wanted
     (cut,) = found.cuts
     assert found.tight_cut == cut.nodes
     assert not set(needed) <= cut.nodes

@@ -8,7 +8,7 @@ import planning_oracle
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planning_oracle import ODD, WHOLE, wirings
+from planning_oracle import LOPSIDED, ODD, WHOLE, wirings
 from test_bounds import ANY, COLLECTIVES, DGX_1V, ONE, ONE_WAY, line, outward
 
 from crossreduce import PlanError, Topology, bound
@@ -29,18 +29,18 @@ def truth(claim):
     """Return the real bound, in floating point."""
     if claim.collective == "all_reduce":
         return planning_oracle.all_reduce_bound(claim.topology)
-    return float(planning_oracle.cut_bound(claim.topology, dict(claim.roots), outward(claim.collective)))
+    return planning_oracle.trees_bound(claim.topology, dict(claim.roots), outward(claim.collective))
 
 
 @st.composite
-def forgeries(draw, one_way=True):
-    """Draw a bound with another certificate: one cut (``one_way``), or changed cuts, weights and potentials."""
-    topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
-    collective = draw(st.sampled_from(ONE_WAY if one_way else COLLECTIVES[:1]))
+def forgeries(draw, collectives, kinds=ANY, single=False):
+    """Draw a bound with another certificate: one cut (``single``), or changed cuts, weights and potentials."""
+    topology = Topology(*draw(wirings(kinds, WHOLE, most_devices=4, reducing=(False, True))))
+    collective = draw(st.sampled_from(collectives))
     root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None
     real = bound(topology, collective, root)
     nodes = st.sets(st.sampled_from(topology.nodes), min_size=1).map(frozenset)
-    if one_way:
+    if single:
         return replace(real, cuts=(Cut(draw(nodes), draw(st.sampled_from([ONE, Fraction(3)])), outward(collective)),))
     amounts = st.sampled_from([Fraction(n, d) for n in range(-2, 5) for d in (1, 2, 3)])
     cuts = list(real.cuts)
@@ -70,7 +70,7 @@ def check_is_sound(forged):
 
 
 @settings(max_examples=300)
-@given(forgeries())
+@given(forgeries(ONE_WAY, single=True))
 def test_no_single_cut_proves_a_false_bound(forged):
     """Whichever set of nodes the certificate has, check accepts no rate below the least that any cut allows."""
     nodes = forged.cuts[0].nodes
@@ -83,10 +83,18 @@ def test_no_single_cut_proves_a_false_bound(forged):
 
 
 @settings(max_examples=120)
-@given(forgeries(one_way=False))
+@given(forgeries(COLLECTIVES[:1]))
 def test_no_certificate_proves_a_false_all_reduce_bound(forged):
     """For any change of the cuts, weights and potentials, check accepts no rate below the optimum, which a
     linear program of flows gives."""
+    check_is_sound(forged)
+
+
+@settings(max_examples=120)
+@given(forgeries(ONE_WAY, (LOPSIDED,)))
+def test_no_certificate_proves_a_false_one_way_bound(forged):
+    """For any change of the cuts, weights and potentials, check accepts no rate of a broadcast, reduce, all-gather or
+    reduce-scatter below the optimum, also if switches have not as much bandwidth in as out."""
     check_is_sound(forged)
 
 
@@ -143,7 +151,7 @@ def test_a_certificate_applies_to_one_topology():
         wide = Topology(real.topology.devices, [link._replace(bandwidth=link.bandwidth * 2) for link in DGX_1V.links])
         with pytest.raises(PlanError, match="does not prove"):
             replace(real, topology=wide).check()
-        with pytest.raises(PlanError, match=r"certificate|every device must be a root|the cuts that contain a root"):
+        with pytest.raises(PlanError, match=r"the cuts of|every device must be a root|the cuts that contain a root"):
             replace(real, collective="all_reduce" if collective != "all_reduce" else "all_gather").check()
 
 
@@ -159,19 +167,42 @@ def test_a_cut_in_the_wrong_direction_is_refused(collective):
     if root is not None:
         assert real.algbw == 5
     turned = replace(turned, algbw=proved(turned) or turned.algbw)
-    with pytest.raises(PlanError, match=rf"must be one cut with outward={outward(collective)}"):
+    with pytest.raises(PlanError, match=rf"the cuts of {collective} must have outward={outward(collective)}"):
         turned.check()
     assert slow != fast
 
 
 @pytest.mark.parametrize("collective", ONE_WAY)
-@pytest.mark.parametrize("cuts", [(), "twice", "no root", "unknown"])
-def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
-    """A certificate that has no cut, two cuts, or a cut that contains no root raises a PlanError."""
+@pytest.mark.parametrize("cuts", ["missing", "without a root", "unknown"])
+def test_one_way_certificates_need_a_root(collective, cuts):
+    """A certificate without a cut, or with a cut that contains no root, raises a PlanError."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
-    empty = Cut(frozenset(), ONE, outward(collective))
-    given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]
-    with pytest.raises(
-        PlanError, match=r"must be one cut with outward=|the cut must contain a root with more than 0 bytes"
-    ):
+    empty, unknown = (Cut(frozenset(nodes), ONE, outward(collective)) for nodes in ((), ("x",)))
+    given_ = {"missing": (), "without a root": (empty,), "unknown": (unknown,)}[cuts]
+    with pytest.raises(PlanError, match="the cuts must contain a root with more than 0 bytes"):
         replace(real, cuts=given_).check()
+
+
+# The cut of a broadcast from cpu:0 has 1 GB/s, but s can send to cpu:1 and cpu:2 only what it receives.
+FAN_OUT = Topology(
+    ["cpu:0", "cpu:1", "cpu:2"],
+    [("cpu:0", "s", 1), ("s", "cpu:1", 1), ("s", "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)],
+    ["s"],
+)
+
+
+@pytest.mark.parametrize(
+    ("collective", "topology"), [("broadcast", FAN_OUT), ("reduce", FAN_OUT.reversed())], ids=["broadcast", "reduce"]
+)
+def test_potentials_of_one_way_certificates(collective, topology):
+    """At a switch with more bandwidth out than in, the proof needs several cuts and a potential; check refuses a
+    missing potential, one in the other direction, and one at a switch that multicasts or reduces."""
+    real = bound(topology, collective, "cpu:0")
+    real.check()
+    assert (real.algbw, len(real.cuts), len(real.potentials)) == (Fraction(1, 2), 2, 1)
+    ((switch, down, up),) = real.potentials
+    for potentials, words in (((), "does not prove"), (((switch, up, down),), "must be 0 in the direction")):
+        with pytest.raises(PlanError, match=words):
+            replace(real, potentials=potentials).check()
+    with pytest.raises(PlanError, match="must belong to switches that do not reduce"):
+        replace(real, topology=topology.with_switches(reducing=True)).check()

@@ -149,20 +149,17 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound within the tolerance, and
-    the others the best rate of any trees, which may be less than their bound, since bounds consider cuts only."""
+    """If the bandwidth into a switch is not that out of it, all collectives reach their bounds within the tolerance,
+    and these are the best rates of any trees."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         found, wanted = forest_of_all(topology, collective), limit(topology, collective)
-        if collective == "all_reduce":
-            check_close(found, topology, wanted)
-            continue
-        rate = check_right(found, topology)
-        single = collective in ("reduce", "broadcast")
-        weights = dict.fromkeys(topology.devices[: 1 if single else None], Fraction(1))
-        trees = planning_oracle.trees_bound(topology, weights, collective in ("broadcast", "all_gather"))
-        assert float(CLOSE) * trees * (1 - 1e-6) <= float(rate) <= trees * (1 + 1e-6)
-        assert rate <= wanted
+        check_close(found, topology, wanted)
+        if collective != "all_reduce":
+            single = collective in ("reduce", "broadcast")
+            weights = dict.fromkeys(topology.devices[: 1 if single else None], Fraction(1))
+            trees = planning_oracle.trees_bound(topology, weights, collective in ("broadcast", "all_gather"))
+            assert float(wanted) == pytest.approx(trees, rel=1e-6, abs=0)
 
 
 @settings(max_examples=60)
@@ -193,60 +190,47 @@ def test_lopsided_switches_that_multicast(wiring):
         assert rate <= limit(topology, collective)
 
 
-@pytest.mark.xfail(strict=True, reason="one-way trees branch on no switch, and on no device that takes no part")
 @pytest.mark.parametrize("hub", ["s", "cpu:3"])
-@pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", Fraction(3, 2))])
+@pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", 1)])
 def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
-    """A hub with one link in and two out, which can copy and combine, could supply both receivers at the full rate."""
+    """A hub with one link in and two out, which can copy and combine, supplies both receivers at the full rate.
+
+    Only cuts are counted in the bound, so the bound of the all-gather is 3/2. But cpu:0 has one link of 1 GB/s out,
+    which must carry all data to cpu:1 and cpu:2.
+    """
     devices = ("cpu:0", "cpu:1", "cpu:2")
     links = [("cpu:0", hub, 1), (hub, "cpu:1", 1), (hub, "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)]
     topology = Topology([*devices, *([hub] * (hub != "s"))], links, [("s", True)] * (hub == "s"))
     topology = topology.reversed() if collective == "reduce" else topology
     root = "cpu:0" if collective in ("broadcast", "reduce") else None
-    assert bound(topology, collective, root, devices).algbw == rate
+    limit = bound(topology, collective, root, devices).algbw
+    assert limit == (Fraction(3, 2) if collective == "all_gather" else rate)
     sources, destinations = {"broadcast": (devices[:1], devices), "reduce": (devices, devices[:1])}.get(
         collective, (devices, devices)
     )
     assert check_right(forest(topology, collective, sources, destinations), topology) == rate
 
 
-@pytest.mark.xfail(strict=False, reason="the linear program is not solved if bandwidths are far apart")
-@example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))  # the plan has the rate 3/16 instead of 5/16
+@example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """With decimal bandwidths of large ratios, as measured, no plan exceeds the bound; all-reduces should reach it."""
+    """With decimal bandwidths of large ratios, as measured, all collectives reach their bounds."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
             found = forest_of_all(topology, collective)
-        if collective == "all_reduce":
-            check_close(found, topology, limit(topology, collective))
-        assert check_right(found, topology) <= limit(topology, collective)
+        check_close(found, topology, limit(topology, collective))
 
 
-@pytest.mark.xfail(strict=False, reason="a solution that cannot be rounded leaves nothing to plan with")
 @example(NEARLY)
 @settings(max_examples=30, phases=UNSHRUNK)
-@given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY))
-def test_bandwidths_that_nearly_add_up(wiring):
-    """With bandwidths that differ from sums of others by 1e-17, no plan beats the bound; all-reduces should be near."""
+@given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY + WILD))
+def test_bandwidths_of_many_digits(wiring):
+    """All collectives reach their bounds also with bandwidths that differ from sums of others by 1e-17, and with
+    bandwidths whose ratio is 1e19."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
-        with planning_oracle.at_most(5):
-            found = forest_of_all(topology, collective)
-        rate = check_right(found, topology)
-        assert rate <= limit(topology, collective)
-        assert collective != "all_reduce" or rate >= (CLOSE - Fraction(1, 1000)) * limit(topology, collective)
-
-
-@settings(max_examples=40, phases=UNSHRUNK)
-@given(wirings((SYMMETRIC, DIRECTED), WILD, most_switches=0))
-def test_bandwidths_no_float_holds_together(wiring):
-    """Without switches, collectives other than all-reduce are planned without floating point, so they reach the bound
-    even if the ratio of bandwidths is 1e19."""
-    topology = Topology(*wiring)
-    for collective in COLLECTIVES[1:]:
         with planning_oracle.at_most(5):
             found = forest_of_all(topology, collective)
         check_close(found, topology, limit(topology, collective))

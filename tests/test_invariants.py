@@ -163,7 +163,7 @@ EXCEPTIONS = {
     "frameworks.tensorflow": {"numpy"},
     "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
-    "planning.bounds.linear_program": {"numpy"},
+    "planning.bounds.solver": {"numpy"},
     "planning.calibration": {"numpy"},
     "planning.shallow.cheapest": {"numpy"},  # the arrays of the search; only forests of few steps import these files
     "planning.shallow.hops": {"numpy"},
@@ -243,7 +243,7 @@ HARMLESS = {
 # Further modules that single files need, each for one reason.
 NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
-    "planning.bounds.linear_program": {"numpy", "scipy"},  # solves linear programs
+    "planning.bounds.solver": {"numpy", "scipy"},  # solves linear programs
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
     "planning.shallow.cheapest": {"numpy"},  # searches trees for many prices at once
     "planning.shallow.hops": {"numpy"},  # lists hops as arrays

@@ -8,10 +8,10 @@ import planning_oracle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planning_oracle import BINARY, DECIMAL, DIRECTED, LOPSIDED, ODD, SYMMETRIC, WHOLE, Wiring, both_ways, wirings
+from planning_oracle import BINARY, DECIMAL, DIRECTED, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, Wiring, both_ways, wirings
 
-from crossreduce import Topology, bound
-from crossreduce.planning.bounds.linear_program import balanced_bandwidths, optimum
+from crossreduce import Link, Topology, bound
+from crossreduce.planning.bounds.linear_program import optimum
 
 ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
 DGX_1V = Topology.machine("dgx-1v")
@@ -53,8 +53,8 @@ def check_solution(topology, found):
 
 
 def check_exact(topology):
+    """Check a solution and its proof, which have the same rate, so both are optimal."""
     found = optimum(topology)
-    assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
     assert found.reached == found.rate
     check_solution(topology, found)
     bound(topology, "all_reduce").check()
@@ -64,10 +64,11 @@ def check_exact(topology):
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_the_rate_is_that_of_the_flow_program(wiring):
     """On any connected topology the rate is the oracle's, the solution reaches it exactly, and its proof is valid."""
-    check_exact(Topology(*wiring))
+    topology = Topology(*wiring)
+    assert float(optimum(topology).rate) == near(planning_oracle.all_reduce_bound(topology))
+    check_exact(topology)
 
 
-@pytest.mark.xfail(strict=False, reason="cuts narrower than 1/50,000 of the widest link are lost in rounding")
 @example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # the result is 7/60 instead of 1/10
 @example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the rate is 1/10, but the solution reaches only 1/16
 @settings(max_examples=60)
@@ -77,21 +78,31 @@ def test_decimal_bandwidths(wiring):
     check_exact(Topology(*wiring))
 
 
+# Refinement once stopped at a wrong solution for these links: some are equal except for 1e-17, and one is far wider.
+STOPPED = Wiring(
+    tuple(f"cpu:{k}" for k in range(5)),
+    tuple(
+        (f"cpu:{a}", f"cpu:{b}", Fraction(speed))
+        for a, b, speed in (
+            (0, 1, "0.3"), (0, 2, "0.1"), (0, 3, "1e-9"), (1, 0, "12.5"), (1, 3, "0.3"), (1, 4, "12.5"),
+            (2, 0, "10555311661833971698207/35184372088832000000000"), (2, 4, "88270552696461721/54043195528445952"),
+            (3, 0, "5000"), (3, 4, "10000000019000000001/1000000000"), (4, 3, 0.1),
+        )
+    ),
+    (),
+)  # fmt: skip
+
+
+@example(STOPPED)
 @settings(max_examples=60)
-@given(wirings(ANY, BINARY, reducing=(False, True)))
-def test_binary_bandwidths(wiring):
-    """For bandwidths that are the exact values of floats, such as 0.1 and 0.3, the rate is that of the oracle. The
-    returned use of the links is feasible, but does not always reach that rate."""
-    topology = Topology(*wiring)
-    found = optimum(topology)
-    assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
-    assert found.reached <= found.rate
-    if found.reached > 0:
-        check_solution(topology, found)
+@given(wirings(ANY, BINARY + DECIMAL + WILD, reducing=(False, True)))
+def test_bandwidths_of_many_digits(wiring):
+    """The rate is reached and proved exactly also for bandwidths that are the exact values of floats, such as 0.1 and
+    0.3, and for bandwidths that differ by a factor of up to 1e19. (The oracle is not accurate enough for them.)"""
+    check_exact(Topology(*wiring))
 
 
-# The rounded solution for these links violates a constraint by 1e-17 and is discarded, so only 62.5 % of the rate is
-# reached.
+# The solution of HiGHS, rounded to fractions, violates a constraint by 1e-17.
 DISCARDED = Wiring(
     tuple(f"cpu:{k}" for k in range(5)),
     tuple(
@@ -112,31 +123,22 @@ DISCARDED = Wiring(
     "wiring",
     [
         NEARLY,
-        pytest.param(
-            DISCARDED, marks=pytest.mark.xfail(strict=True, reason="a solution that cannot be rounded is discarded")
-        ),
+        DISCARDED,
     ],
     ids=["0.1 and 0.3", "ten links"],
 )
 def test_bandwidths_that_nearly_add_up(wiring):
-    """If sums of bandwidths differ by about 1e-17, as 0.1 + 0.1 + 0.1 and 0.3, the reached rate is at least 499/500 of
-    the bound."""
-    topology = Topology(*wiring)
-    found = optimum(topology)
-    assert found.rate * (1 - Fraction(1, 500)) <= found.reached <= found.rate
-    check_solution(topology, found)
-
-
-LOST = pytest.mark.xfail(strict=True, reason="HiGHS ignores links narrower than 1e-7 of the widest link")
+    """Sums of bandwidths that differ by about 1e-17, as 0.1 + 0.1 + 0.1 and 0.3, are not taken for equal ones."""
+    check_exact(Topology(*wiring))
 
 
 @pytest.mark.parametrize(
     ("gap", "back"),
     [
         (10**6, 1),
-        pytest.param(10**9, 1, marks=LOST),
+        (10**9, 1),
         (10**6, Fraction(1, 2)),
-        pytest.param(10**9, Fraction(1, 2), marks=LOST),
+        (10**9, Fraction(1, 2)),
     ],
 )
 def test_bandwidths_far_apart(gap, back):
@@ -186,21 +188,43 @@ def test_damaged_machines_reach_their_bound():
         assert found.reached == found.rate >= bound(topology, "all_gather").algbw / 2
 
 
+BYTES = st.one_of(st.integers(1, 9), st.sampled_from([Fraction(1, 3), Fraction(7, 10), 10**15])).map(Fraction)
+
+
 @settings(max_examples=80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
-def test_balanced_bandwidths(wiring, data):
-    """``balanced_bandwidths``: every switch sends as much as it receives, no bandwidth grows, and broadcast trees keep
-    the greatest possible rate."""
+def test_broadcasts_of_weighted_roots(wiring, data):
+    """The use of links by broadcasts: every switch sends as much as it receives, no bandwidth grows, and the trees have
+    the greatest possible rate, which is proved."""
     topology = Topology(*wiring)
-    numbers = range(len(topology.devices))
-    weights = data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 3).map(Fraction), min_size=1))
-    used = balanced_bandwidths(topology, weights)
-    assert used.keys() <= {(link.src, link.dst) for link in topology.links}
+    weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
+    found = optimum(topology, tuple(weights.items()))
+    check_broadcasts(topology, weights, found)
+    named = {topology.devices[k]: weight for k, weight in weights.items()}
+    assert float(found.rate) == near(planning_oracle.trees_bound(topology, named, outward=True))
+
+
+@settings(max_examples=60)
+@given(wirings((LOPSIDED,), BINARY + DECIMAL + WILD, reducing=(False, True)), st.data())
+def test_broadcasts_with_bandwidths_of_many_digits(wiring, data):
+    """The same is true for bandwidths that are far apart or have many digits."""
+    topology = Topology(*wiring)
+    weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
+    check_broadcasts(topology, weights, optimum(topology, tuple(weights.items())))
+
+
+def check_broadcasts(topology, weights, found):
+    """Check a use of links, and the proof that no other one is better."""
+    used = found.down
+    assert (used.keys(), found.up) == ({(link.src, link.dst) for link in topology.links}, {})
     for (src, dst), rate in used.items():
         assert 0 <= rate <= topology.link(src, dst).bandwidth
-    for switch, _ in topology.switches:
-        assert leaving(used, {switch}) == leaving(used, {node for node in topology.nodes if node != switch})
+    for switch, reduces in topology.switches:
+        assert reduces or leaving(used, {switch}) == leaving(used, {node for node in topology.nodes if node != switch})
     named = {topology.devices[k]: weight for k, weight in weights.items()}
-    left = Topology(topology.devices, [(*pair, rate) for pair, rate in used.items() if rate], topology.switches)
-    rate = planning_oracle.cut_bound(left, named, outward=True)
-    assert float(rate) == near(planning_oracle.trees_bound(topology, named, outward=True))
+    links = [Link(*pair, rate) for pair, rate in used.items() if rate]
+    left = Topology.unchecked(topology.devices, links, topology.switches)
+    assert planning_oracle.cut_bound(left, named, outward=True) >= found.reached == found.rate
+    limit = bound(topology, "broadcast", named)
+    assert limit.algbw == found.rate
+    limit.check()

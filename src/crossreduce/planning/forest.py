@@ -2,7 +2,8 @@
 
 Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound or slightly less. Broadcasts
 and all-gathers use trees out of their roots; reductions and reduce-scatters use the same on the reversed links; an
-all-reduce has trees into and out of each root, which share the links as the linear program determines.
+all-reduce has trees into and out of each root, which share the links as the linear program determines. Trees may also
+branch at helpers: switches that reduce or multicast, and devices that take no part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .bounds.bound import bound_of_members
 from .bounds.linear_program import optimum
 from .planners import Request
 from .topologies import NeutralTopology, neutral, reachable, require_routes
-from .trees.fitting import fit_trees
+from .trees.fitting import TOLERANCE, fit_trees
+from .trees.mixing import MOST_HELPERS, mixed_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
 _MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
@@ -51,7 +53,7 @@ def forest(request: Request) -> Forest:
     """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
     "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
-    "all_gather" have a part of it on each device. Other devices forward; in an all-reduce they also reduce if it helps.
+    "all_gather" have a part of it on each device. Other devices forward; they also reduce or copy if it helps.
 
     Raises:
       PlanError: no route leads to a destination (or source, if there are several of both); the error names the cut.
@@ -66,22 +68,41 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
+    limit = _limit(request)
+    if limit is not None and collective != "all_reduce":
+        limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
+    sets = _helpers(topology, members)
     best, best_rate = None, Fraction(-1)
-    for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:
-        found = _forest(neutral(topology, members, helpers), request)
-        rate = fluid_rate(found.schedule, topology) or Fraction(0)
+    for helpers in [*sets, None] if len(sets) > 1 else sets:
+        if helpers is None:
+            found = _mixed_forest(request, sets[-1])
+        else:
+            found = _forest(neutral(topology, members, helpers), request)
+        rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
         if rate > best_rate:
             best, best_rate = found, rate
-        if collective == "all_reduce" and set(request.sources) == set(request.destinations):
-            limit = bound_of_members(topology, collective, members).algbw
-            if limit is not None and best_rate >= limit:
-                break
+        if limit is not None and best_rate >= limit:
+            break
     assert best is not None
     return best
 
 
+def _limit(request: Request) -> Fraction | None:
+    """Return the bound of a request; ``None``: nothing has to move, or no bound is known for it."""
+    topology, collective, members = request.topology, request.collective, request.members
+    assert topology is not None
+    roots = None
+    if len(request.sources) == 1:
+        collective, roots = "broadcast", ((request.sources[0], Fraction(1)),)
+    elif len(request.destinations) == 1:
+        collective, roots = "reduce", ((request.destinations[0], Fraction(1)),)
+    elif collective == "all_reduce" and set(request.sources) != set(request.destinations):
+        return None
+    return bound_of_members(topology, collective, members, roots).algbw
+
+
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the sets of other nodes to try as reducing nodes: none, those of the most bandwidth, also the next, ...
+    """Return the sets of other nodes to try as helpers: first no node, then those of the most bandwidth, and so on.
 
     Every tree passes through all nodes of the set, so a switch of much bandwidth inside a machine makes the trees
     faster, and one of little bandwidth between machines makes them slower.
@@ -121,10 +142,35 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
         shares = [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), None) for tree in trees]
     else:
         shares, k = _all_reduce(topology, links)
-    nodes = [seen.names[name] for name in topology.nodes]
-    schedule = trees_to_schedule("forest", request, nodes, len(position), shares)
+    return _as_forest(seen, request, shares, k)
+
+
+def _as_forest(seen: NeutralTopology, request: Request, shares: list[TreeShare], k: Fraction) -> Forest:
+    nodes = [seen.names[name] for name in seen.topology.nodes]
+    schedule = trees_to_schedule("forest", request, nodes, len(seen.topology.devices), shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     return Forest(schedule, k, len(shares), deepest)
+
+
+def _mixed_forest(request: Request, helpers: tuple[str, ...]) -> Forest | None:
+    """Return a forest whose trees branch at different helpers; ``None``: there are too many, or it is an all-reduce."""
+    topology, members, collective = request.topology, request.members, request.collective
+    assert topology is not None
+    one_way = collective != "all_reduce" or 1 in (len(request.sources), len(request.destinations))
+    if len(helpers) > MOST_HELPERS or not one_way or len(members) == 1:
+        return None
+    outward = collective in ("broadcast", "all_gather") or (collective == "all_reduce" and len(request.sources) == 1)
+    weights = {k: Fraction(1) for k in range(len(members))}
+    if collective not in ("all_gather", "reduce_scatter"):
+        weights = {members.index((request.sources if outward else request.destinations)[0]): Fraction(1)}
+    found = mixed_trees(topology if outward else topology.reversed(), members, helpers, weights)
+    if found is None:
+        return None
+    shares = [
+        TreeShare(tree.root, share, None, tree) if outward else TreeShare(tree.root, share, reversed_tree(tree), None)
+        for tree, share in found.trees
+    ]
+    return _as_forest(neutral(topology, members, found.helpers), request, shares, found.k)
 
 
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:

@@ -1,7 +1,8 @@
 """``bound``: the greatest rate of a collective on a topology, with its proof. ``certificate.py`` has the theory.
 
 Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
-Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program.
+Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program, and so is that of the others if a
+switch has not as much bandwidth in as out.
 """
 
 from __future__ import annotations
@@ -98,14 +99,40 @@ def bound_of_members(
         )
         potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
         return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
-    from .cuts import tightest_cut
+    return _one_way(topology, collective, members, parts)
 
+
+def _one_way(
+    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+) -> Bound:
+    """Return the bound of a collective other than all-reduce: that of the tightest cut, or of a linear program.
+
+    If all switches that only forward have as much bandwidth in as out, the tightest cut gives the exact rate.
+    """
+    from .cuts import cuts_suffice, tightest_cut
+
+    wiring, names = neutral(topology, members)
     alias = {node: name for name, node in names.items()}
     outward = collective in ("broadcast", "all_gather")
     inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
-    whole = sum((weight for _, weight in parts), Fraction(0))
+    rate = sum((weight for _, weight in parts), Fraction(0)) / ratio
     cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
-    return Bound(topology, collective, members, parts, whole / ratio, (cut,))
+    if not cuts_suffice(wiring):
+        from .linear_program import optimum
+
+        numbers = {device: k for k, device in enumerate(members)}
+        weights = tuple((numbers[root], weight) for root, weight in parts if weight)
+        found = optimum(wiring if outward else wiring.reversed(), weights)
+        if found.rate < rate:
+            cuts = tuple(Cut(frozenset(names[node] for node in nodes), w, outward) for nodes, w, _ in found.cuts)
+            # On the reversed links, a price that moves from links in to links out moves the other way.
+            unused = Fraction(0)
+            potentials = tuple(
+                (names[switch], shift, unused) if outward else (names[switch], unused, -shift)
+                for switch, shift, _ in found.potentials
+            )
+            return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    return Bound(topology, collective, members, parts, rate, (cut,))
 
 
 def _best_root(topology: Topology, collective: str, members: tuple[str, ...]) -> Bound:

@@ -7,12 +7,16 @@ B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
 
 - Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
   each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
-  w(S) for every S, since a device outside must receive w(S) bytes over these links. Trees reach the least of these
-  rates (Edmonds 1973). Reduce and reduce-scatter have the same bound on the reversed links.
-- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is the optimum of
-  a linear program. The certificate is a dual solution: weights of cuts, which give each link a price. If every root is
-  in cuts of a total weight of 1, a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
-  A switch that does not reduce sends as much as it receives, so prices may move from its links in to its links out.
+  w(S) for every S, since a device outside must receive w(S) bytes over these links. Without switches, or if each switch
+  has as much bandwidth in as out, trees reach the least of these rates (Edmonds 1973). Reduce and reduce-scatter have
+  the same bound on the reversed links.
+- A switch that does not reduce (or, in the other direction, multicast) sends as much as it receives. If its bandwidths
+  in and out differ, trees may reach less than any single cut allows. The best rate is then the optimum of a linear
+  program. The certificate is a dual solution: weights of cuts, which give each link a price. Prices may move from the
+  links into such a switch to the links out of it. If the cuts that contain a root have a total weight of 1 on average,
+  a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
+- All-reduce by trees: a reduction to some roots and a broadcast back share the links, in another such linear program.
+  The roots are not given, so the cuts that contain any one root must have a total weight of at least 1.
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -50,8 +54,8 @@ class Bound:
     devices: tuple[str, ...]  # the devices that take part
     roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root; broadcast, reduce: in any unit; else 1
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
-    cuts: tuple[Cut, ...]  # the certificate: one cut; for an all-reduce, any number
-    # For an all-reduce, the shifts of prices at switches: (switch, in broadcasts, in reductions).
+    cuts: tuple[Cut, ...]  # the certificate: one cut, or several that together give prices to links
+    # The shifts of prices at switches that do not reduce: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
 
     @property
@@ -87,33 +91,29 @@ class Bound:
                 raise PlanError.of("a cut must have a weight of 0 or more.", f"weight {cut.weight}")
             if everyone <= cut.nodes:
                 raise PlanError.of("a cut must leave out at least one of the devices.", shown(sorted(cut.nodes)))
-        proved = self._proved_by_weights() if self.collective == "all_reduce" else self._proved_by_one_cut()
+        proved = self._proved()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
             raise PlanError.of("the certificate does not prove the bound.", given)
 
-    def _proved_by_one_cut(self) -> Fraction:
-        outwards = self.collective in ("broadcast", "all_gather")
-        if len(self.cuts) != 1 or self.cuts[0].outward != outwards:
-            problem = f"the certificate of {self.collective} must be one cut with outward={outwards}."
-            raise PlanError.of(problem, shown(self.cuts))
-        ((nodes, _, outward),) = self.cuts
-        crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
-        if not outward:
-            crossing = [link for link in self.topology.links if (link.dst in nodes) > (link.src in nodes)]
-        width = sum((link.bandwidth for link in crossing), Fraction(0))
-        inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
-        if any(weight < 0 or root not in self.devices for root, weight in self.roots):
-            raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
-        if inside <= 0:
-            problem = "the cut must contain a root with more than 0 bytes."
-            raise PlanError.of(problem, f"roots {shown(self.roots)}, cut {shown(sorted(nodes))}")
-        return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
-
-    def _proved_by_weights(self) -> Fraction:
-        for root in self.devices:  # the trees of each root must cross cuts with a total weight of 1 or more
-            if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
-                raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
+    def _proved(self) -> Fraction:
+        """Return the rate that the cuts and potentials prove."""
+        inside = [
+            sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) * weight
+            for root, weight in self.roots
+        ]
+        if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
+            unit = Fraction(1)
+            for (root, _), total in zip(self.roots, inside, strict=True):
+                if total < 1:
+                    raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
+        else:
+            self._check_direction()
+            unit = sum(inside, Fraction(0))
+            if unit <= 0:
+                problem = "the cuts must contain a root with more than 0 bytes."
+                raise PlanError.of(problem, f"roots {shown(self.roots)}, cuts {shown(self.cuts)}")
+            unit /= sum((weight for _, weight in self.roots), Fraction(0))
         shift = {switch: two for switch, *two in self.potentials}
         wrong = shift.keys() - {switch.name for switch in self.topology.switches if not switch.reduces}
         if wrong:
@@ -127,4 +127,16 @@ class Bound:
             for k in (0, 1):
                 prices[k] += (shift[dst][k] if dst in shift else 0) - (shift[src][k] if src in shift else 0)
             total += bandwidth * max(Fraction(0), *prices)
-        return total
+        return total / unit
+
+    def _check_direction(self) -> None:
+        """Raise PlanError unless all parts of the certificate are for the direction of the collective."""
+        if any(weight < 0 or root not in self.devices for root, weight in self.roots):
+            raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
+        outwards = self.collective in ("broadcast", "all_gather")
+        if any(cut.outward != outwards for cut in self.cuts):
+            raise PlanError.of(f"the cuts of {self.collective} must have outward={outwards}.", shown(self.cuts))
+        other = [switch for switch, *two in self.potentials if two[outwards]]
+        if other:
+            problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
+            raise PlanError.of(problem, ", ".join(other))

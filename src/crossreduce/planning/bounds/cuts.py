@@ -51,6 +51,17 @@ def tightest_cut(
     return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
 
 
+def cuts_suffice(topology: Topology) -> bool:
+    """Return whether the tightest cut is the best rate: switches that only forward have as much bandwidth in as out."""
+    surplus = dict.fromkeys((switch.name for switch in topology.switches if not switch.reduces), Fraction(0))
+    for src, dst, bandwidth, _ in topology.links:
+        if src in surplus:
+            surplus[src] -= bandwidth
+        if dst in surplus:
+            surplus[dst] += bandwidth
+    return not any(surplus.values())
+
+
 def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
     """Return the network with one more node, ``source``, from which each root gets its weight divided by ``ratio``.
 

@@ -13,8 +13,8 @@ from typing import Final
 
 from ...errors import PlanError
 from ...topology import Link, Topology
-from ..bounds.cuts import tightest_cut
-from ..bounds.linear_program import balanced_bandwidths
+from ..bounds.cuts import cuts_suffice, tightest_cut
+from ..bounds.linear_program import optimum
 from .packing import Batch, pack_trees
 from .schedule import Through, Tree
 from .switches import Arc, Capacities, all_reached, without_switches
@@ -38,10 +38,18 @@ def fit_trees(
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     n, devices = len(topology.devices), range(len(topology.devices))
-    for switch in topology.switches:
-        if sum(b if s == switch.name else -b for (s, d), b in used.items() if switch.name in (s, d)):
-            used = balanced_bandwidths(_with_bandwidths(topology, used), weights)
-            break
+    total = sum(weights.values(), Fraction(0))
+    shares = {topology.devices[root]: weight for root, weight in weights.items()}
+    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
+    # No tree uses a link more often than it has edges; the rest of wider links would only make the search slower.
+    most = (n - 1) * rate * total
+    used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
+    if not cuts_suffice(_with_bandwidths(topology, used)):
+        found = optimum(_with_bandwidths(topology, used), tuple(weights.items()))
+        if found.reached <= 0:
+            raise _not_divided(topology)
+        used = found.down
+        rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
     groups = [0] * n
     for k, island in enumerate(topology.islands):
@@ -59,9 +67,6 @@ def fit_trees(
         batches = pack_trees(capacities.totals(), roots, n, most)
         return None if batches is None else _with_routes(batches, capacities)
 
-    total = sum(weights.values(), Fraction(0))
-    shares = {topology.devices[root]: weight for root, weight in weights.items()}
-    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
     unit = common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
     exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
     trees = packed(unit, exact, MOST_TREES * len(exact))
@@ -79,9 +84,13 @@ def fit_trees(
                 return few, Fraction(sum(roots.values()), len(roots))
     trees = trees or packed(unit, exact, None)
     if trees is None:
-        problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
-        raise PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
+        raise _not_divided(topology)
     return trees, Fraction(sum(exact.values()), len(exact))
+
+
+def _not_divided(topology: Topology) -> PlanError:
+    problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
+    return PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
 
 
 def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:

@@ -1,0 +1,170 @@
+"""Linear programs, solved in floating point by HiGHS, or to any number of digits by iterative refinement.
+
+Input: a ``Rows``. Output: an approximate solution and its dual. Nothing here proves a result; the caller does.
+
+Iterative refinement: the exact violations of a solution (in fractions) are multiplied by a large factor; HiGHS solves
+the program for the correction, which is then divided by the factor and added. Each round adds about ten digits. So
+limits may be so far apart that no single solution in floating point could satisfy all of them.
+
+Source: Gleixner, Steffy & Wolter, Iterative refinement for linear programming, INFORMS J. Computing 28(3), 2016;
+Huangfu & Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import frexp, inf
+from typing import Any, Final, NamedTuple
+
+_FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
+_LEAST_GAIN: Final = 4
+_MOST_ROUNDS: Final = 200
+_TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
+
+Row = tuple[Sequence[int], Sequence[int | Fraction]]  # columns, and their coefficients
+
+
+class Rows(NamedTuple):
+    """Maximise the sum of some variables, all of which are 0 or more."""
+
+    columns: int  # the number of variables
+    objective: int  # the first variables, whose sum is maximised
+    upper: list[Row]  # the first rows: the sum is at most the limit
+    limits: list[Fraction]  # for each row of ``upper``, 0 or more
+    equal: list[Row]  # more rows: the sum is 0
+
+
+class Solution(NamedTuple):
+    """An approximate solution; floats or, from ``refined``, fractions."""
+
+    values: list[Any]  # of the variables
+    prices: list[Any]  # the dual variables of ``Rows.upper``
+    shifts: list[Any]  # the dual variables of ``Rows.equal``
+
+
+def solved(rows: Rows) -> Solution:
+    """Return HiGHS's solution.
+
+    >>> solved(Rows(2, 2, [((0,), (1,)), ((0, 1), (1, 2))], [Fraction(1), Fraction(4)], [])).values
+    [1.0, 1.5]
+    """
+    import numpy as np
+    from scipy.optimize import linprog
+
+    objective = np.zeros(rows.columns)
+    objective[: rows.objective] = -1.0
+    fixed = {"A_eq": _matrix(rows.equal, rows.columns), "b_eq": np.zeros(len(rows.equal))} if rows.equal else {}
+    limits = [float(limit) for limit in rows.limits]
+    found = linprog(objective, A_ub=_matrix(rows.upper, rows.columns), b_ub=limits, **fixed, method="highs-ds")
+    assert found.status == 0, found.message  # bounded by the links, and 0 is feasible
+    shifts = [-value for value in found.eqlin.marginals.tolist()] if rows.equal else []
+    return Solution(found.x.tolist(), [-value for value in found.ineqlin.marginals.tolist()], shifts)
+
+
+def _matrix(rows: Sequence[Row], columns: int) -> Any:
+    import numpy as np
+    from scipy.sparse import csr_array
+
+    starts = np.cumsum([0, *(len(row) for row, _ in rows)])
+    where = [column for row, _ in rows for column in row]
+    values = [float(value) for _, row in rows for value in row]
+    return csr_array((values, where, starts), shape=(len(rows), columns))
+
+
+def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
+    """Return a solution in fractions, with errors of about 2**-bits if the solver makes progress.
+
+    A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, the round is tried with less.
+
+    >>> narrow = Fraction(1, 10**30)
+    >>> found = refined(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
+    >>> [value.limit_denominator(10**40) / narrow for value in found.values]
+    [Fraction(1, 1), Fraction(1, 3)]
+    """
+    import numpy as np
+    from scipy.optimize import linprog
+    from scipy.sparse import eye_array, hstack, vstack
+
+    n, m = rows.columns, len(rows.upper)
+    listed = [*rows.upper, *rows.equal]
+    limits = [*rows.limits, *[Fraction(0)] * len(rows.equal)]
+    # Each row is multiplied by a power of 2, so that its largest and its smallest coefficient are equally far from 1.
+    factors = [_row_factor(values) for _, values in listed]
+    scaled = [(where, [a * f for a in values]) for (where, values), f in zip(listed, factors, strict=True)]
+    slack = vstack([eye_array(m), _matrix([((), ())] * len(rows.equal), m)]) if rows.equal else eye_array(m)
+    matrix = hstack([_matrix(scaled, n), slack]).tocsr()
+    x, y = [Fraction(0)] * n, [Fraction(0)] * len(listed)
+    primal = dual = 0  # the factors of the primal and the dual program are 2**primal and 2**dual
+    step = 0  # first both are 1
+    for _ in range(_MOST_ROUNDS):
+        gaps = [
+            limit - sum((a * x[c] for c, a in zip(where, values, strict=True)), Fraction(0))
+            for (where, values), limit in zip(listed, limits, strict=True)
+        ]
+        costs = [Fraction(int(j < rows.objective)) for j in range(n)]
+        for (where, values), price in zip(listed, y, strict=True):
+            if price:
+                for c, a in zip(where, values, strict=True):
+                    costs[c] -= a * price
+        violated = max([-v for v in x] + [-gap for gap in gaps[:m]] + [abs(gap) for gap in gaps[m:]])
+        reduced = costs + [-price for price in y[:m]]
+        before = primal, dual
+        primal = _next_factor(primal, step, violated)
+        lower = [_scaled(-v, primal) for v in x]
+        lower += [_scaled(-gap * f, primal) for gap, f in zip(gaps[:m], factors[:m], strict=True)]
+        # The reduced cost of a variable must not be above 0, and it must be 0 if the variable is far from its limit.
+        far = [abs(cost) for cost, low in zip(reduced, lower, strict=True) if low <= -_FAR]
+        dual = _next_factor(dual, step, max(reduced + far))
+        objective = [-_scaled(cost, dual) for cost in costs]
+        objective += [_scaled(price / f, dual) for price, f in zip(y[:m], factors[:m], strict=True)]
+        needed = [0.0] * m + [_scaled(gap * f, primal) for gap, f in zip(gaps[m:], factors[m:], strict=True)]
+        found = linprog(
+            np.minimum(objective, _FAR),
+            A_eq=matrix,
+            b_eq=needed,
+            bounds=[(low if low > -_FAR else -inf, inf) for low in lower],
+            method="highs-ds",
+            options=_TOLERANCES,
+        )
+        if found.status:
+            if step <= _LEAST_GAIN:
+                break
+            step //= 2
+            primal, dual = before
+            continue
+        step = gain
+        x = [v + _unscaled(z, primal) for v, z in zip(x, found.x.tolist()[:n], strict=True)]
+        y = [v - f * _unscaled(z, dual) for v, z, f in zip(y, found.eqlin.marginals.tolist(), factors, strict=True)]
+        if min(primal, dual) >= bits:
+            break
+    return Solution(x, y[:m], y[m:])
+
+
+def _row_factor(values: Sequence[int | Fraction]) -> Fraction:
+    sizes = [frexp(abs(float(value)))[1] for value in values if value]
+    return Fraction(2) ** (1 - (max(sizes) + min(sizes)) // 2) if sizes else Fraction(1)
+
+
+def _next_factor(factor: int, step: int, violated: Fraction) -> int:
+    """Return the exponent of the next factor: it makes the violation at most 1, and grows by ``step`` at most."""
+    most = factor + step
+    return (
+        most
+        if violated <= 0
+        else min(most, max(0, violated.denominator.bit_length() - violated.numerator.bit_length() - 1))
+    )
+
+
+def _scaled(value: Fraction, factor: int) -> float:
+    """Return ``value * 2**factor`` as a float; infinite if it is too large for one."""
+    try:
+        return (value.numerator << factor) / value.denominator
+    except OverflowError:
+        return inf if value > 0 else -inf
+
+
+def _unscaled(value: float, factor: int) -> Fraction:
+    """Return ``value / 2**factor``, exactly."""
+    numerator, denominator = value.as_integer_ratio()
+    return Fraction(numerator, denominator << factor)
