@@ -51,7 +51,11 @@ EXPORTERS: Final = {
         remarks="crossreduce.export.chakra:remarks",
     ),
     "msccl": Exporter(
-        "crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml", runs_elsewhere=True, by_rank=True
+        "crossreduce.export.msccl.writer:to_msccl_xml",
+        ("schedule", "topology"),
+        ".xml",
+        runs_elsewhere=True,
+        by_rank=True,
     ),
     "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",), runs_elsewhere=True, by_rank=True),
     "nccl-graph": Exporter(

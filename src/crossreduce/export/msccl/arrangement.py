@@ -1,0 +1,226 @@
+"""Where the messages of a schedule run in an MSCCL XML file: parts, pieces, channels, and forwarded messages.
+
+Input: a schedule as a collective, and into how many parts its chunks are divided. Output: an ``Arrangement``.
+
+The runtimes divide a long message into slices and run all steps of a threadblock for one slice before the next one.
+Threadblocks do not wait for each other between slices. So a file is pipelined if each threadblock has the messages of
+one stage of a chunk's way only: while it moves a slice, the threadblocks of the later stages move the slices before. A
+threadblock of several stages would wait in each slice for the slowest of them.
+
+- A *part* of a chunk has channels of its own, and moves at the same time as the others: one channel does not fill a
+  fast link.
+- A *piece* is a part of a part. The steps of a threadblock move one piece after the other, so that the next GPU can
+  start before a whole part has arrived. A slice is at most 2 MiB, and messages of that size would leave most links of
+  a long way idle until the first one has arrived.
+- A *path* is a sequence of messages, each of which forwards the one before it: the GPU in between receives, combines
+  and sends in one step of one threadblock. This halves the number of threadblocks, of which RCCL has 64, and a GPU
+  forwards the first bytes of a message before the last ones have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ...lowering import ChunkProgram, Instruction
+from ..collective import Block, Collective
+from .format import LARGEST_COUNT, MOST_CHUNKS
+
+FINE: Final = 4
+"""The units of a piece, if pieces cannot have equally many: the largest is at most a quarter larger than the mean."""
+
+
+class Message(NamedTuple):
+    """A value of a chunk that a device sends to the device that makes another value from it."""
+
+    chunk: int
+    operand: int
+    value: int
+
+
+Lane = tuple[int, Message]  # the messages of a part of a chunk
+Connection = tuple[int, int]  # the ranks that send and receive
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The blocks of a file, the channels of their messages, and which receives forward what they receive."""
+
+    made: Collective
+    parts: tuple[int, ...]  # of each block: the part of its chunk that it belongs to
+    pieces: tuple[int, ...]  # of each block: the piece of its part
+    channels: Mapping[Lane, int]
+    forwards: Mapping[tuple[int, int], int]  # (chunk, value): the value of the message that forwards it on arrival
+
+    def channel(self, b: int, operand: int, value: int) -> int:
+        """Return the channel of a block's message."""
+        return self.channels[self.parts[b], Message(self.made.blocks[b].chunk, operand, value)]
+
+
+def messages(made: Collective) -> list[tuple[Message, Connection]]:
+    """Return all messages of a chunk that has blocks, with their connections, in the order of the rounds."""
+    used = {block.chunk for block in made.blocks}
+    return [
+        (Message(c, operand, value), (src, instruction.device))
+        for instructions in made.program.by_round
+        for c, value, instruction in instructions
+        if c in used
+        for operand in instruction.operands
+        if (src := made.program.chunks[c].devices[operand]) != instruction.device
+    ]
+
+
+def plain(made: Collective, channels: int, pieces: int = 1) -> Arrangement:
+    """Return an arrangement without pieces: runs of blocks share a channel, and nothing is forwarded."""
+    assert pieces == 1, pieces
+    blocks = tuple(cut(block, LARGEST_COUNT) for block in made.blocks)
+    flat = tuple(block for group in blocks for block in group)
+    made = replace(made, blocks=flat)
+    numbers: Counter[int] = Counter()
+    parts = []
+    for block in flat:
+        parts.append(numbers[block.chunk])
+        numbers[block.chunk] += 1
+    of_chunk: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for b, block in enumerate(flat):
+        of_chunk[block.chunk].append((parts[b], b * channels // len(flat)))
+    chosen = {(part, message): channel for message, _ in messages(made) for part, channel in of_chunk[message.chunk]}
+    return Arrangement(made, tuple(parts), (0,) * len(flat), chosen, {})
+
+
+def cut(block: Block, most: int) -> list[Block]:
+    """Return a block in parts of at most so many units.
+
+    >>> cut(Block(0, 10, 5), 2)
+    [Block(chunk=0, offset=10, size=2), Block(chunk=0, offset=12, size=2), Block(chunk=0, offset=14, size=1)]
+    """
+    end = block.offset + block.size
+    return [Block(block.chunk, start, min(most, end - start)) for start in range(block.offset, end, most)]
+
+
+def divided(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collective, list[int], list[int]]:
+    """Return a collective whose chunks are divided into parts and pieces, and the part and piece of each block.
+
+    ``parts``: the number of parts of each chunk. The number of units is multiplied by a power of two, the least for
+    which each piece has equally many units, or at least ``FINE``; pieces of more units than a step moves are cut.
+    """
+    factor = 1
+    while not all(_fine(block.size * factor, parts[block.chunk] * pieces) for block in made.blocks):
+        if made.units * factor * 2 > MOST_CHUNKS:
+            break
+        factor *= 2
+    blocks, of_part, of_piece = [], [], []
+    for chunk, offset, size in made.blocks:
+        count = parts[chunk] * pieces
+        marks = [(offset * factor) + size * factor * k // count for k in range(count + 1)]
+        for k, (start, stop) in enumerate(pairwise(marks)):
+            for block in cut(Block(chunk, start, stop - start), LARGEST_COUNT):
+                blocks.append(block)
+                of_part.append(k // pieces)
+                of_piece.append(k % pieces)
+    return replace(made, units=made.units * factor, blocks=tuple(blocks)), of_part, of_piece
+
+
+def _fine(units: int, count: int) -> bool:
+    return units % count == 0 or units >= FINE * count
+
+
+def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangement:
+    """Return an arrangement in which each threadblock has the messages of one stage of one part only."""
+    found = messages(made)
+    forwards = forwarding(made, found)
+    paths = list(_paths(found, forwards))
+    cells, of_part, of_piece = divided(made, parts, pieces)
+    used: defaultdict[Connection, set[int]] = defaultdict(set)
+    chosen: dict[Lane, int] = {}
+    for path in sorted(paths, key=len, reverse=True):  # the longest paths have the most connections to agree on
+        for part in range(parts[path[0][0].chunk]):
+            taken = set().union(*(used[connection] for _, connection in path))
+            channel = next(k for k in range(len(taken) + 1) if k not in taken)
+            for message, connection in path:
+                used[connection].add(channel)
+                chosen[part, message] = channel
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards)
+
+
+def forwarding(made: Collective, found: list[tuple[Message, Connection]]) -> dict[tuple[int, int], int]:
+    """Return which received values are forwarded on arrival: by (chunk, value), the value of the next message.
+
+    A device forwards a value with the step that receives its last operand, to one device. Only one message of each
+    value is forwarded: the one with the longest way behind it.
+    """
+    behind: dict[Message, int] = {}
+    next_of: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    for message, _ in found:
+        next_of[message.chunk, message.operand].append(message)
+    for message, _ in reversed(found):
+        behind[message] = 1 + max((behind[m] for m in next_of[message.chunk, message.value]), default=0)
+    forwards: dict[tuple[int, int], int] = {}
+    for message, _ in found:
+        chunk = made.program.chunks[message.chunk]
+        key = message.chunk, message.value
+        instruction = chunk.instructions[message.value - len(chunk.sources)]
+        if key not in forwards and next_of[key] and ends_with_a_receive(chunk, instruction):
+            forwards[key] = max(next_of[key], key=lambda m: (behind[m], -m.value)).value
+    return forwards
+
+
+def ends_with_a_receive(chunk: ChunkProgram, instruction: Instruction) -> bool:
+    """Return whether the last operation of an instruction receives a message, so that it can forward the result."""
+    places = [chunk.devices[operand] for operand in instruction.operands]
+    own = places.index(instruction.device) if instruction.device in places else 0
+    return own < 2 or own < len(places) - 1
+
+
+def _paths(
+    found: list[tuple[Message, Connection]], forwards: dict[tuple[int, int], int]
+) -> Iterator[list[tuple[Message, Connection]]]:
+    """Yield the messages that forward each other, path by path; a path that would use a connection twice is cut.
+
+    Where it is cut, the entry of ``forwards`` is deleted.
+    """
+    place = dict(found)
+    last = {}  # (chunk, value): the message that completes the value
+    for message, _ in found:
+        last[message.chunk, message.value] = message
+    starts = []
+    begun = {Message(chunk, value, after) for (chunk, value), after in forwards.items()}
+    starts = [message for message, _ in found if message not in begun]
+    while starts:
+        message = starts.pop(0)
+        path, connections = [(message, place[message])], {place[message]}
+        while (key := (message.chunk, message.value)) in forwards and last[key] == message:
+            following = Message(message.chunk, message.value, forwards[key])
+            if place[following] in connections:
+                del forwards[key]
+                starts.append(following)
+                break
+            message = following
+            path.append((message, place[message]))
+            connections.add(place[message])
+        yield path
+
+
+def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int) -> Arrangement:
+    """Return an arrangement in which the messages of a connection share at most ``most`` channels, equally loaded.
+
+    ``load``: how much one part of each chunk loads a channel.
+    """
+    cells, of_part, of_piece = divided(made, parts, pieces)
+    of_connection: defaultdict[Connection, list[Lane]] = defaultdict(list)
+    for message, connection in messages(made):
+        of_connection[connection] += [(part, message) for part in range(parts[message.chunk])]
+    chosen: dict[Lane, int] = {}
+    for lanes in of_connection.values():
+        total = sum((load[message.chunk] for _, message in lanes), Fraction(0))
+        count = min(most, len(lanes), max(1, -(-total.numerator // total.denominator)))
+        loads = [Fraction(0)] * count
+        for lane in lanes:
+            channel = min(range(count), key=lambda k: (loads[k], k))
+            loads[channel] += load[lane[1].chunk]
+            chosen[lane] = channel
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {})
