@@ -19,6 +19,7 @@ threadblock of several stages would wait in each slice for the slowest of them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -217,7 +218,10 @@ def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], mos
     chosen: dict[Lane, int] = {}
     for lanes in of_connection.values():
         total = sum((load[message.chunk] for _, message in lanes), Fraction(0))
-        count = min(most, len(lanes), max(1, -(-total.numerator // total.denominator)))
+        least = min(most, len(lanes), max(1, math.ceil(total)))
+        # Up to twice as many channels, if each then has equally many messages.
+        counts = range(least, min(most, len(lanes), 2 * least) + 1)
+        count = min(counts, key=lambda k: (Fraction(k * -(-len(lanes) // k), len(lanes)), k))
         loads = [Fraction(0)] * count
         for lane in lanes:
             channel = min(range(count), key=lambda k: (loads[k], k))

@@ -20,7 +20,7 @@ forwarded message is sent earlier than in this order; for such files the verifie
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -65,10 +65,19 @@ class _LocalOp(NamedTuple):
     dst: Location
 
 
+class _Copy(NamedTuple):
+    """A copy from one buffer of a rank to another one; ``is_input``: of an input, which waits for nothing."""
+
+    is_input: bool
+    src: Location
+    dst: Location
+    size: int
+
+
 class XmlWriter:
     """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
 
-    def __init__(self, arrangement: Arrangement, *, inplace: bool, outofplace: bool) -> None:
+    def __init__(self, arrangement: Arrangement, most: int, *, inplace: bool, outofplace: bool) -> None:
         self.arrangement, self.made = arrangement, arrangement.made
         made = self.made
         self.placement = MemoryPlacement(made, range(len(made.blocks)), inplace=inplace)
@@ -88,7 +97,7 @@ class XmlWriter:
                     same_round = list(together)
                     for b in blocks_of[chunk, tick - r]:
                         self._add_round(b, same_round)
-        self._add_copies(outofplace=outofplace)
+        self._add_copies(most, outofplace=outofplace)
 
     @property
     def channels(self) -> int:
@@ -97,8 +106,9 @@ class XmlWriter:
 
     @property
     def most_steps(self) -> int:
-        """The largest number of steps of a threadblock."""
-        return max((sum(max(len(op.waits), 1) for op in ops) for ops in self.blocks.values()), default=0)
+        """The largest number of steps of a threadblock that has peers."""
+        lists = (ops for (_, _, send, recv), ops in self.blocks.items() if max(send, recv) >= 0)
+        return max((sum(max(len(op.waits), 1) for op in ops) for ops in lists), default=1)
 
     def _add_round(self, b: int, instructions: list[Numbered]) -> None:
         """Add a round's instructions of one block: all sends, then the receives and local operations."""
@@ -160,19 +170,30 @@ class XmlWriter:
             yield receive(operand, total, target)
             total = target
 
-    def _add_copies(self, *, outofplace: bool) -> None:
-        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place."""
-        copies: defaultdict[int, list[tuple[bool, Location, Location, int]]] = defaultdict(list)  # by rank
+    def _add_copies(self, most: int, *, outofplace: bool) -> None:
+        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place.
+
+        Each part of a chunk has a threadblock for its copies, as long as a rank has at most ``most`` threadblocks.
+        """
+        copies: defaultdict[int, dict[tuple[int, int], list[_Copy]]] = defaultdict(dict)  # by rank, chunk and part
         for b, block in enumerate(self.made.blocks):
             chunk = self.made.program.chunks[block.chunk]
             for rank, result in zip(chunk.destinations, chunk.results, strict=True):
                 src, dst = self.placement.locations[b, result], self.made.output(rank, block)
                 apart = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
                 if apart or (outofplace and src != dst):
-                    _append_copy(copies[rank], result < len(chunk.sources), src, dst, block.size)
-        for rank, found in copies.items():
-            for k, (_, src, dst, size) in enumerate(found):
-                self._op((rank, k // MOST_COPIES, -1, -1), "cpy", src, dst, size)
+                    lane = copies[rank].setdefault((block.chunk, self.arrangement.parts[b]), [])
+                    _append_copy(lane, _Copy(result < len(chunk.sources), src, dst, block.size))
+        used = Counter(rank for rank, *_ in self.blocks)
+        for rank, lanes in copies.items():
+            count = sum(map(len, lanes.values()))
+            room = max(most - used[rank], -(-count // MOST_COPIES))
+            done = 0
+            for number, lane in enumerate(lanes.values()):
+                for _, src, dst, size in lane:
+                    channel = number if len(lanes) <= room else done * room // count
+                    self._op((rank, channel, -1, -1), "cpy", src, dst, size)
+                    done += 1
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
         """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
@@ -232,16 +253,14 @@ class XmlWriter:
         return "\n".join([*lines, "</algo>", ""])
 
 
-def _append_copy(
-    copies: list[tuple[bool, Location, Location, int]], is_input: bool, src: Location, dst: Location, size: int
-) -> None:
+def _append_copy(copies: list[_Copy], new: _Copy) -> None:
     """Append a copy; copies of inputs, which wait for nothing, are joined if they are adjacent."""
-    if copies and is_input and copies[-1][0]:
+    if copies and new.is_input and copies[-1].is_input:
         _, (buffer, start), (to, target), count = copies[-1]
-        if (src, dst) == ((buffer, start + count), (to, target + count)) and count + size <= LARGEST_COUNT:
-            copies[-1] = is_input, Location(buffer, start), Location(to, target), count + size
+        if new[1:3] == ((buffer, start + count), (to, target + count)) and count + new.size <= LARGEST_COUNT:
+            copies[-1] = copies[-1]._replace(size=count + new.size)
             return
-    copies.append((is_input, src, dst, size))
+    copies.append(new)
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:

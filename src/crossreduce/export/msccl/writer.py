@@ -161,7 +161,8 @@ class _File:
         return None
 
     def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str]:
-        export = XmlWriter(arrangement, inplace=self.inplace, outofplace=self.outofplace)
+        most = min(runtime.threadblocks for runtime in self.limits)
+        export = XmlWriter(arrangement, most, inplace=self.inplace, outofplace=self.outofplace)
         channels = max(self.channels, export.channels)
         return export, export.text(self.head.format(channels=channels, units=arrangement.made.units))
 
