@@ -7,8 +7,9 @@ msccl-executor-nccl and RCCL run them under the Simple protocol:
   order. It waits for another threadblock only if a step depends on one, and for messages and free slots of connections.
 - A step of several chunks is divided into messages of at most 2 MiB, a message into two halves of at least 32 KiB. A
   connection holds four halves. A step that receives and sends does so half by half.
-- A half takes its turn on each link of its route, first come, first served. Switches pass it on as it arrives. The
-  sender continues when it has sent the half on its first link. Local steps take no time.
+- A half is sent in packets of at most 128 KiB. Each takes its turn on each link of its route, first come, first served,
+  so threadblocks share a link fairly. Switches pass packets on as they arrive. The sender continues when it has sent
+  the half on its first link. Local steps take no time.
 
 With ``cap``, a threadblock moves at most so many bytes per second. With ``step_s``, each step takes that time besides.
 
@@ -27,6 +28,7 @@ from msccl_machine import RECEIVING, SENDING, transmissions
 SLICE = 1 << 21
 LEAST_HALF = 1 << 15
 SLOTS = 4
+PACKET = 1 << 17
 
 
 class Clock:
@@ -95,7 +97,11 @@ class Clock:
                     start = self.now
                     if sends:
                         self.sent[out] += 1
-                        yield "sleep", max(self.hop(out, size, 0, start, start), start + size / self.cap)
+                        count = max(1, math.ceil(size / PACKET))
+                        for k in range(count):
+                            yield "sleep", self.hop(out, size / count, 0, self.now, self.now, k + 1 == count)
+                        if self.cap < math.inf:
+                            yield "sleep", max(self.now, start + size / self.cap)
                     elif size and self.cap < math.inf:
                         yield "sleep", start + size / self.cap
                     if receives:
@@ -105,8 +111,11 @@ class Clock:
                     self.flags[place] = iteration, step.flag
                     self.wake("flag", place)
 
-    def hop(self, connection, size, number, head, tail):
-        """Send a half on a link of its route: its first byte is there at ``head``, its last one at ``tail``."""
+    def hop(self, connection, size, number, head, tail, last):
+        """Send a packet on a link of its route: its first byte is there at ``head``, its last one at ``tail``.
+
+        ``last``: whether it is the last one of its half, which has then arrived.
+        """
         pair = self.routes[connection[:2]][number]
         bandwidth, latency = self.links[pair]
         start = max(head, self.free[pair])
@@ -114,8 +123,8 @@ class Clock:
         self.busy[pair] += size / bandwidth
         end = max(self.free[pair], tail)
         if number + 1 < len(self.routes[connection[:2]]):
-            self.at(start + latency, ("hop", connection, size, number + 1, end + latency))
-        else:
+            self.at(start + latency, ("hop", connection, size, number + 1, end + latency, last))
+        elif last:
             self.at(end + latency, ("arrival", connection))
         return end
 
@@ -146,7 +155,7 @@ class Clock:
             if kind == "resume":
                 self.resume(*rest)
             elif kind == "hop":
-                self.hop(*rest[:3], self.now, rest[3])
+                self.hop(*rest[:3], self.now, *rest[3:])
             else:
                 self.arrived[rest[0]] += 1
                 self.wake("message", rest[0])

@@ -35,6 +35,10 @@ FINE: Final = 4
 """The units of a piece, if pieces cannot have equally many: the largest is at most a quarter larger than the mean."""
 
 
+MOST_SINGLE: Final = 8
+"""A part of so few units, without pieces, is moved unit by unit: a step of several units waits for all of them."""
+
+
 class Message(NamedTuple):
     """A value of a chunk that a device sends to the device that makes another value from it."""
 
@@ -117,12 +121,13 @@ def divided(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collec
     blocks, of_part, of_piece = [], [], []
     for chunk, offset, size in made.blocks:
         count = parts[chunk] * pieces
-        marks = [(offset * factor) + size * factor * k // count for k in range(count + 1)]
+        marks = [offset * factor + size * factor * k // count for k in range(count + 1)]
         for k, (start, stop) in enumerate(pairwise(marks)):
-            for block in cut(Block(chunk, start, stop - start), LARGEST_COUNT):
+            single = pieces == 1 < stop - start <= MOST_SINGLE
+            for n, block in enumerate(cut(Block(chunk, start, stop - start), 1 if single else LARGEST_COUNT)):
                 blocks.append(block)
                 of_part.append(k // pieces)
-                of_piece.append(k % pieces)
+                of_piece.append(n if single else k % pieces)
     return replace(made, units=made.units * factor, blocks=tuple(blocks)), of_part, of_piece
 
 
@@ -209,7 +214,8 @@ def _paths(
 def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int) -> Arrangement:
     """Return an arrangement in which the messages of a connection share at most ``most`` channels, equally loaded.
 
-    ``load``: how much one part of each chunk loads a channel.
+    Without pieces, a connection has as many channels as fill its link; with pieces, it has as many as it has messages,
+    so that each stage has its own. ``load``: how much one part of each chunk loads a channel.
     """
     cells, of_part, of_piece = divided(made, parts, pieces)
     of_connection: defaultdict[Connection, list[Lane]] = defaultdict(list)
@@ -218,7 +224,7 @@ def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], mos
     chosen: dict[Lane, int] = {}
     for lanes in of_connection.values():
         total = sum((load[message.chunk] for _, message in lanes), Fraction(0))
-        least = min(most, len(lanes), max(1, math.ceil(total)))
+        least = min(most, len(lanes), max(1, math.ceil(total)) if pieces == 1 else most)
         # Up to twice as many channels, if each then has equally many messages.
         counts = range(least, min(most, len(lanes), 2 * least) + 1)
         count = min(counts, key=lambda k: (Fraction(k * -(-len(lanes) // k), len(lanes)), k))
