@@ -37,11 +37,12 @@ class Clock:
     Args:
       text: the file.
       links: bytes per second and seconds of latency of each link, by the nodes at its ends.
-      route: returns the nodes between the devices of two ranks, with both ends.
+      routes: returns the routes between the devices of two ranks, each as its nodes with both ends. Channels take them
+        in turn.
       nbytes: the size of the whole buffer.
     """
 
-    def __init__(self, text, links, route, nbytes, *, cap=math.inf, step_s=0.0):
+    def __init__(self, text, links, routes, nbytes, *, cap=math.inf, step_s=0.0):
         top = ET.fromstring(text)
         self.links, self.cap, self.step_s = links, cap, step_s
         self.chunk = nbytes / int(top.get("nchunksperloop"))
@@ -56,8 +57,9 @@ class Clock:
                 send, recv, channel = (int(block.get(key)) for key in ("send", "recv", "chan"))
                 self.ends[place] = (g, send, channel), (recv, g, channel)
                 if send >= 0:
-                    nodes = route(g, send)
-                    self.routes[g, send] = list(itertools.pairwise(nodes))
+                    found = routes(g, send)
+                    nodes = found[channel % len(found)]
+                    self.routes[g, send, channel] = list(itertools.pairwise(nodes))
         self.flags = dict.fromkeys(self.programs, (-1, -1))
         self.arrived = defaultdict(int)
         self.received = defaultdict(int)
@@ -116,13 +118,13 @@ class Clock:
 
         ``last``: whether it is the last one of its half, which has then arrived.
         """
-        pair = self.routes[connection[:2]][number]
+        pair = self.routes[connection][number]
         bandwidth, latency = self.links[pair]
         start = max(head, self.free[pair])
         self.free[pair] = start + size / bandwidth
         self.busy[pair] += size / bandwidth
         end = max(self.free[pair], tail)
-        if number + 1 < len(self.routes[connection[:2]]):
+        if number + 1 < len(self.routes[connection]):
             self.at(start + latency, ("hop", connection, size, number + 1, end + latency, last))
         elif last:
             self.at(end + latency, ("arrival", connection))
@@ -167,13 +169,15 @@ class Clock:
 def seconds(text, topology, schedule, nbytes, **options):
     """Return how long a file of a schedule takes on a topology: rank k is the schedule's k-th device.
 
-    Messages take the schedule's routes (the same in all rounds), else those of the topology.
+    Messages take the schedule's routes between two devices, one after the other, else that of the topology.
     """
     links = {(link.src, link.dst): (float(link.bandwidth) * 1e9, float(link.latency_s)) for link in topology.links}
     names = schedule.devices
-    given = {(src, dst): (names[src], *through, names[dst]) for _, src, dst, through, *_ in schedule.routes}
+    given = defaultdict(dict)
+    for _, src, dst, through, *_ in schedule.routes:
+        given[src, dst][names[src], *through, names[dst]] = None
 
-    def route(src, dst):
-        return given.get((src, dst)) or topology.route(names[src], names[dst])
+    def routes(src, dst):
+        return [*given[src, dst]] or [topology.route(names[src], names[dst])]
 
-    return Clock(text, links, route, nbytes, **options).run()
+    return Clock(text, links, routes, nbytes, **options).run()

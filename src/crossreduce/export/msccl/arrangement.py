@@ -31,8 +31,8 @@ from ...lowering import ChunkProgram, Instruction
 from ..collective import Block, Collective
 from .format import LARGEST_COUNT, MOST_CHUNKS
 
-FINE: Final = 4
-"""The units of a piece, if pieces cannot have equally many: the largest is at most a quarter larger than the mean."""
+FINE: Final = 2
+"""The units of a piece, if pieces cannot have equally many: the largest is at most half larger than the mean."""
 
 
 MOST_SINGLE: Final = 8
@@ -60,6 +60,7 @@ class Arrangement:
     pieces: tuple[int, ...]  # of each block: the piece of its part
     channels: Mapping[Lane, int]
     forwards: Mapping[tuple[int, int], int]  # (chunk, value): the value of the message that forwards it on arrival
+    unstored: frozenset[tuple[int, int]]  # the forwarded values that nothing else reads: they need no memory
 
     def channel(self, b: int, operand: int, value: int) -> int:
         """Return the channel of a block's message."""
@@ -94,7 +95,7 @@ def plain(made: Collective, channels: int, pieces: int = 1) -> Arrangement:
     for b, block in enumerate(flat):
         of_chunk[block.chunk].append((parts[b], b * channels // len(flat)))
     chosen = {(part, message): channel for message, _ in messages(made) for part, channel in of_chunk[message.chunk]}
-    return Arrangement(made, tuple(parts), (0,) * len(flat), chosen, {})
+    return Arrangement(made, tuple(parts), (0,) * len(flat), chosen, {}, frozenset())
 
 
 def cut(block: Block, most: int) -> list[Block]:
@@ -150,7 +151,12 @@ def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangemen
             for message, connection in path:
                 used[connection].add(channel)
                 chosen[part, message] = channel
-    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards)
+    reads: Counter[tuple[int, int]] = Counter()
+    for c, chunk in enumerate(made.program.chunks):
+        operands = (operand for instruction in chunk.instructions for operand in instruction.operands)
+        reads.update((c, value) for value in (*operands, *chunk.results))
+    unstored = frozenset(key for key in forwards if reads[key] == 1)
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards, unstored)
 
 
 def forwarding(made: Collective, found: list[tuple[Message, Connection]]) -> dict[tuple[int, int], int]:
@@ -233,4 +239,4 @@ def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], mos
             channel = min(range(count), key=lambda k: (loads[k], k))
             loads[channel] += load[lane[1].chunk]
             chosen[lane] = channel
-    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {})
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {}, frozenset())

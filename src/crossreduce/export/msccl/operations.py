@@ -132,7 +132,9 @@ class XmlWriter:
                 channel = channel if op.sent is None else self.arrangement.channel(b, op.sent, value)
                 send, kind = -1, op.type
                 if after is not None and k + 1 == len(ops):
-                    send, kind = devices[after], {"r": "rcs", "rrc": "rrcs"}[op.type]
+                    send = devices[after]
+                    stored = op.type == "r" or (block.chunk, value) not in self.arrangement.unstored
+                    kind = {"r": "rcs", "rrc": "rrcs" if stored else "rrs"}[op.type]
                 self._op((instruction.device, channel, send, op.peer), kind, op.src, op.dst, block.size)
         for value in sent if block.size > 1 else ():
             placement.read(b, value)
@@ -146,10 +148,11 @@ class XmlWriter:
         if own is not None:
             total = placement.locations[b, own]
             placement.read(b, own)
-        target = placement.store(device, b, value)
+        unstored = own is not None and (self.made.blocks[b].chunk, value) in self.arrangement.unstored
+        target = total if unstored and total and len(operands) == 2 else placement.store(device, b, value)
 
         def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
-            src = add or placement.locations[b, operand]
+            src = add or placement.locations.get((b, operand), to)  # runtimes ignore the source of r
             return _LocalOp("r" if add is None else "rrc", chunk.devices[operand], operand, src, to)
 
         position = 0 if own is None else operands.index(own)
