@@ -21,9 +21,10 @@ import heapq
 import itertools
 import math
 import xml.etree.ElementTree as ET
+from bisect import bisect_left
 from collections import defaultdict
 
-from msccl_machine import RECEIVING, SENDING, transmissions
+from msccl_machine import LOADING, RECEIVING, SENDING, transmissions
 
 SLICE = 1 << 21
 LEAST_HALF = 1 << 15
@@ -37,18 +38,17 @@ class Clock:
     Args:
       text: the file.
       links: bytes per second and seconds of latency of each link, by the nodes at its ends.
-      routes: returns the routes between the devices of two ranks, each as its nodes with both ends. Channels take them
-        in turn.
+      route: returns the nodes that a message passes, with both ends, by the ranks that send and receive it and its
+        position in the buffer, from 0 to 1; ``None``: the position is unknown.
       nbytes: the size of the whole buffer.
     """
 
-    def __init__(self, text, links, routes, nbytes, *, cap=math.inf, step_s=0.0):
+    def __init__(self, text, links, route, nbytes, *, cap=math.inf, step_s=0.0):
         top = ET.fromstring(text)
         self.links, self.cap, self.step_s = links, cap, step_s
         self.chunk = nbytes / int(top.get("nchunksperloop"))
         self.iterations = max(1, math.ceil(self.chunk / SLICE))
         self.programs, self.ends = {}, {}
-        self.routes = {}
         for gpu in top:
             g = int(gpu.get("id"))
             for block in gpu:
@@ -56,10 +56,7 @@ class Clock:
                 self.programs[place] = transmissions(block)
                 send, recv, channel = (int(block.get(key)) for key in ("send", "recv", "chan"))
                 self.ends[place] = (g, send, channel), (recv, g, channel)
-                if send >= 0:
-                    found = routes(g, send)
-                    nodes = found[channel % len(found)]
-                    self.routes[g, send, channel] = list(itertools.pairwise(nodes))
+        self.find_routes(top.get("coll"), int(top.get("nchunksperloop")), int(top.get("ngpus")), route)
         self.flags = dict.fromkeys(self.programs, (-1, -1))
         self.arrived = defaultdict(int)
         self.received = defaultdict(int)
@@ -67,6 +64,28 @@ class Clock:
         self.free = defaultdict(float)  # when a link has sent all that was given to it
         self.busy = defaultdict(float)  # the seconds for which a link sent
         self.events, self.waiting, self.count, self.now = [], defaultdict(list), 0, 0.0
+
+    def find_routes(self, coll, chunks, ranks, route):
+        """Determine the route of each step that sends: by the position that it reads, or that its receiver writes."""
+
+        def position(rank, span):
+            buffer, offset = span
+            if buffer == "s":
+                return None
+            part = {"i": "allgather", "o": "reducescatter"}[buffer] == coll
+            return (offset + (rank * chunks // ranks if part else 0) + 0.5) / chunks
+
+        received = defaultdict(list)
+        for place, program in self.programs.items():
+            received[self.ends[place][1]] += [step for step in program if step.type in RECEIVING]
+        for place, program in self.programs.items():
+            out = self.ends[place][0]
+            sending = [step for step in program if step.type in SENDING]
+            for step, other in zip(sending, received[out] if sending else (), strict=True):
+                places = [position(out[0], step.src if step.type in LOADING else step.dst)]
+                places += [position(out[1], span) for span in (other.dst, other.src) if other.type != "rrs"]
+                found = next((known for known in places if known is not None), None)
+                step.route = list(itertools.pairwise(route(*out[:2], found)))
 
     def halves(self, count, iteration):
         """Return the bytes of the halves of a step's messages in an iteration."""
@@ -101,7 +120,10 @@ class Clock:
                         self.sent[out] += 1
                         count = max(1, math.ceil(size / PACKET))
                         for k in range(count):
-                            yield "sleep", self.hop(out, size / count, 0, self.now, self.now, k + 1 == count)
+                            yield (
+                                "sleep",
+                                self.hop(out, step.route, size / count, 0, self.now, self.now, k + 1 == count),
+                            )
                         if self.cap < math.inf:
                             yield "sleep", max(self.now, start + size / self.cap)
                     elif size and self.cap < math.inf:
@@ -113,19 +135,19 @@ class Clock:
                     self.flags[place] = iteration, step.flag
                     self.wake("flag", place)
 
-    def hop(self, connection, size, number, head, tail, last):
+    def hop(self, connection, route, size, number, head, tail, last):
         """Send a packet on a link of its route: its first byte is there at ``head``, its last one at ``tail``.
 
         ``last``: whether it is the last one of its half, which has then arrived.
         """
-        pair = self.routes[connection][number]
+        pair = route[number]
         bandwidth, latency = self.links[pair]
         start = max(head, self.free[pair])
         self.free[pair] = start + size / bandwidth
         self.busy[pair] += size / bandwidth
         end = max(self.free[pair], tail)
-        if number + 1 < len(self.routes[connection]):
-            self.at(start + latency, ("hop", connection, size, number + 1, end + latency, last))
+        if number + 1 < len(route):
+            self.at(start + latency, ("hop", connection, route, size, number + 1, end + latency, last))
         elif last:
             self.at(end + latency, ("arrival", connection))
         return end
@@ -157,7 +179,7 @@ class Clock:
             if kind == "resume":
                 self.resume(*rest)
             elif kind == "hop":
-                self.hop(*rest[:3], self.now, *rest[3:])
+                self.hop(*rest[:4], self.now, *rest[4:])
             else:
                 self.arrived[rest[0]] += 1
                 self.wake("message", rest[0])
@@ -169,15 +191,21 @@ class Clock:
 def seconds(text, topology, schedule, nbytes, **options):
     """Return how long a file of a schedule takes on a topology: rank k is the schedule's k-th device.
 
-    Messages take the schedule's routes between two devices, one after the other, else that of the topology.
+    Messages take the routes that the schedule gives for their chunk (in its last round), else that of the topology.
     """
     links = {(link.src, link.dst): (float(link.bandwidth) * 1e9, float(link.latency_s)) for link in topology.links}
-    names = schedule.devices
-    given = defaultdict(dict)
-    for _, src, dst, through, *_ in schedule.routes:
-        given[src, dst][names[src], *through, names[dst]] = None
+    names, chunks = schedule.devices, list(enumerate(schedule.chunks))
+    if schedule.collective in ("all_gather", "reduce_scatter"):  # the buffer is in the order of the owners
+        owner = "sources" if schedule.collective == "all_gather" else "destinations"
+        chunks.sort(key=lambda entry: getattr(entry[1], owner))
+    numbers = [number for number, chunk in chunks if chunk.share]
+    ends = list(itertools.accumulate(float(chunk.share) for _, chunk in chunks if chunk.share))
+    given = {(chunk, src, dst): through for chunk, src, dst, through, *_ in schedule.routes}
 
-    def routes(src, dst):
-        return [*given[src, dst]] or [topology.route(names[src], names[dst])]
+    def route(src, dst, position):
+        chunk = None if position is None else numbers[min(bisect_left(ends, position), len(ends) - 1)]
+        if (chunk, src, dst) in given:
+            return names[src], *given[chunk, src, dst], names[dst]
+        return topology.route(names[src], names[dst])
 
-    return Clock(text, links, routes, nbytes, **options).run()
+    return Clock(text, links, route, nbytes, **options).run()

@@ -191,9 +191,10 @@ def ends_with_a_receive(chunk: ChunkProgram, instruction: Instruction) -> bool:
 def _paths(
     found: list[tuple[Message, Connection]], forwards: dict[tuple[int, int], int]
 ) -> Iterator[list[tuple[Message, Connection]]]:
-    """Yield the messages that forward each other, path by path; a path that would use a connection twice is cut.
+    """Yield the messages that forward each other, path by path; a path that would return to a rank is cut.
 
-    Where it is cut, the entry of ``forwards`` is deleted.
+    A rank that replaces a value by the result has to wait until the value is sent. If the same path brought the result
+    back, the two would wait for each other. Where a path is cut, the entry of ``forwards`` is deleted.
     """
     place = dict(found)
     last = {}  # (chunk, value): the message that completes the value
@@ -204,16 +205,16 @@ def _paths(
     starts = [message for message, _ in found if message not in begun]
     while starts:
         message = starts.pop(0)
-        path, connections = [(message, place[message])], {place[message]}
+        path, visited = [(message, place[message])], {*place[message]}
         while (key := (message.chunk, message.value)) in forwards and last[key] == message:
             following = Message(message.chunk, message.value, forwards[key])
-            if place[following] in connections:
+            if place[following][1] in visited:
                 del forwards[key]
                 starts.append(following)
                 break
             message = following
             path.append((message, place[message]))
-            connections.add(place[message])
+            visited.add(place[message][1])
         yield path
 
 
