@@ -7,9 +7,10 @@ msccl-executor-nccl and RCCL run them under the Simple protocol:
   order. It waits for another threadblock only if a step depends on one, and for messages and free slots of connections.
 - A step of several chunks is divided into messages of at most 2 MiB, a message into two halves of at least 32 KiB. A
   connection holds four halves. A step that receives and sends does so half by half.
-- A half is sent in packets of at most 128 KiB. Each takes its turn on each link of its route, first come, first served,
-  so threadblocks share a link fairly. Switches pass packets on as they arrive. The sender continues when it has sent
-  the half on its first link. Local steps take no time.
+- A half is sent in eight packets. Each takes its turn on each link of its route, first come, first served, so that
+  threadblocks share a link in proportion to the sizes of their messages. With ``fair``, packets have at most 16 KiB, so
+  that they share it equally. Switches pass packets on as they arrive. The sender continues when it has sent the half on
+  its first link. Local steps take no time.
 
 With ``cap``, a threadblock moves at most so many bytes per second. With ``step_s``, each step takes that time besides.
 
@@ -24,12 +25,13 @@ import xml.etree.ElementTree as ET
 from bisect import bisect_left
 from collections import defaultdict
 
-from msccl_machine import LOADING, RECEIVING, SENDING, transmissions
+from msccl_machine import LOADING, RECEIVING, SENDING, STORING, transmissions
 
 SLICE = 1 << 21
 LEAST_HALF = 1 << 15
 SLOTS = 4
-PACKET = 1 << 17
+PACKETS = 8
+FAIR_PACKET = 1 << 14
 
 
 class Clock:
@@ -43,9 +45,9 @@ class Clock:
       nbytes: the size of the whole buffer.
     """
 
-    def __init__(self, text, links, route, nbytes, *, cap=math.inf, step_s=0.0):
+    def __init__(self, text, links, route, nbytes, *, cap=math.inf, step_s=0.0, fair=False):
         top = ET.fromstring(text)
-        self.links, self.cap, self.step_s = links, cap, step_s
+        self.links, self.cap, self.step_s, self.fair = links, cap, step_s, fair
         self.chunk = nbytes / int(top.get("nchunksperloop"))
         self.iterations = max(1, math.ceil(self.chunk / SLICE))
         self.programs, self.ends = {}, {}
@@ -66,26 +68,45 @@ class Clock:
         self.events, self.waiting, self.count, self.now = [], defaultdict(list), 0, 0.0
 
     def find_routes(self, coll, chunks, ranks, route):
-        """Determine the route of each step that sends: by the position that it reads, or that its receiver writes."""
+        """Determine the route of each step that sends: by the part of the buffer that its data belongs to.
+
+        Scratch memory belongs to the part that the other end of a step that uses it belongs to, here or at the peer.
+        """
+        scratch = {}
 
         def position(rank, span):
             buffer, offset = span
             if buffer == "s":
-                return None
+                return scratch.get((rank, offset))
             part = {"i": "allgather", "o": "reducescatter"}[buffer] == coll
             return (offset + (rank * chunks // ranks if part else 0) + 0.5) / chunks
 
         received = defaultdict(list)
         for place, program in self.programs.items():
             received[self.ends[place][1]] += [step for step in program if step.type in RECEIVING]
+        groups = []  # the ends of each step, and of the step that receives its message
+        sending = {}
         for place, program in self.programs.items():
             out = self.ends[place][0]
-            sending = [step for step in program if step.type in SENDING]
-            for step, other in zip(sending, received[out] if sending else (), strict=True):
-                places = [position(out[0], step.src if step.type in LOADING else step.dst)]
-                places += [position(out[1], span) for span in (other.dst, other.src) if other.type != "rrs"]
-                found = next((known for known in places if known is not None), None)
-                step.route = list(itertools.pairwise(route(*out[:2], found)))
+            others = iter(received[out])
+            for step in program:
+                ends = [(place[0], step.src)] * (step.type in LOADING) + [(place[0], step.dst)] * (step.type in STORING)
+                if step.type in SENDING:
+                    other = next(others)
+                    ends += [(out[1], other.src)] * (other.type in LOADING)
+                    ends += [(out[1], other.dst)] * (other.type in STORING)
+                    sending[step] = out, ends
+                groups.append(ends)
+        known = -1
+        while known < len(scratch):
+            known = len(scratch)
+            for ends in groups:
+                found = next((place for place in itertools.starmap(position, ends) if place is not None), None)
+                if found is not None:
+                    scratch |= {(rank, span[1]): found for rank, span in ends if span[0] == "s"}
+        for step, (out, ends) in sending.items():
+            found = next((place for place in itertools.starmap(position, ends) if place is not None), None)
+            step.route = list(itertools.pairwise(route(*out[:2], found)))
 
     def halves(self, count, iteration):
         """Return the bytes of the halves of a step's messages in an iteration."""
@@ -118,7 +139,7 @@ class Clock:
                     start = self.now
                     if sends:
                         self.sent[out] += 1
-                        count = max(1, math.ceil(size / PACKET))
+                        count = max(1, math.ceil(size / FAIR_PACKET)) if self.fair else PACKETS
                         for k in range(count):
                             yield (
                                 "sleep",

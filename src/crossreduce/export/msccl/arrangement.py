@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from ...lowering import ChunkProgram, Instruction
 from ..collective import Block, Collective
-from .format import LARGEST_COUNT, MOST_CHUNKS
+from .format import LARGEST_COUNT, MOST_CHUNKS, RUNTIMES
 
 FINE: Final = 2
 """The units of a piece, if pieces cannot have equally many: the largest is at most half larger than the mean."""
@@ -37,6 +37,12 @@ FINE: Final = 2
 
 MOST_SINGLE: Final = 8
 """A part of so few units, without pieces, is moved unit by unit: a step of several units waits for all of them."""
+
+
+MOST_MESSAGES: Final = 32
+"""The messages of a threadblock without pieces. Each may have to wait twice, which takes two steps, of at most 64."""
+
+MOST_CHANNELS: Final = min(runtime.channels for runtime in RUNTIMES.values())
 
 
 class Message(NamedTuple):
@@ -219,25 +225,53 @@ def _paths(
 
 
 def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int) -> Arrangement:
-    """Return an arrangement in which the messages of a connection share at most ``most`` channels, equally loaded.
+    """Return an arrangement in which messages share channels, so that no rank has more than ``most`` threadblocks.
 
-    Without pieces, a connection has as many channels as fill its link; with pieces, it has as many as it has messages,
-    so that each stage has its own. ``load``: how much one part of each chunk loads a channel.
+    Without pieces, a connection has as many channels as fill its link; with pieces, as many as it has messages, so that
+    each stage has its own. Both have fewer if a rank would have too many threadblocks. ``load``: how much one part of
+    each chunk loads a channel.
     """
     cells, of_part, of_piece = divided(made, parts, pieces)
-    of_connection: defaultdict[Connection, list[Lane]] = defaultdict(list)
+    lanes: defaultdict[Connection, list[Lane]] = defaultdict(list)
     for message, connection in messages(made):
-        of_connection[connection] += [(part, message) for part in range(parts[message.chunk])]
+        lanes[connection] += [(part, message) for part in range(parts[message.chunk])]
+    counts = {
+        connection: min(len(own), MOST_CHANNELS)
+        if pieces > 1
+        else _filling([load[message.chunk] for _, message in own])
+        for connection, own in lanes.items()
+    }
+    _limit(counts, {connection: len(own) for connection, own in lanes.items()}, most)
     chosen: dict[Lane, int] = {}
-    for lanes in of_connection.values():
-        total = sum((load[message.chunk] for _, message in lanes), Fraction(0))
-        least = min(most, len(lanes), max(1, math.ceil(total)) if pieces == 1 else most)
-        # Up to twice as many channels, if each then has equally many messages.
-        counts = range(least, min(most, len(lanes), 2 * least) + 1)
-        count = min(counts, key=lambda k: (Fraction(k * -(-len(lanes) // k), len(lanes)), k))
-        loads = [Fraction(0)] * count
-        for lane in lanes:
-            channel = min(range(count), key=lambda k: (loads[k], k))
-            loads[channel] += load[lane[1].chunk]
+    for connection, own in lanes.items():
+        loads = [Fraction(0)] * counts[connection]
+        for lane in own:
+            channel = min(range(len(loads)), key=lambda k: (loads[k], k))
+            loads[channel] += load[lane[1].chunk] or 1
             chosen[lane] = channel
     return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {}, frozenset())
+
+
+def _filling(loads: Sequence[Fraction]) -> int:
+    """Return how many channels carry messages of these loads: up to twice the least number, to load them equally."""
+    least = min(len(loads), max(math.ceil(sum(loads)), math.ceil(len(loads) / MOST_MESSAGES)))
+    counts = range(least, min(len(loads), 2 * least) + 1)
+    return min(counts, key=lambda k: (k * -(-len(loads) // k), k))
+
+
+def _limit(counts: dict[Connection, int], lanes: dict[Connection, int], most: int) -> None:
+    """Lower the channels of connections until each rank has at most ``most`` threadblocks, if one channel each allows.
+
+    A channel is taken from the connection whose channels then have the fewest messages.
+    """
+    used: Counter[int] = Counter()
+    for connection, count in counts.items():
+        used.update(dict.fromkeys(connection, count))
+    for rank in sorted(used):
+        while used[rank] > most:
+            mine = [connection for connection, count in counts.items() if rank in connection and count > 1]
+            if not mine:
+                break
+            taken = min(mine, key=lambda connection: (lanes[connection] / (counts[connection] - 1), connection))
+            counts[taken] -= 1
+            used.subtract(taken)

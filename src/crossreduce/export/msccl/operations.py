@@ -167,8 +167,10 @@ class XmlWriter:
             src, total = (aside, target) if total == target else (total, aside)
             peer = chunk.devices[before[-1]]
             yield _LocalOp("re", peer, None, src, total)
-            if not after and total != target:
+            if not after and total != target and value in chunk.results:
                 yield _LocalOp("cpy", peer, None, total, target)
+            elif not after:
+                placement.move(device, b, value, total)
         for operand in after:
             yield receive(operand, total, target)
             total = target

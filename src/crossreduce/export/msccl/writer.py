@@ -115,7 +115,7 @@ def to_msccl_xml(
     if channels is not None or (topology is None and schedule.pieces == 1):
         text = file.first(_plain_arrangements(made, channels))
     else:
-        text = file.first(_pipelined_arrangements(made, schedule, topology), schedule.pieces)
+        text = file.first(_pipelined_arrangements(made, schedule, topology, file.threadblocks), schedule.pieces)
     if text is not None:
         return text
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
@@ -133,36 +133,45 @@ class _File:
     def __init__(self, head: str, channels: int, inplace: bool, outofplace: bool, limits: Sequence[Runtime]) -> None:
         self.head, self.channels, self.inplace, self.outofplace = head, channels, inplace, outofplace
         self.limits = limits
+        self.steps = min(runtime.steps for runtime in limits)
+        self.threadblocks = min(runtime.threadblocks for runtime in limits)
         self.broken = ""
 
     def first(self, builds: Iterable[Build], pieces: int = 1) -> str | None:
         """Return the text of the first arrangement that the limits allow, with as many pieces as they allow."""
-        most = min(runtime.steps for runtime in self.limits)
         for build in builds:
-            trial = min(2, pieces)
-            export, text = self._written(build(trial))
-            if self._broken(text):
+            text = self._fitting(build, pieces)
+            if text is None:
                 continue
-            count = min(pieces, trial * most // export.most_steps)
-            while count > trial:
-                larger, text_of_larger = self._written(build(count))
-                if not self._broken(text_of_larger):
-                    text = text_of_larger
-                    break
-                count = min(count - 1, count * most // larger.most_steps)
             try:
                 verify_msccl_xml(text, slots=1)
             except ScheduleError as error:
-                if "a deadlock" not in str(error) or not export.arrangement.forwards:
+                if "a deadlock" not in str(error):
                     raise
-                self.broken = "forwarded messages would wait for each other"
+                self.broken = "messages that are forwarded on arrival would wait for each other"
                 continue
             return text
         return None
 
+    def _fitting(self, build: Build, pieces: int) -> str | None:
+        """Return the text of an arrangement with as many pieces as the limits allow; ``None``: not even one."""
+        trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
+        export, text = self._written(build(trial))
+        found = None if self._broken(text) else text
+        if found is None and (trial == 1 or export.most_steps <= self.steps):
+            return None
+        count = min(pieces, max(1, trial * self.steps // export.most_steps))
+        while count > trial or found is None:
+            export, text = self._written(build(count))
+            if not self._broken(text):
+                return text
+            if count == 1:
+                return None
+            count = max(1, min(count - 1, count * self.steps // export.most_steps))
+        return found
+
     def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str]:
-        most = min(runtime.threadblocks for runtime in self.limits)
-        export = XmlWriter(arrangement, most, inplace=self.inplace, outofplace=self.outofplace)
+        export = XmlWriter(arrangement, self.threadblocks, inplace=self.inplace, outofplace=self.outofplace)
         channels = max(self.channels, export.channels)
         return export, export.text(self.head.format(channels=channels, units=arrangement.made.units))
 
@@ -182,7 +191,9 @@ def _plain_arrangements(made: Collective, channels: int | None) -> Iterator[Buil
         yield partial(plain, made, count)
 
 
-def _pipelined_arrangements(made: Collective, schedule: Schedule, topology: Topology | None) -> Iterator[Build]:
+def _pipelined_arrangements(
+    made: Collective, schedule: Schedule, topology: Topology | None, threadblocks: int
+) -> Iterator[Build]:
     """Yield arrangements whose channels fill the links, then some that need fewer threadblocks."""
     parts = parts_of_chunks(schedule, topology)
     rate = Fraction(0) if topology is None else fluid_rate(schedule, topology) or Fraction(0)
@@ -193,5 +204,5 @@ def _pipelined_arrangements(made: Collective, schedule: Schedule, topology: Topo
             break
         parts = tuple(-(-count // 2) for count in parts)
     loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in zip(schedule.chunks, whole, strict=True)]
-    for most in (32, 24, 16, 12, 8, 6, 4, 3, 2, 1):
-        yield partial(shared, made, whole, loads, most)
+    for kept in (1, 8, threadblocks):  # threadblocks for copies
+        yield partial(shared, made, whole, loads, threadblocks - kept)
