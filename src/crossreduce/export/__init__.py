@@ -52,7 +52,7 @@ EXPORTERS: Final = {
     ),
     "msccl": Exporter(
         "crossreduce.export.msccl.writer:to_msccl_xml",
-        ("schedule", "topology"),
+        ("schedule", "topology", "nbytes"),
         ".xml",
         runs_elsewhere=True,
         by_rank=True,

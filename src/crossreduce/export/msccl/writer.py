@@ -7,6 +7,7 @@ arrangements that the runtimes' limits allow is written, and then proved by the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -18,12 +19,15 @@ from ...schedule import Schedule, fluid_rate
 from ...topology import Topology
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, collective, require_integers
-from .arrangement import Arrangement, cut, pipelined, plain, shared
+from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
 from .operations import XmlWriter
 from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+LARGE_STEP: Final = 1 << 20
+"""Bytes: half of the runtimes' largest message, so that a GPU forwards one while it receives the next one."""
 
 # The runtimes' parsers read at most 255 characters of an attribute, and do not decode XML escapes.
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
@@ -32,6 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
 def to_msccl_xml(
     schedule: Schedule,
     topology: Topology | None = None,
+    nbytes: int | None = None,
     *,
     name: str | None = None,
     proto: str = "Simple",
@@ -53,6 +58,8 @@ def to_msccl_xml(
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
       topology: the topology that it was planned for. Chunks are divided into parts with channels of their own until
         each channel carries at most ``CHANNEL_GB_PER_S``; ``None``: the speeds of links are unknown, one part.
+      nbytes: the size that it was planned for: parts of several units with more than ``LARGE_STEP`` bytes are divided
+        into pieces; ``None``: unknown, no such pieces.
       name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
@@ -84,7 +91,7 @@ def to_msccl_xml(
         raise ArgumentError.of("unknown protocol.", shown(proto), ", ".join(PROTOCOLS))
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
-    require_integers(channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
+    require_integers(nbytes=nbytes, channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
     if channels is not None and channels < 1:
         raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
@@ -115,13 +122,26 @@ def to_msccl_xml(
     if channels is not None or (topology is None and schedule.pieces == 1):
         text = file.first(_plain_arrangements(made, channels))
     else:
-        text = file.first(_pipelined_arrangements(made, schedule, topology, file.threadblocks), schedule.pieces)
+        builds = _pipelined_arrangements(made, schedule, topology, file.threadblocks)
+        text = file.first(builds, _pieces(made, schedule, topology, nbytes))
     if text is not None:
         return text
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
     if runtime != "msccl" and file.broken.startswith("RCCL"):
         remedy += ', or runtime="msccl"'
     raise PlanError.of(f"this schedule does not fit into the runtime: {file.broken}.", schedule.head, remedy)
+
+
+def _pieces(made: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
+    """Return the number of pieces: the schedule's; without pieces, as many as large parts of several units need.
+
+    A step of several units waits for all of them. The runtimes divide a single large unit into slices themselves.
+    """
+    parts = parts_of_chunks(schedule, topology)
+    large = [block.size / parts[block.chunk] for block in made.blocks if block.size > MOST_SINGLE * parts[block.chunk]]
+    if schedule.pieces > 1 or not nbytes or not large:
+        return schedule.pieces
+    return max(1, math.ceil(max(large) / made.units * nbytes / LARGE_STEP))
 
 
 Build = Callable[[int], Arrangement]  # from a number of pieces
