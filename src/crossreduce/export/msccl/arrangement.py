@@ -67,6 +67,7 @@ class Arrangement:
     channels: Mapping[Lane, int]
     forwards: Mapping[tuple[int, int], int]  # (chunk, value): the value of the message that forwards it on arrival
     unstored: frozenset[tuple[int, int]]  # the forwarded values that nothing else reads: they need no memory
+    spread: bool  # whether the copies of each part of a chunk have a threadblock of their own
 
     def channel(self, b: int, operand: int, value: int) -> int:
         """Return the channel of a block's message."""
@@ -101,7 +102,7 @@ def plain(made: Collective, channels: int, pieces: int = 1) -> Arrangement:
     for b, block in enumerate(flat):
         of_chunk[block.chunk].append((parts[b], b * channels // len(flat)))
     chosen = {(part, message): channel for message, _ in messages(made) for part, channel in of_chunk[message.chunk]}
-    return Arrangement(made, tuple(parts), (0,) * len(flat), chosen, {}, frozenset())
+    return Arrangement(made, tuple(parts), (0,) * len(flat), chosen, {}, frozenset(), spread=False)
 
 
 def cut(block: Block, most: int) -> list[Block]:
@@ -162,7 +163,7 @@ def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangemen
         operands = (operand for instruction in chunk.instructions for operand in instruction.operands)
         reads.update((c, value) for value in (*operands, *chunk.results))
     unstored = frozenset(key for key in forwards if reads[key] == 1)
-    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards, unstored)
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards, unstored, spread=True)
 
 
 def forwarding(made: Collective, found: list[tuple[Message, Connection]]) -> dict[tuple[int, int], int]:
@@ -249,7 +250,7 @@ def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], mos
             channel = min(range(len(loads)), key=lambda k: (loads[k], k))
             loads[channel] += load[lane[1].chunk] or 1
             chosen[lane] = channel
-    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {}, frozenset())
+    return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, {}, frozenset(), spread=True)
 
 
 def _filling(loads: Sequence[Fraction]) -> int:

@@ -178,7 +178,8 @@ class XmlWriter:
     def _add_copies(self, most: int, *, outofplace: bool) -> None:
         """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place.
 
-        Each part of a chunk has a threadblock for its copies, as long as a rank has at most ``most`` threadblocks.
+        If the arrangement spreads copies, each part of a chunk has a threadblock for them while the rank has at most
+        ``most`` threadblocks. Otherwise a rank has as few threadblocks for them as their number needs.
         """
         copies: defaultdict[int, dict[tuple[int, int], list[_Copy]]] = defaultdict(dict)  # by rank, chunk and part
         for b, block in enumerate(self.made.blocks):
@@ -192,7 +193,7 @@ class XmlWriter:
         used = Counter(rank for rank, *_ in self.blocks)
         for rank, lanes in copies.items():
             count = sum(map(len, lanes.values()))
-            room = max(most - used[rank], -(-count // MOST_COPIES))
+            room = max(most - used[rank] if self.arrangement.spread else 0, -(-count // MOST_COPIES))
             done = 0
             for number, lane in enumerate(lanes.values()):
                 for _, src, dst, size in lane:

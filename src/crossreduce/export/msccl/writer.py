@@ -62,7 +62,8 @@ def to_msccl_xml(
         into pieces; ``None``: unknown, no such pieces.
       name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
-      runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
+      runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", "microsoft"
+        (microsoft/msccl, which needs ``max_bytes``: it uses files for messages below it), or "both": the first two.
       channels: the number of channels over which the chunks are spread, without pieces and parts; ``None``: as the
         pieces and the topology require, and without both the fewest of ``CHANNELS`` that the limits allow.
       inplace: whether the file is for calls whose input and output are the same memory.
@@ -112,7 +113,7 @@ def to_msccl_xml(
         problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
         given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"
         raise PlanError.of(problem, given, "fewer packs, another algorithm, or shares of a smaller denominator")
-    limits = list(RUNTIMES.values()) if runtime == "both" else [RUNTIMES[runtime]]
+    limits = [RUNTIMES["msccl"], RUNTIMES["rccl"]] if runtime == "both" else [RUNTIMES[runtime]]
     head = (
         f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" ngpus="{made.ranks}" '
         f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
@@ -127,7 +128,7 @@ def to_msccl_xml(
     if text is not None:
         return text
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
-    if runtime != "msccl" and file.broken.startswith("RCCL"):
+    if runtime in ("rccl", "both") and file.broken.startswith("RCCL"):
         remedy += ', or runtime="msccl"'
     raise PlanError.of(f"this schedule does not fit into the runtime: {file.broken}.", schedule.head, remedy)
 
