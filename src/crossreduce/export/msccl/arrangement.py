@@ -32,7 +32,7 @@ from ..collective import Block, Collective
 from .format import LARGEST_COUNT, MOST_CHUNKS, RUNTIMES
 
 FINE: Final = 2
-"""The units of a piece, if pieces cannot have equally many: the largest is at most half larger than the mean."""
+"""The units of a piece, if pieces cannot have equally many; twice as many, if a part is not divided into pieces."""
 
 
 MOST_SINGLE: Final = 8
@@ -119,10 +119,11 @@ def divided(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collec
     """Return a collective whose chunks are divided into parts and pieces, and the part and piece of each block.
 
     ``parts``: the number of parts of each chunk. The number of units is multiplied by a power of two, the least for
-    which each piece has equally many units, or at least ``FINE``; pieces of more units than a step moves are cut.
+    which each piece has equally many units, or at least ``FINE``. Pieces of more units than a step moves are cut.
     """
     factor = 1
-    while not all(_fine(block.size * factor, parts[block.chunk] * pieces) for block in made.blocks):
+    least = FINE if pieces > 1 else 2 * FINE
+    while not all(_fine(block.size * factor, parts[block.chunk] * pieces, least) for block in made.blocks):
         if made.units * factor * 2 > MOST_CHUNKS:
             break
         factor *= 2
@@ -139,8 +140,8 @@ def divided(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collec
     return replace(made, units=made.units * factor, blocks=tuple(blocks)), of_part, of_piece
 
 
-def _fine(units: int, count: int) -> bool:
-    return units % count == 0 or units >= FINE * count
+def _fine(units: int, count: int, least: int) -> bool:
+    return units % count == 0 or units >= least * count
 
 
 def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangement:
