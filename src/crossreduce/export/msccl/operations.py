@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from ...lowering import Instruction, Numbered
 from ..collective import Location
 from ..placement import MemoryPlacement
-from .arrangement import Arrangement
+from .arrangement import MOST_CHANNELS, Arrangement
 from .format import LARGEST_COUNT, READS, SENDS, WRITES
 
 Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
@@ -103,6 +103,11 @@ class XmlWriter:
     def channels(self) -> int:
         """The number of channels."""
         return max((channel for _, channel, *_ in self.blocks), default=0) + 1
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of all threadblocks."""
+        return sum(max(len(op.waits), 1) for ops in self.blocks.values() for op in ops)
 
     @property
     def most_steps(self) -> int:
@@ -193,7 +198,8 @@ class XmlWriter:
         used = Counter(rank for rank, *_ in self.blocks)
         for rank, lanes in copies.items():
             count = sum(map(len, lanes.values()))
-            room = max(most - used[rank] if self.arrangement.spread else 0, -(-count // MOST_COPIES))
+            room = min(most - used[rank], MOST_CHANNELS) if self.arrangement.spread else 0
+            room = max(room, -(-count // MOST_COPIES))
             done = 0
             for number, lane in enumerate(lanes.values()):
                 for _, src, dst, size in lane:

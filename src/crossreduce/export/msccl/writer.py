@@ -26,6 +26,9 @@ from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
+MOST_STEPS: Final = 1 << 15
+"""Files of more steps have fewer pieces, because their proof would take more than half a minute."""
+
 LARGE_STEP: Final = 1 << 20
 """Bytes: half of the runtimes' largest message, so that a GPU forwards one while it receives the next one."""
 
@@ -181,7 +184,7 @@ class _File:
         found = None if self._broken(text) else text
         if found is None and (trial == 1 or export.most_steps <= self.steps):
             return None
-        count = min(pieces, max(1, trial * self.steps // export.most_steps))
+        count = min(pieces, max(1, int(trial * min(self.steps / export.most_steps, MOST_STEPS / export.steps))))
         while count > trial or found is None:
             export, text = self._written(build(count))
             if not self._broken(text):
