@@ -24,8 +24,11 @@ from math import gcd, lcm
 from pathlib import Path
 
 import numpy as np
+import planning_sizes
 import scipy
 from common import RESULTS, machine
+from planning_sizes import proved, published
+from planning_sizes import show as show_sizes
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow, shortest_path
@@ -48,6 +51,7 @@ SIZES = {
     "1 GiB": 1 << 30,
 }
 CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+MOST_SIZED = 72  # devices up to which all sizes are planned
 MOST_MIXED = 8  # all directed rings are listed for at most so many devices: 8 have 5,040
 
 # Expected values in GB/s. A result equals an expected decimal if it rounds to it.
@@ -487,6 +491,15 @@ def grow(topology: cr.Topology, collective: str) -> object:
     return forest(Request(collective, topology.devices, topology.devices, topology=topology))
 
 
+def joins_hosts(name: str) -> bool:
+    """Return whether a machine of the library has a network."""
+    try:
+        box(name, 2)
+    except cr.ArgumentError:
+        return False
+    return True
+
+
 def joined(topology: cr.Topology) -> bool:
     """Return whether data can get from each device to every other."""
     # Links go both ways, so routes from the first device suffice.
@@ -637,6 +650,17 @@ def main() -> None:
     result["large"] = [on_many_devices(name, topology) for name, topology in large]
 
     clear_caches()
+    sized = {name: box(name) for name in (names[:1] if quick else names) if len(box(name).devices) <= MOST_SIZED}
+    if not quick:
+        sized |= {f"{name} x 2": box(name, 2) for name in sized if joins_hosts(name) and len(box(name).devices) <= 16}
+    sizes = planning_sizes.SIZES[::10] if quick else planning_sizes.SIZES[::2]
+    result["sizes"] = [
+        line for name, topology in sized.items() for line in planning_sizes.compared(name, topology, sizes)
+    ]
+    result["steps"] = [line for name in sized if "x" not in name for line in proved(name, sized[name])]
+    result["published"] = published()
+    show_sizes(result["sizes"], result["published"])
+
     tabled = names if quick else [*sixteens, "gb200-nvl72", "tpu-v4"]
     result["auto"] = [line for name in tabled for line in chosen(name, box(name))]
     result["times"] = times(runs, quick)

@@ -52,13 +52,14 @@ TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": 
 TYPES["s"] = ctypes.c_char_p
 
 
-def built(folder, *flags, stub=False):
+def built(folder, *flags, stub=False, soname="libcuda.so.1"):
     """Return the path of the library, compiled in a folder that processes may share.
 
+    ``soname``: a process that has loaded a library of this name uses it as the CUDA driver if it is libcuda.so.1.
     ``stub``: one whose calls do nothing and succeed, to measure the cost of the engine on the host.
     """
     names = ["stub_cuda.cpp"] if stub else ["fake_cuda.cpp", "cuda_host.cpp"]
-    key = hashlib.sha256(repr((FLAGS, flags, names)).encode())
+    key = hashlib.sha256(repr((FLAGS, flags, names, soname)).encode())
     for path in sorted([*SOURCES.glob("*cuda*"), *SOURCES.glob("fake_*"), *KERNELS.iterdir()]):
         key.update(path.read_bytes())
     into = Path(folder) / f"fake_cuda_{key.hexdigest()[:16]}"
@@ -68,7 +69,7 @@ def built(folder, *flags, stub=False):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             command = ["g++", *FLAGS, *flags, f"-I{KERNELS}", *(str(SOURCES / name) for name in names)]
-            command += ["-shared", "-Wl,-soname,libcuda.so.1", "-ldl", "-pthread", "-o", str(into / "made")]
+            command += ["-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread", "-o", str(into / "made")]
             subprocess.run(command, check=True, timeout=300)
             (into / "made").rename(library)
     return library

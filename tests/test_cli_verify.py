@@ -145,9 +145,11 @@ def test_the_function_takes_schedules_only():
 
 
 def test_a_missing_file_is_rejected(crossreduce, tmp_path):
-    """A folder and a missing file exit with 2."""
-    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "no", "No such file or directory")):
-        assert crossreduce("verify", path) == (2, "", f"crossreduce: {path} cannot be read: {words}.\n")
+    """A folder that is not a bundle and a missing file exit with 2."""
+    missing = "cannot be read: No such file or directory."
+    assert crossreduce("verify", tmp_path / "no") == (2, "", f"crossreduce: {tmp_path / 'no'} {missing}\n")
+    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one of plan --bundle.\n"
+    assert crossreduce("verify", tmp_path) == (2, "", folder)
 
 
 def test_sizes_are_printed(printed, tmp_path):

@@ -1,6 +1,7 @@
 """Exported plans: rank k is the k-th device of the topology, and files fit sizes that users have."""
 
 import json
+import re
 from collections import Counter
 from fractions import Fraction
 from itertools import product
@@ -108,7 +109,7 @@ def test_shares_stay_exact_where_none_fit():
     parts = cr.plan(ring, "reduce_scatter", 1 << 28, granularity=0.5).schedule
     assert not is_power_of_two(parts.units)
     whole = planning.ring(ring.devices)
-    assert rounded(whole, ring, 0.0001) is whole
+    assert rounded(whole, ring, 0.00001) is whole
     loose = rounded(whole, ring, 0.2)
     assert (loose.units, len(loose.chunks)) == (2, 2)
     assert fluid_rate(loose, ring) >= fluid_rate(whole, ring) * Fraction(8, 10)
@@ -127,7 +128,8 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     assert "multiple of 256" in text
     assert "multiple of 256" in printed("verify", tmp_path / "a.xml")
     text = printed(*line, "--granularity", "0")
-    assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in text
-    assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in printed("verify", tmp_path / "a.xml")
+    warning = re.search("multiple of ([0-9]+), WHICH IS NOT A POWER OF TWO", text)
+    assert not is_power_of_two(int(warning[1]))
+    assert warning[0] in printed("verify", tmp_path / "a.xml")
     code, _, error = crossreduce("plan", "dgx-1v", "--granularity", "-1")
     assert (code, "--granularity must be a percentage" in error) == (2, True)

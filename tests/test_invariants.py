@@ -165,6 +165,11 @@ EXCEPTIONS = {
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.linear_program": {"numpy"},
     "planning.calibration": {"numpy"},
+    "planning.shallow.cheapest": {"numpy"},  # the arrays of the search; only forests of few steps import these files
+    "planning.shallow.hops": {"numpy"},
+    "planning.shallow.program": {"numpy"},
+    "planning.shallow.units": {"numpy"},
+    "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
@@ -240,6 +245,11 @@ NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
     "planning.bounds.linear_program": {"numpy", "scipy"},  # solves linear programs
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
+    "planning.shallow.cheapest": {"numpy"},  # searches trees for many prices at once
+    "planning.shallow.hops": {"numpy"},  # lists hops as arrays
+    "planning.shallow.program": {"numpy", "scipy"},  # solves linear programs
+    "planning.shallow.units": {"numpy"},  # rounds shares to units
+    "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file

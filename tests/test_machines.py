@@ -148,6 +148,7 @@ def test_a_file_says_what_it_must(file):
         "matrix",
         "torus",
         "networks",
+        "memory_gb_per_s",
         "sources",
     }
     assert {"name", "aliases", "description", "devices", "sources"} <= set(content) <= allowed
@@ -170,7 +171,8 @@ def test_a_file_says_what_it_must(file):
 def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
     """Effective speeds are at most the specified ones; every kind has a source and a latency."""
     entry = KINDS[name]
-    assert set(entry) == {"raw", "effective", "latency_us", "source"}
+    assert {"raw", "effective", "latency_us", "source"} <= set(entry)
+    assert set(entry) <= {"raw", "effective", "latency_us", "source", "messages_per_s"}
     assert 0 < entry["effective"] <= entry["raw"]
     assert 0 < entry["latency_us"] <= 10
     assert "topo.h" in entry["source"] or "raw" in entry["source"] or "effective" in entry["source"]

@@ -193,7 +193,7 @@ def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
     late = list(accumulate(done.ticks))
     assert late == [pytest.approx(float(end), rel=1e-9, abs=done.seconds * 1e-9) for end in due.ends]
     if nbytes and schedule.rounds:
-        lock_step = LockStep(Loads(traffic(schedule, topology), nbytes, {}))
+        lock_step = LockStep(Loads(traffic(schedule, topology), {}), nbytes)
         assert lock_step.total(pieces) == pytest.approx(float(sum(due.ticks)), rel=1e-9)
 
 
@@ -273,7 +273,7 @@ def test_a_chain_of_unequal_links():
         periods = [latency + Fraction(10**6, pieces * GB) for latency in latencies]
         due = sum(periods) + (pieces - 1) * max(periods)
         assert simulate(chain(4, pieces), topology, 10**6).seconds == near(due)
-    assert float(due) < LockStep(Loads(traffic(chain(4), topology), 10**6, {})).total(pieces)
+    assert float(due) < LockStep(Loads(traffic(chain(4), topology), {}), 10**6).total(pieces)
 
 
 # The simulated bytes are those that a run moves.

@@ -34,7 +34,7 @@ from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, Plan, bound, plan
-from .schedule import Chunk, Route, Schedule, Simulation, Step, simulate, verify
+from .schedule import Chunk, Costs, Route, Schedule, SharedLimit, Simulation, Step, both_directions, simulate, verify
 from .strategy import (
     DistributedDataset,
     MirroredStrategy,
@@ -65,6 +65,7 @@ __all__ = [
     "CollectiveTimeout",
     "CommunicationOptions",
     "ContextError",
+    "Costs",
     "CrossDeviceOps",
     "DeviceError",
     "DistributedDataset",
@@ -87,6 +88,7 @@ __all__ = [
     "Route",
     "Schedule",
     "ScheduleError",
+    "SharedLimit",
     "Simulation",
     "StalledError",
     "Step",
@@ -98,6 +100,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "all_reduce",
+    "both_directions",
     "bound",
     "empty_cache",
     "get_replica_context",

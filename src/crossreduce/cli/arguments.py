@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-from .. import Topology
+from .. import Costs, Topology
 from ..devices import canonical, parse
 from ..errors import ArgumentError
 from ..options import ALGORITHMS
@@ -127,6 +128,29 @@ def read_machine(
         return topology_of(text)
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
+
+
+def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None = None) -> Costs:
+    """Return the costs in a file, or the published ones of a machine of the library.
+
+    >>> read_costs("published", "hgx-h100").reduction_gb_per_s
+    3350.0
+    """
+    if text is None:
+        return Costs()
+    if text == "published":
+        if machine == "this" or is_path(machine):
+            raise ArgumentError(
+                f"--costs published can only be used with a machine of the library, not with {machine}."
+            )
+        return Costs.machine(machine, hosts, nics=nics)
+    try:
+        content = Path(text).read_text("utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--costs {text} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"--costs {text} is not UTF-8 text.") from error
+    return Costs.from_json(content)
 
 
 def read_node(option: str, text: str, topology: Topology) -> str:

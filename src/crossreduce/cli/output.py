@@ -96,13 +96,24 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
         yield write
 
 
+def check_new_folder(option: str, path: Path) -> Path:
+    """Return the real path of a folder that can be created, or that is empty; raise if it is neither."""
+    target = Path(os.path.realpath(path))
+    problem = None
+    if not target.parent.is_dir():
+        problem = f"there is no folder {target.parent}"
+    elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        problem = "it is not an empty or a new folder"
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        problem = f"the folder {target.parent} is write-protected"
+    if problem:
+        raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
+    return target
+
+
 def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
     """Write files, by path, into a new folder, all or none of them; an existing folder must be empty."""
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ArgumentError(f"{option} {path} cannot be written: it is not an empty or a new folder.")
+    target = check_new_folder(option, path)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
             made = Path(temporary) / target.name

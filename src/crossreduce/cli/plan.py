@@ -7,6 +7,7 @@ steps, a picture, a file in one of the formats of ``EXPORTERS``.
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,11 +23,13 @@ from ..planning.bounds import COLLECTIVES
 from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
-from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
+from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
+from .bundle import check_bundle, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
+NBYTES: Final = "64M"
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
@@ -34,7 +37,7 @@ FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the
 def plan(
     machine: Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")],
     collective: Annotated[str, Option(help=", ".join(COLLECTIVES))] = "all_reduce",
-    nbytes: Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
+    nbytes: Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = NBYTES,
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     root: Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")] = None,
     packs: Annotated[int, Option(help="Number of trees, for one_device and hierarchical_copy.")] = 1,
@@ -65,6 +68,17 @@ def plan(
         Path | None, Option(help="Write the schedule to this file; Chakra traces to this folder.")
     ] = None,
     format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
+    bundle: Annotated[
+        Path | None,
+        Option(help="Write MSCCL and MSCCL++ files for all sizes into this new folder. With --format, one of the two."),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        Option(
+            metavar="FILE|published",
+            help="Costs besides the links: a file of Costs.to_json; published: those that are known of the machine.",
+        ),
+    ] = None,
     steps: Annotated[
         bool, Option("--steps", help="Also print the steps of the schedule; on a terminal in a pager.")
     ] = False,
@@ -87,11 +101,17 @@ def plan(
     if at_least(1, "--packs", packs) > MOST_PACKS:
         raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
     check_picture(picture)
-    if format is not None and export is None:
+    if bundle is not None:
+        given = {
+            "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
+            "--picture": picture, "--steps": steps, "--measured": measured,
+        }  # fmt: skip
+        check_bundle(bundle, format, [option for option, value in given.items() if value])
+    elif format is not None and export is None:
         raise ArgumentError("--format requires a file: give it with --export.")
     kind = (
         one_of(EXPORTERS, "--format", format)
-        if format is not None
+        if format is not None and bundle is None
         else ""
         if export is None
         else format_of(export.name)
@@ -102,6 +122,13 @@ def plan(
     calibration = fitted(measured, complete, measured_algorithm)
     chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
+    stated = read_costs(costs, machine, hosts, nics)
+    if operation_us is not None:
+        stated = replace(stated, operation_s=operation_us / 1e6)
+    if bundle is not None:
+        part = TOLERANCE if granularity is None else granularity / 100
+        write_bundle(bundle, format, chosen, collective, main, part, stated, machine, as_json=json)
+        return
     exporter = EXPORTERS.get(kind)
     by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
     folder = export if exporter is not None and exporter.is_folder else None
@@ -115,11 +142,10 @@ def plan(
             atomic_file("--export", map_file) as mapped,
             progress("planning", 3) as advance,
         ):
-            cost = operation_us / 1e6 if operation_us is not None else 0.0 if runs_elsewhere else None
+            if runs_elsewhere and stated.operation_s is None:
+                stated = replace(stated, operation_s=0)
             part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
-            found = planned(
-                chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost, granularity=part
-            )
+            found = planned(chosen, collective, size, algorithm, root=main, packs=packs, costs=stated, granularity=part)
             advance("comparing")
             report = _report(machine, found, with_steps=steps) if json else {}
             text = "" if json else found.explain()

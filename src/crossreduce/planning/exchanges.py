@@ -135,17 +135,48 @@ def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> t
 
 
 def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
-    """Yield ways to exchange: first in groups of the first size, then in each set of one device of each group."""
+    """Yield ways to exchange: first in groups of the first size, then in each set of one device of each group.
+
+    All these sets exchange in the same way, so all devices combine the values in one order and get the same bits.
+    """
     if len(sizes) == 1:
         if links.joined(devices):
             yield ((devices,),)
         return
     for rows in _partitions(links, devices, sizes[0]):
         for columns in _columns(links, rows, sizes[1]):
-            deeper = [_best_of(links, column, sizes[1:]) for column in columns]
-            if all(levels is not None for levels in deeper):
-                merged = [sum((levels[k] for levels in deeper if levels), ()) for k in range(len(sizes) - 1)]
-                yield (rows, *merged)
+            for levels in _shapes(tuple(range(len(rows))), sizes[1:]):
+                deeper = tuple(
+                    tuple(tuple(column[row] for row in group) for column in columns for group in level)
+                    for level in levels
+                )
+                if all(links.joined(group) for level in deeper for group in level):
+                    yield (rows, *deeper)
+
+
+def _shapes(rows: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
+    """Yield ways in which devices, one of each row, exchange in groups of these sizes, by the numbers of the rows."""
+    if len(sizes) == 1:
+        yield ((rows,),)
+        return
+    for groups in _all_partitions(rows, sizes[0]):
+        columns = tuple(zip(*groups, strict=True))
+        for levels in _shapes(tuple(range(len(groups))), sizes[1:]):
+            deeper = (
+                tuple(tuple(column[k] for k in group) for column in columns for group in level) for level in levels
+            )
+            yield (groups, *deeper)
+
+
+def _all_partitions(numbers: Group, size: int) -> Iterator[Level]:
+    """Yield the ways to divide numbers into groups of a size."""
+    if not numbers:
+        yield ()
+        return
+    first, others = numbers[0], numbers[1:]
+    for rest in combinations(others, size - 1):
+        for groups in _all_partitions(tuple(number for number in others if number not in rest), size):
+            yield ((first, *rest), *groups)
 
 
 def _partitions(links: _Links, devices: Group, size: int) -> Iterator[Level]:

@@ -89,10 +89,14 @@ def rounded(
         units *= 2
     while units <= MOST_UNITS:
         if units % len(groups) == 0:
-            made = _with_shares(schedule, _units(use, shares, groups, units), units)
-            found = fluid_rate(made, topology)
-            if found is not None and found >= least and seconds_of(made) <= most_s:
-                return made
+            ways = [_units(use, shares, groups, units)]
+            if least == 0:  # the time of one piece depends on each chunk, not only on the busiest link
+                ways.append(_nearest(shares, groups, units))
+            for counts in ways:
+                made = _with_shares(schedule, counts, units)
+                found = fluid_rate(made, topology)
+                if found is not None and found >= least and seconds_of(made) <= most_s:
+                    return made
         units *= 2
     return schedule
 
@@ -140,6 +144,16 @@ def _units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int
         for k, change in zip(move, (-1, 1), strict=True):
             found[k] += change
             _add(busy, use[k], change)
+    return found
+
+
+def _nearest(shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
+    """Return how many units each chunk gets if those that lose most by rounding down get another one."""
+    found = [math.floor(share * units) for share in shares]
+    for group in groups:
+        missing = units // len(groups) - sum(found[k] for k in group)
+        for k in sorted(group, key=lambda k: (found[k] - shares[k] * units, k))[:missing]:
+            found[k] += 1
     return found
 
 

@@ -19,7 +19,6 @@ Synchronization and Linearity, 1992 (systems of maxima and sums, which grow peri
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -34,7 +33,7 @@ _EQUAL: Final = 1e-9
 _MOST_PLAIN: Final = 1_500
 
 
-class Clock:
+class EventClock:
     """The event-driven times of a schedule, for a number of bytes.
 
     NumPy runs the reads of a tick together. For few reads, or without NumPy, plain Python does, with the same results.
@@ -65,7 +64,7 @@ class Clock:
 
     def _is_small(self, pieces: int) -> bool:
         uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
-        return uses <= _MOST_PLAIN or importlib.util.find_spec("numpy") is None
+        return uses <= _MOST_PLAIN or not _has_numpy()
 
     def _plain(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
         """Yield for each tick its number, the number, start and end of each of its reads, and the time at its end."""
@@ -109,6 +108,15 @@ class Clock:
                 found.append((number, start, end))
             free = occupied
             yield t, found, time
+
+
+@lru_cache(maxsize=1)
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401 - only whether it is installed
+    except ImportError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)
@@ -198,7 +206,7 @@ class _Run:
         self.queued = np.zeros(1 + len(queued))
 
     def steps(self) -> list[tuple[float, int]]:
-        """Run all ticks, see ``Clock.run``."""
+        """Run all ticks, see ``EventClock.run``."""
         rounds, pieces = self.rounds, self.pieces
         found: list[tuple[float, int]] = []
         t, part, known = 0, None, (-1, -1)

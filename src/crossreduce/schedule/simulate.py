@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from .clock import Clock
+from .clock import EventClock
 from .costs import Costs, Pair, costs_of
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
@@ -262,8 +262,8 @@ class _Timing:
         return LockStep(self.loads, self.nbytes)
 
     @cached_property
-    def clock(self) -> Clock:
-        return Clock(self.loads, self.nbytes)
+    def clock(self) -> EventClock:
+        return EventClock(self.loads, self.nbytes)
 
     @cached_property
     def most(self) -> int:

@@ -74,6 +74,7 @@ class _Path(NamedTuple):
     pairs: tuple[Pair, ...] = ()
     latency_s: float = 0.0
     uses: tuple[tuple[int, float], ...] = ()
+    links: tuple[dict[int, list[int]], ...] = ()  # the entries of ``Traffic.links``
 
 
 NO_PATH: Final = _Path()
@@ -97,12 +98,13 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
                 if src != dst:
                     if schedule.routes:
                         through = schedule.through(r, chunk, src, dst)
-                    if (src, dst, through) not in paths:
-                        paths[src, dst, through] = made.path(devices[src], devices[dst], through)
-                    path = paths[src, dst, through]
+                    found = paths.get((src, dst, through))
+                    if found is None:
+                        found = paths[src, dst, through] = made.path(devices[src], devices[dst], through)
+                    path = found
                     uses = path.uses + combining if combining else path.uses
-                    for pair in path.pairs:
-                        made.links[pair].setdefault(r, []).append(chunk)
+                    for by_round in path.links:
+                        by_round.setdefault(r, []).append(chunk)
                     longest = max(longest, path.latency_s)
                 operand = latest.get((chunk, src), -1)
                 done[step] = max(done[step], path.latency_s + (done[operand] if operand >= 0 else 0.0))
@@ -112,7 +114,8 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         latest.update(written)
         latencies.append(longest)
     shares = tuple(float(chunk.share) for chunk in schedule.chunks)
-    hosts = tuple(_host(devices[dst], srcs == (dst,)) for steps in schedule.rounds for _, dst, srcs in steps)
+    host_of = [_host(device) for device in devices]
+    hosts = tuple("" if srcs == (dst,) else host_of[dst] for steps in schedule.rounds for _, dst, srcs in steps)
     numbers = {pair: made.numbers[pair] for pair in made.links}
     return Traffic(
         shares=shares,
@@ -136,6 +139,7 @@ class _Resources:
         self.found: list[Resource] = []
         self.links: dict[Pair, dict[int, list[int]]] = {}
         self.numbers: dict[object, int] = {}
+        self.of_link: dict[Pair, list[tuple[int, float]]] = {}
         self.shared: defaultdict[Pair, list[int]] = defaultdict(list)
         for k, limit in enumerate(costs.shared):
             for pair in limit.links:
@@ -148,24 +152,26 @@ class _Resources:
         return self.numbers[key]
 
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
-        uses: list[tuple[int, float]] = []
-        pairs = route_links(self.topology, src, dst, through)
-        for pair in pairs:
-            link = self.topology.by_ends[pair]
-            name, per_byte = f"the link {pair[0]} -> {pair[1]}", 1 / (float(link.bandwidth) * 1e9)
-            uses.append((self.number(pair, Resource(name, per_byte)), 1.0))
-            if self.costs.messages_per_s is not None and between_hosts(*pair):
-                resource = Resource(
-                    f"the messages of the link {pair[0]} -> {pair[1]}", 0.0, 1 / self.costs.messages_per_s
-                )
-                uses.append((self.number(("messages", pair), resource), 1.0))
-            for k in self.shared[pair]:
-                speed, links = self.costs.shared[k]
-                name = f"the {speed:g} GB/s that {len(links)} links share, such as {links[0][0]} -> {links[0][1]}"
-                uses.append((self.number(("shared", k), Resource(name, 1 / (speed * 1e9))), 1.0))
-        latency = float(sum(self.topology.by_ends[pair].latency_s for pair in pairs))
-        self.links.update({pair: {} for pair in pairs if pair not in self.links})
-        return _Path(pairs, latency, tuple(uses))
+        """Return the path of a route, and number its resources."""
+        pairs, latency = _route(self.topology, src, dst, through)
+        uses = tuple(use for pair in pairs for use in self.uses(pair))
+        return _Path(pairs, latency, uses, tuple(self.links.setdefault(pair, {}) for pair in pairs))
+
+    def uses(self, pair: Pair) -> list[tuple[int, float]]:
+        """Return the resources of a link, each with how often it carries each byte that the link carries."""
+        if pair in self.of_link:
+            return self.of_link[pair]
+        link = f"the link {pair[0]} -> {pair[1]}"
+        uses = [(self.number(pair, Resource(link, _seconds_per_byte(self.topology)[pair])), 1.0)]
+        if self.costs.messages_per_s is not None and between_hosts(*pair):
+            messages = Resource(f"the messages of {link}", 0.0, 1 / self.costs.messages_per_s)
+            uses.append((self.number(("messages", pair), messages), 1.0))
+        for k in self.shared[pair]:
+            speed, links = self.costs.shared[k]
+            name = f"the {speed:g} GB/s that {len(links)} links share, such as {links[0][0]} -> {links[0][1]}"
+            uses.append((self.number(("shared", k), Resource(name, 1 / (speed * 1e9))), 1.0))
+        self.of_link[pair] = uses
+        return uses
 
     def combining(self, device: str, operands: int) -> tuple[tuple[int, float], ...]:
         speed = self.costs.reduction_gb_per_s
@@ -175,9 +181,9 @@ class _Resources:
         return ((number, (operands + 1) / operands),)
 
 
-def _host(device: str, idle: bool) -> str:
-    """Return the name of the queue of a step's operation: its host and kind; "": it has none."""
-    if idle or ":" not in device:  # a switch combines without operations
+def _host(device: str) -> str:
+    """Return the name of the queue of a device's operations: its host and kind; "": it has none."""
+    if ":" not in device:  # a switch combines without operations
         return ""
     parsed = parse(device)
     return f"{parsed.host}/{parsed.kind}"
@@ -239,6 +245,18 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
     return pairs
 
 
+@lru_cache(maxsize=1 << 15)
+def _route(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None) -> tuple[tuple[Pair, ...], float]:
+    """Return the links of a route, and the sum of their latencies."""
+    pairs = route_links(topology, src, dst, through)
+    return pairs, float(sum(topology.by_ends[pair].latency_s for pair in pairs))
+
+
+@lru_cache(maxsize=64)
+def _seconds_per_byte(topology: Topology) -> dict[Pair, float]:
+    return {pair: 1 / (float(link.bandwidth) * 1e9) for pair, link in topology.by_ends.items()}
+
+
 class QueuedOperation(NamedTuple):
     """A device's operations with the same number of operands: one in every tick with one of these rounds."""
 
@@ -259,7 +277,7 @@ def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
             rounds_of.setdefault((dst, len(srcs)), {})[r] = None
     found: dict[str, Counter[tuple[int, ...]]] = {}
     for (dst, _), rounds in rounds_of.items():
-        if where := _host(schedule.devices[dst], idle=False):
+        if where := _host(schedule.devices[dst]):
             found.setdefault(where, Counter())[tuple(rounds)] += 1
     return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in found.items()}
 

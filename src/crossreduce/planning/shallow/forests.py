@@ -26,8 +26,11 @@ from .hops import hops
 from .program import Edge, Shares, shared
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
-WORTH: Final = 0.96  # a forest is searched for only if it may take less than this part of the known time
-MORE_STEPS: Final = 3  # the most steps above the least that are tried; 1, if the trees are not the cheapest
+WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
+# With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
+# pieces, are never much faster than other schedules (measured on all machines).
+LONG: Final = 1000
+MORE_STEPS: Final = 3  # the most steps above the least that are tried, with trees into the roots 4
 
 
 class _Task(NamedTuple):
@@ -56,11 +59,13 @@ def faster(request: Request, best: Pieces) -> Pieces:
     delay, hop = _latencies(topology, members)
     queued = _queueing(request)
     always = max(delay + transfer, queued)
-    for many in (False, True):
-        more = MORE_STEPS if len(members) <= MOST_EXACT else 1 + task.paired
-        overhead = 0.0  # the seconds that the last forest took beyond the least: they do not shrink with more steps
+    long = transfer > LONG * hop
+    kinds = [] if long else [False]
+    kinds += [] if long and task.roots == -1 else [True]
+    for many in kinds:
+        more = 4 if task.paired else MORE_STEPS if len(members) <= MOST_EXACT else 1
         for steps in range(least, least + more + 1, 1 + task.paired):
-            if max(always, _least_s(steps, hop, transfer, queued, many) + overhead) >= best.seconds * WORTH:
+            if max(always, _least_s(steps, hop, transfer, queued, many)) >= best.seconds * WORTH:
                 break
             found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
             if found is None:
@@ -70,8 +75,6 @@ def faster(request: Request, best: Pieces) -> Pieces:
                 best = timed
             if found.seconds_per_gb * limit < 1 + _NEAR:
                 break
-            own = _least_s(steps, hop, request.nbytes * found.seconds_per_gb / 1e9, queued, many)
-            overhead = max(0.0, timed.seconds - own)
     return best
 
 
