@@ -6,6 +6,7 @@ file in this folder and one line here. ``pictures.py`` is not in the registry, s
 
 from __future__ import annotations
 
+import re
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,14 @@ class Exporter(NamedTuple):
         arguments = [getattr(plan, name) for name in self.arguments]
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
+
+    def multiple_of(self, plan: Plan, text: str) -> int:
+        """Return the number that must divide a message's number of elements: MSCCL XML may have more units than shares.
+
+        ``text``: the plan in this format.
+        """
+        found = re.search(r' nchunksperloop="(\d+)"', text)
+        return int(found[1]) if found else plan.schedule.units
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         """Return lines about a folder's files, by the label of each line."""
