@@ -84,7 +84,7 @@ def test_a_sum_that_is_only_forwarded_needs_no_memory():
 
 
 def test_pieces_are_as_many_as_a_threadblock_has_steps_for():
-    """A file has the planned pieces, or as many as 64 steps of a threadblock allow."""
+    """A file has the planned number of pieces, or the number that 64 steps of a threadblock allow."""
     for planned, written in ((1, 1), (5, 5), (64, 64), (1000, 64)):
         chain = tuple((Step(0, k + 1, (k,)),) for k in range(3))
         schedule = Schedule("broadcast", "chain", names(4), (Chunk(Fraction(1), (0,), (0, 1, 2, 3)),), chain, planned)

@@ -59,7 +59,7 @@ Connection = tuple[int, int]  # the ranks that send and receive
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The blocks of a file, the channels of their messages, and which receives forward what they receive."""
+    """The blocks of a file, the channels of their messages, and the receives that forward their messages."""
 
     made: Collective
     parts: tuple[int, ...]  # of each block: the part of its chunk that it belongs to
@@ -229,8 +229,8 @@ def _paths(
 def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int) -> Arrangement:
     """Return an arrangement in which messages share channels, so that no rank has more than ``most`` threadblocks.
 
-    Without pieces, a connection has as many channels as fill its link; with pieces, as many as it has messages, so that
-    each stage has its own. Both have fewer if a rank would have too many threadblocks. ``load``: how much one part of
+    Without pieces, a connection has the channels that fill its link; with pieces, one for each message, so that each
+    stage has its own. Both have fewer if a rank would have too many threadblocks. ``load``: how much one part of
     each chunk loads a channel.
     """
     cells, of_part, of_piece = divided(made, parts, pieces)

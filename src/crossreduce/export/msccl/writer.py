@@ -61,8 +61,8 @@ def to_msccl_xml(
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
       topology: the topology that it was planned for. Chunks are divided into parts with channels of their own until
         each channel carries at most ``CHANNEL_GB_PER_S``; ``None``: the speeds of links are unknown, one part.
-      nbytes: the size that it was planned for: parts of several units with more than ``LARGE_STEP`` bytes are divided
-        into pieces; ``None``: unknown, no such pieces.
+      nbytes: the size that it was planned for: parts of more than ``LARGE_STEP`` bytes are divided into more pieces;
+        ``None``: unknown, the planned pieces.
       name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", "microsoft"
@@ -137,15 +137,17 @@ def to_msccl_xml(
 
 
 def _pieces(made: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
-    """Return the number of pieces: the schedule's; without pieces, as many as large parts of several units need.
+    """Return the number of pieces: that of the schedule, or more if parts are large.
 
-    A step of several units waits for all of them. The runtimes divide a single large unit into slices themselves.
+    Without planned pieces only parts of several units are divided, since a step of several units waits for all of them.
+    The runtimes divide a large unit into slices themselves.
     """
     parts = parts_of_chunks(schedule, topology)
-    large = [block.size / parts[block.chunk] for block in made.blocks if block.size > MOST_SINGLE * parts[block.chunk]]
-    if schedule.pieces > 1 or not nbytes or not large:
+    least = 0 if schedule.pieces > 1 else MOST_SINGLE
+    large = [block.size / parts[block.chunk] for block in made.blocks if block.size > least * parts[block.chunk]]
+    if not nbytes or not large:
         return schedule.pieces
-    return max(1, math.ceil(max(large) / made.units * nbytes / LARGE_STEP))
+    return max(schedule.pieces, math.ceil(max(large) / made.units * nbytes / LARGE_STEP))
 
 
 Build = Callable[[int], Arrangement]  # from a number of pieces
