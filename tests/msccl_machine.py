@@ -5,6 +5,7 @@ transmissions with flags and dependencies, as the runtimes' parsers do, and stor
 A receive that combines reads its own data at any time after it has begun, as the LL protocols do.
 """
 
+import copy
 import random
 import xml.etree.ElementTree as ET
 from collections import defaultdict, deque
@@ -32,6 +33,13 @@ class Transmission:
         self.adds = [self.src[1]]  # the source offsets of this step and of the ``re`` steps fused with it
         self.steps = [number]
         self.flag = None
+        self.loop = 0  # the slice of the message that it moves
+
+    def in_loop(self, loop):
+        """Return the same transmission for another slice."""
+        made = copy.copy(self)
+        made.loop = loop
+        return made
 
 
 def transmissions(block):
@@ -75,14 +83,16 @@ class Machine:
       slots: how many chunks a connection holds that were sent and not yet received.
       value: returns the number in a chunk of a rank's input, by rank and chunk.
       combine: combines the numbers of two chunks.
+      loops: into how many slices a long message is divided. Each threadblock runs all its steps for one slice after the
+        other and waits for no other threadblock in between. Slices have memory and dependencies of their own.
     """
 
-    def __init__(self, text, inplace, *, root=0, slots=10**9, value=None, combine=lambda a, b: a + b):
+    def __init__(self, text, inplace, *, root=0, slots=10**9, value=None, combine=lambda a, b: a + b, loops=1):
         top = ET.fromstring(text)
         self.coll, self.n = top.get("coll"), int(top.get("ngpus"))
         self.chunks, self.inplace, self.root, self.slots = int(top.get("nchunksperloop")), inplace, root, slots
         self.part = self.chunks // self.n
-        self.combine = combine
+        self.combine, self.loops = combine, loops
         self.value = value or (lambda rank, chunk: hash((rank, chunk, self.chunks)))
         self.limits, self.programs, self.owner = {}, {}, {}
         ends = {"send": {}, "recv": {}}
@@ -91,7 +101,8 @@ class Machine:
             self.limits[g] = {b: int(gpu.get(f"{b}_chunks")) for b in "ios"}
             for block in gpu:
                 place = g, int(block.get("id"))
-                self.programs[place] = transmissions(block)
+                program = transmissions(block)
+                self.programs[place] = [now.in_loop(loop) for loop in range(loops) for now in program]
                 for end in ends:
                     peer, channel = int(block.get(end)), int(block.get("chan"))
                     if peer >= 0:
@@ -111,29 +122,34 @@ class Machine:
         self.memory = {}
         for rank in range(self.n):
             for chunk in range(self.part if self.coll == "allgather" else self.chunks):
-                if self.coll != "broadcast" or rank == root:
-                    self.memory[self.address(rank, "i", chunk)] = self.value(rank, chunk)
+                for loop in range(loops if self.coll != "broadcast" or rank == root else 0):
+                    self.memory[self.address(rank, "i", chunk, loop)] = self.number(rank, chunk, loop)
         self.queues = defaultdict(deque)
         self.at = dict.fromkeys(self.programs, 0)
-        self.flags = dict.fromkeys(self.programs, -1)
+        self.flags = dict.fromkeys(self.programs, (-1, -1))
         self.passed = dict.fromkeys(self.programs, 0)
         self.loaded = {}
 
-    def address(self, gpu, buffer, chunk):
+    def number(self, rank, chunk, loop):
+        """Return the number in a chunk of a rank's input, in a slice."""
+        return self.value(rank, chunk + loop * self.chunks)
+
+    def address(self, gpu, buffer, chunk, loop=0):
         if not self.inplace or buffer == "s":
-            return gpu, buffer, chunk
+            return gpu, buffer, chunk, loop
         shift = gpu * self.part
         if self.coll == "allgather":
-            return gpu, "io", chunk + shift if buffer == "i" else chunk
+            return gpu, "io", chunk + shift if buffer == "i" else chunk, loop
         if self.coll == "reducescatter":
-            return gpu, "io", chunk + shift if buffer == "o" else chunk
-        return gpu, "io", chunk
+            return gpu, "io", chunk + shift if buffer == "o" else chunk, loop
+        return gpu, "io", chunk, loop
 
     def cells(self, place, span, offset=None):
         """Return the addresses of a transmission's chunks at ``span``, (buffer, offset); ``offset`` replaces span's."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
-        count = self.programs[place][self.at[place]].count
+        now = self.programs[place][self.at[place]]
+        count = now.count
         part = {"i": "allgather", "o": "reducescatter"}.get(buffer) == self.coll
         size = self.limits[gpu][buffer]
         size = size if buffer == "s" else min(size, self.part if part else self.chunks)
@@ -141,7 +157,7 @@ class Machine:
             size = 0
         if start < 0 or start + count > size:
             raise RunError("out of bounds")
-        return [self.address(gpu, buffer, start + k) for k in range(count)]
+        return [self.address(gpu, buffer, start + k, now.loop) for k in range(count)]
 
     def load(self, cell):
         if cell not in self.memory:
@@ -152,11 +168,12 @@ class Machine:
         """Return whether a threadblock's transmission may begin."""
         if self.at[place] == len(self.programs[place]):
             return False
-        for block, step in self.programs[place][self.at[place]].waits:
+        now = self.programs[place][self.at[place]]
+        for block, step in now.waits:
             target = place[0], block
             if target not in self.flags:
                 raise RunError("waits for a threadblock that does not exist")
-            if self.flags[target] < step:
+            if self.flags[target] < (now.loop, step):
                 return False
         return True
 
@@ -217,7 +234,7 @@ class Machine:
 
     def finish(self, place, now):
         if now.flag is not None:
-            self.flags[place] = now.flag
+            self.flags[place] = now.loop, now.flag
         self.at[place] += 1
         self.passed[place] = 0
         self.loaded.pop(place, None)
@@ -250,23 +267,24 @@ class Machine:
             raise RunError("messages are left")
         for rank in range(self.n):
             for chunk in range(self.part if self.coll == "reducescatter" else self.chunks):
-                expected = self.expected(rank, chunk)
-                if expected is not None and self.memory.get(self.address(rank, "o", chunk)) != expected:
-                    raise RunError(f"rank {rank}, chunk {chunk}")
+                for loop in range(self.loops):
+                    expected = self.expected(rank, chunk, loop)
+                    if expected is not None and self.memory.get(self.address(rank, "o", chunk, loop)) != expected:
+                        raise RunError(f"rank {rank}, chunk {chunk}, slice {loop}")
 
-    def expected(self, rank, chunk):
+    def expected(self, rank, chunk, loop):
         """Return the right result in a chunk of a rank's output; ``None`` if any value is right there."""
         everyone = range(self.n)
         if self.coll == "allreduce" or (self.coll == "reduce" and rank == self.root):
-            return sum(self.value(r, chunk) for r in everyone)
+            return sum(self.number(r, chunk, loop) for r in everyone)
         if self.coll == "reducescatter":
-            return sum(self.value(r, rank * self.part + chunk) for r in everyone)
+            return sum(self.number(r, rank * self.part + chunk, loop) for r in everyone)
         if self.coll == "broadcast":
-            return self.value(self.root, chunk)
+            return self.number(self.root, chunk, loop)
         if self.coll == "allgather":
-            return self.value(chunk // self.part, chunk % self.part)
+            return self.number(chunk // self.part, chunk % self.part, loop)
         if self.coll == "alltoall":
-            return self.value(chunk // self.part, rank * self.part + chunk % self.part)
+            return self.number(chunk // self.part, rank * self.part + chunk % self.part, loop)
         return None
 
 
@@ -278,13 +296,13 @@ def modes(text):
     return [True] * inplace + [False] * outofplace
 
 
-def fault(text, seed, tries, *, root=0, slots=10**9):
+def fault(text, seed, tries, *, root=0, slots=10**9, loops=1):
     """Return the fault of a file in one of several random executions, or ``None``."""
     rng = random.Random(seed)
     for _ in range(tries):
         for inplace in modes(text):
             try:
-                machine = Machine(text, inplace, root=root, slots=slots)
+                machine = Machine(text, inplace, root=root, slots=slots, loops=loops)
                 machine.run(rng)
                 machine.check()
             except RunError as error:

@@ -87,7 +87,7 @@ def test_published_numbers_of_a_dgx_1(printed):
 @pytest.mark.parametrize(
     ("file", "options", "written"),
     [
-        ("a.xml", "", lambda plan: to_msccl_xml(plan.schedule)),
+        ("a.xml", "", lambda plan: to_msccl_xml(plan.schedule, plan.topology, 4096)),
         ("a.json", "", lambda plan: plan.schedule.to_json()),
         ("a.JSON", "", lambda plan: plan.schedule.to_json()),
         ("a.trace.json", "", lambda plan: to_chrome_trace(plan.schedule, plan.topology, 4096)),
@@ -95,7 +95,7 @@ def test_published_numbers_of_a_dgx_1(printed):
         ("a.xml", "--format nccl-graph", lambda plan: to_nccl_graph_xml(plan.schedule, plan.topology)),
         ("a.txt", "--format schedule", lambda plan: plan.schedule.to_json()),
         ("a.xml", "--format trace", lambda plan: to_chrome_trace(plan.schedule, plan.topology, 4096)),
-        ("a", "--format msccl", lambda plan: to_msccl_xml(plan.schedule)),
+        ("a", "--format msccl", lambda plan: to_msccl_xml(plan.schedule, plan.topology, 4096)),
     ],
 )
 def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, written):

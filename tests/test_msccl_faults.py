@@ -206,6 +206,22 @@ def test_the_attributes_that_msccl_tools_leaves_out():
     )
 
 
+ALL = ("msccl-executor-nccl", "RCCL", "microsoft/msccl")
+
+
+@pytest.mark.parametrize(
+    ("steps", "blocks", "names"),
+    [(64, 1, ()), (65, 1, ALL[:2]), (257, 1, ALL), (1, 65, ("RCCL",)), (1, 217, ALL[1:])],
+)
+def test_notes_name_the_runtime_whose_limit_a_file_breaks(steps, blocks, names):
+    """Each runtime has limits of its own, and a note on a limit begins with the name of the runtime."""
+    copies = [(-1, -1, 0, f"cpy i0 s{k} 1") for k in range(1, blocks)]
+    sender = (1, -1, 0, *["cpy i0 s0 1"] * (steps - 1), "s i0 o0 1")
+    text = file("broadcast", 1, (blocks, sender, *copies), (0, (-1, 0, 0, "r i0 i0 1")))
+    limits = [note for note in verify_msccl_xml(text).notes if " has " in note]
+    assert tuple(note.partition(" has ")[0] for note in limits) == names
+
+
 def test_slots():
     """A connection has 2 slots under Simple and 8 under LL; a forwarding ring needs 2, and has a deadlock with one."""
     assert [verify_msccl_xml(fused_ring(4, proto=proto)).slots for proto in ("Simple", "LL", "LL128")] == [2, 8, 8]
@@ -286,6 +302,7 @@ def test_notes():
     assert wide.notes == (
         "msccl-executor-nccl has 32 channels, the file needs 200",
         "RCCL has 128 channels, the file needs 200",
+        "microsoft/msccl has 32 channels, the file needs 200",
     )
 
 

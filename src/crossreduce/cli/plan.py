@@ -150,6 +150,7 @@ def plan(
             report = _report(machine, found, with_steps=steps) if json else {}
             text = "" if json else found.explain()
             advance("exporting")
+            written = ""
             lines = (
                 {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
             )
@@ -161,9 +162,10 @@ def plan(
                 report["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
             elif exported is not None and exporter is not None:
-                exported.write_text(str(exporter.write(found)), "utf-8")
-            if mapped is not None and export is not None:
-                units = found.schedule.units
+                written = str(exporter.write(found))
+                exported.write_text(written, "utf-8")
+            if mapped is not None and export is not None and exporter is not None:
+                units = exporter.multiple_of(found, written)
                 about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
                 lines["sizes"] = sizes_that_fit(units)

@@ -6,6 +6,7 @@ file in this folder and one line here. ``pictures.py`` is not in the registry, s
 
 from __future__ import annotations
 
+import re
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +37,14 @@ class Exporter(NamedTuple):
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
 
+    def multiple_of(self, plan: Plan, text: str) -> int:
+        """Return the number that must divide a message's number of elements: MSCCL XML may have more units than shares.
+
+        ``text``: the plan in this format.
+        """
+        found = re.search(r' nchunksperloop="(\d+)"', text)
+        return int(found[1]) if found else plan.schedule.units
+
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         """Return lines about a folder's files, by the label of each line."""
         found: dict[str, str] = resolve_name(self.remarks)(plan, files)
@@ -51,7 +60,11 @@ EXPORTERS: Final = {
         remarks="crossreduce.export.chakra:remarks",
     ),
     "msccl": Exporter(
-        "crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml", runs_elsewhere=True, by_rank=True
+        "crossreduce.export.msccl.writer:to_msccl_xml",
+        ("schedule", "topology", "nbytes"),
+        ".xml",
+        runs_elsewhere=True,
+        by_rank=True,
     ),
     "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",), runs_elsewhere=True, by_rank=True),
     "nccl-graph": Exporter(

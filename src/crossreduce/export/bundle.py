@@ -88,7 +88,7 @@ def bundle(
             path = f"{name}/{collective}_{len(found)}.{_SUFFIXES[name]}"
             found.append(window)
             files[path] = text
-            listed.append(_entry(path, name, window))
+            listed.append(_entry(path, name, window, text))
         windows[name] = tuple(found)
     if not files:
         problem = "no plan of this collective fits the limits of the formats."
@@ -96,7 +96,8 @@ def bundle(
     some = next(window.plan for found in windows.values() for window in found)
     about = {"format": FORMAT, "machine": machine, "collective": collective, "ranks": some.ranks, "files": listed}
     files["ranks.json"] = json.dumps(about, indent=1) + "\n"
-    files["README.md"] = _readme(machine, collective, some, windows, left_out)
+    units = {entry["file"]: entry["elements_multiple_of"] for entry in listed}
+    files["README.md"] = _readme(machine, collective, some, windows, left_out, units)
     return Bundle(files, windows, tuple(left_out))
 
 
@@ -163,7 +164,7 @@ def _text(name: str, window: Window, number: int) -> str:
     return str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
 
 
-def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
+def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
     made = window.plan
     return {
         "file": path,
@@ -171,7 +172,7 @@ def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
         "least_bytes": window.least_bytes,
         "most_bytes": window.most_bytes,
         "algorithm": made.algorithm,
-        "elements_multiple_of": made.schedule.units,
+        "elements_multiple_of": EXPORTERS[name].multiple_of(made, text),
         "gb_per_s": round(made.algbw, 3),
         "at_bytes": made.nbytes,
     }
@@ -189,9 +190,17 @@ def _range(window: Window) -> str:
 
 
 def _readme(
-    machine: str, collective: str, some: Plan, windows: dict[str, tuple[Window, ...]], left_out: list[str]
+    machine: str,
+    collective: str,
+    some: Plan,
+    windows: dict[str, tuple[Window, ...]],
+    left_out: list[str],
+    units: dict[str, int],
 ) -> str:
-    """Return the README: how to use the files, for which ranks and sizes they are, and what is missing."""
+    """Return the README: how to use the files, for which ranks and sizes they are, and what is missing.
+
+    ``units``: by file, the number that must divide a message's number of elements.
+    """
     lines = [f"# {collective} on {machine}", ""]
     lines += [f"{len(some.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
     lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(some.ranks)), ""]
@@ -217,8 +226,8 @@ def _readme(
         lines += ["| file | bytes of the whole buffer | algorithm | predicted GB/s | sizes |", "|---|---|---|---|---|"]
         for k, window in enumerate(found):
             rate = f"{window.plan.algbw:.2f} at {window.plan.nbytes} bytes"
-            fit = sizes_that_fit(window.plan.schedule.units)
             file = f"{name}/{collective}_{k}.{_SUFFIXES[name]}"
+            fit = sizes_that_fit(units[file])
             lines.append(f"| {file} | {_range(window)} | {window.plan.algorithm} | {rate} | {fit} |")
         lines.append("")
     if left_out:

@@ -55,6 +55,10 @@ class MemoryPlacement:
                 return self._put(rank, b, value, output)
         return self._put(rank, b, value, self.spare(rank, b))
 
+    def move(self, rank: int, b: int, value: int, location: Location) -> None:
+        """Record that a value is stored in other memory than ``store`` chose: memory that ``spare`` returned."""
+        self._put(rank, b, value, location)
+
     def spare(self, rank: int, b: int) -> Location:
         """Return scratch memory of the size of a block: memory whose last value has no reads left, or new memory."""
         spares = self._spares.setdefault((rank, b), [])

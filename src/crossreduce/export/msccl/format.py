@@ -45,21 +45,27 @@ _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # no leading zeros: the ru
 
 @dataclass(frozen=True)
 class Runtime:
-    """The limits of a runtime: channels, threadblocks per GPU, steps per threadblock, XML elements."""
+    """The limits of a runtime: channels, threadblocks per GPU, steps per threadblock, XML elements.
+
+    ``required``: the attributes of ``<algo>`` without which it refuses a file, of those that ``Algo.missing`` lists.
+    """
 
     name: str
     channels: int
     threadblocks: int
     steps: int
     elements: int
+    required: tuple[str, ...] = ("name", "outofplace", "minBytes", "maxBytes")
 
 
 # In this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
 # earlier versions had more), MAX_NODES (msccl_parser.h), the most XML elements that count for a GPU: the algo, each
-# gpu, and the GPU's own threadblocks and steps.
+# gpu, and the GPU's own threadblocks and steps. Those of microsoft/msccl are in its src/include/msccl.h, and its parser
+# (mscclGetAlgoFromXMLAndSetAlgo in src/graph/topo.cc) requires the name only; its limit of elements is not known.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),
+    "microsoft": Runtime("microsoft/msccl", 32, 216, 256, MOST_ELEMENTS, ("name",)),
 }
 
 
@@ -284,8 +290,8 @@ def quoted(name: str) -> str:
 
 def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
     """Yield the limits of a runtime that a file breaks, in words. The runtime refuses the file, or runs it wrongly."""
-    if algo.missing:
-        yield f"{runtime.name} refuses a file without the attribute {', '.join(algo.missing)}"
+    if missing := [name for name in algo.missing if name in runtime.required]:
+        yield f"{runtime.name} refuses a file without the attribute {', '.join(missing)}"
     if algo.channels > runtime.channels:
         yield f"{runtime.name} has {runtime.channels} channels, the file needs {algo.channels}"
     limits = {

@@ -1,38 +1,36 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
-Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
-from, so that no receive is queued behind a send. A block, a part of a chunk whose units move together, belongs to one
-channel. An instruction of several operands becomes one message from each other device, in the listed order; each is
-added as it arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up
-first, in other memory.
-
-The order in which operations are added proves that no threadblocks wait for each other in a cycle. Round by round,
-chunk by chunk and block by block, all sends are added before the receives, so the values that the previous round left
-are sent before new values take their memory, and a connection has at most one message that is not yet received. A
-message of one unit needs one of the connection's slots, so each operation can run when all operations before it are
-done. A message of more units may need more slots than the connection has, and then its send ends only after its receive
-has begun. In a block of more units, values that a round sends therefore keep their memory until the round ends, so that
-no receive of a round waits for a send of the same round other than its own.
+Input: a schedule, the topology that it was planned for, and the runtimes that must accept the file. Output: its text.
+``arrangement.py`` determines on which channels the messages run, ``operations.py`` the steps. The first of several
+arrangements that the runtimes' limits allow is written, and then proved by the verifier.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Final
 
-from ...errors import ArgumentError, PlanError, shown
-from ...lowering import Instruction, Numbered
-from ...schedule import Schedule
-from ..collective import Collective, Location, collective, require_integers
-from ..placement import MemoryPlacement
-from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, broken_limits, read_msccl_xml
+from ...errors import ArgumentError, PlanError, ScheduleError, shown
+from ...schedule import Schedule, fluid_rate
+from ...topology import Topology
+from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
+from ..collective import Collective, collective, require_integers
+from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
+from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
+from .operations import XmlWriter
 from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+MOST_STEPS: Final = 1 << 15
+"""Files of more steps have fewer pieces, because their proof would take more than half a minute."""
+
+LARGE_STEP: Final = 1 << 20
+"""Bytes: half of the runtimes' largest message, so that a GPU forwards one while it receives the next one."""
 
 # The runtimes' parsers read at most 255 characters of an attribute, and do not decode XML escapes.
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
@@ -40,6 +38,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
 
 def to_msccl_xml(
     schedule: Schedule,
+    topology: Topology | None = None,
+    nbytes: int | None = None,
     *,
     name: str | None = None,
     proto: str = "Simple",
@@ -53,16 +53,22 @@ def to_msccl_xml(
     """Return a schedule as MSCCL XML.
 
     Rank k is ``schedule.devices[k]``. The buffer is divided into equal chunks, as small as the shares need; the
-    runtimes use the file for messages whose element count is a multiple of the number of chunks. ``pieces`` is not in
-    the file: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
+    runtimes use the file for messages whose element count is a multiple of the number of chunks. If the schedule has
+    pieces, each chunk is divided into as many of them as a threadblock has steps for, and each stage of a chunk's way
+    has threadblocks of its own, so that the stages overlap as planned.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
+      topology: the topology that it was planned for. Chunks are divided into parts with channels of their own until
+        each channel carries at most ``CHANNEL_GB_PER_S``; ``None``: the speeds of links are unknown, one part.
+      nbytes: the size that it was planned for: parts of more than ``LARGE_STEP`` bytes are divided into more pieces;
+        ``None``: unknown, the planned pieces.
       name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
-      runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
-      channels: the number of channels over which the chunks are spread; ``None``: the fewest of ``CHANNELS`` that the
-        limits allow. A channel has one threadblock for each rank to send to, and one alone does not fill a fast link.
+      runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", "microsoft"
+        (microsoft/msccl, which needs ``max_bytes``: it uses files for messages below it), or "both": the first two.
+      channels: the number of channels over which the chunks are spread, without pieces and parts; ``None``: as the
+        pieces and the topology require, and without both the fewest of ``CHANNELS`` that the limits allow.
       inplace: whether the file is for calls whose input and output are the same memory.
       outofplace: whether the file is for calls whose input and output are different memory.
       min_bytes: the smallest message that the runtimes use the file for.
@@ -89,7 +95,7 @@ def to_msccl_xml(
         raise ArgumentError.of("unknown protocol.", shown(proto), ", ".join(PROTOCOLS))
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
-    require_integers(channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
+    require_integers(nbytes=nbytes, channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
     if channels is not None and channels < 1:
         raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
@@ -100,7 +106,7 @@ def to_msccl_xml(
     if max_bytes and max_bytes < min_bytes:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError.of("max_bytes must not be below min_bytes.", given, "max_bytes=0: no limit")
-    made = collective(schedule, LARGEST_COUNT)
+    made = collective(schedule)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title)[:200] if name is None else title
     if not isinstance(title, str) or not _NAME.fullmatch(title):
@@ -110,211 +116,119 @@ def to_msccl_xml(
         problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
         given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"
         raise PlanError.of(problem, given, "fewer packs, another algorithm, or shares of a smaller denominator")
-    limits = list(RUNTIMES.values()) if runtime == "both" else [RUNTIMES[runtime]]
-    broken: list[str] = []
-    for count in CHANNELS if channels is None else (channels,):
-        if count > max(1, len(made.blocks)) and channels is None:
-            break
-        export = _XmlWriter(made, count, inplace=inplace, outofplace=outofplace)
-        text = export.text(
-            f'name="{title}" proto="{proto}" nchannels="{count}" nchunksperloop="{made.units}" ngpus="{made.ranks}" '
-            f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
-            f'maxBytes="{max_bytes}"'
-        )
-        algo = read_msccl_xml(text)
-        broken = [problem for limit in limits for problem in broken_limits(algo, limit)]
-        if not broken:
-            verify_msccl_xml(text, slots=1)
-            return text
+    limits = [RUNTIMES["msccl"], RUNTIMES["rccl"]] if runtime == "both" else [RUNTIMES[runtime]]
+    head = (
+        f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" ngpus="{made.ranks}" '
+        f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
+        f'maxBytes="{max_bytes}"'
+    )
+    file = _File(head, channels or 1, inplace, outofplace, limits)
+    if channels is not None or (topology is None and schedule.pieces == 1):
+        text = file.first(_plain_arrangements(made, channels))
+    else:
+        builds = _pipelined_arrangements(made, schedule, topology, file.threadblocks)
+        text = file.first(builds, _pieces(made, schedule, topology, nbytes))
+    if text is not None:
+        return text
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
-    if runtime != "msccl" and broken[0].startswith("RCCL"):
+    if runtime in ("rccl", "both") and file.broken.startswith("RCCL"):
         remedy += ', or runtime="msccl"'
-    raise PlanError.of(f"this schedule does not fit into the runtime: {broken[0]}.", schedule.head, remedy)
+    raise PlanError.of(f"this schedule does not fit into the runtime: {file.broken}.", schedule.head, remedy)
 
 
-Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
+def _pieces(made: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
+    """Return the number of pieces: that of the schedule, or more if parts are large.
+
+    Without planned pieces only parts of several units are divided, since a step of several units waits for all of them.
+    The runtimes divide a large unit into slices themselves.
+    """
+    parts = parts_of_chunks(schedule, topology)
+    least = 0 if schedule.pieces > 1 else MOST_SINGLE
+    large = [block.size / parts[block.chunk] for block in made.blocks if block.size > least * parts[block.chunk]]
+    if not nbytes or not large:
+        return schedule.pieces
+    return max(schedule.pieces, math.ceil(max(large) / made.units * nbytes / LARGE_STEP))
 
 
-@dataclass
-class _XmlOp:
-    """A ``step`` element of the file, other than ``nop``."""
-
-    block: Threads
-    type: str
-    src: Location
-    dst: Location
-    size: int  # the number of units
-    waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
-    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are surely done when it is done
-    order: int  # its position among all operations
-    place: int  # its position in its threadblock
-    number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too
-    signals: bool = False  # whether another operation waits for it
+Build = Callable[[int], Arrangement]  # from a number of pieces
 
 
-class _LocalOp(NamedTuple):
-    """An operation on a device, in the threadblock that receives from ``peer``."""
+class _File:
+    """The arguments of a file, and the first limit that the last arrangement broke."""
 
-    type: str
-    peer: int
-    sent: int | None  # the value that ``peer`` sends for a receive (r and rrc); None: a local re or cpy
-    src: Location
-    dst: Location
+    def __init__(self, head: str, channels: int, inplace: bool, outofplace: bool, limits: Sequence[Runtime]) -> None:
+        self.head, self.channels, self.inplace, self.outofplace = head, channels, inplace, outofplace
+        self.limits = limits
+        self.steps = min(runtime.steps for runtime in limits)
+        self.threadblocks = min(runtime.threadblocks for runtime in limits)
+        self.broken = ""
 
+    def first(self, builds: Iterable[Build], pieces: int = 1) -> str | None:
+        """Return the text of the first arrangement that the limits allow, with as many pieces as they allow."""
+        for build in builds:
+            text = self._fitting(build, pieces)
+            if text is None:
+                continue
+            try:
+                verify_msccl_xml(text, slots=1)
+            except ScheduleError as error:
+                if "a deadlock" not in str(error):
+                    raise
+                self.broken = "messages that are forwarded on arrival would wait for each other"
+                continue
+            return text
+        return None
 
-class _XmlWriter:
-    """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
+    def _fitting(self, build: Build, pieces: int) -> str | None:
+        """Return the text of an arrangement with as many pieces as the limits allow; ``None``: not even one."""
+        trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
+        export, text = self._written(build(trial))
+        found = None if self._broken(text) else text
+        if found is None and (trial == 1 or export.most_steps <= self.steps):
+            return None
+        count = min(pieces, max(1, int(trial * min(self.steps / export.most_steps, MOST_STEPS / export.steps))))
+        while count > trial or found is None:
+            export, text = self._written(build(count))
+            if not self._broken(text):
+                return text
+            if count == 1:
+                return None
+            count = max(1, min(count - 1, count * self.steps // export.most_steps))
+        return found
 
-    def __init__(self, made: Collective, channels: int, *, inplace: bool, outofplace: bool) -> None:
-        self.made, self.channels = made, channels
-        self.placement = MemoryPlacement(made, range(len(made.blocks)), inplace=inplace)
-        self.blocks: defaultdict[Threads, list[_XmlOp]] = defaultdict(list)
-        # By rank and unit of memory: the last writer, and the readers since then.
-        self.writers: dict[tuple[int, Location], _XmlOp] = {}
-        self.readers: defaultdict[tuple[int, Location], list[_XmlOp]] = defaultdict(list)
-        self.count = 0
-        blocks_of: defaultdict[int, list[int]] = defaultdict(list)
-        for b, block in enumerate(made.blocks):
-            blocks_of[block.chunk].append(b)
-        for instructions in made.program.by_round:
-            for chunk, together in groupby(instructions, key=lambda numbered: numbered.chunk):
-                same_round = list(together)
-                for b in blocks_of[chunk]:
-                    self._add_round(b, same_round)
-        for b in range(len(made.blocks)):
-            self._add_copies(b, outofplace=outofplace)
+    def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str]:
+        export = XmlWriter(arrangement, self.threadblocks, inplace=self.inplace, outofplace=self.outofplace)
+        channels = max(self.channels, export.channels)
+        return export, export.text(self.head.format(channels=channels, units=arrangement.made.units))
 
-    def _channel(self, b: int) -> int:
-        return b * self.channels // len(self.made.blocks)
-
-    def _add_round(self, b: int, instructions: list[Numbered]) -> None:
-        """Add a round's instructions of one block: all sends, then the receives and local operations."""
-        block, channel, placement = self.made.blocks[b], self._channel(b), self.placement
-        devices = self.made.program.chunks[block.chunk].devices
-        sent = [
-            value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
-        ]
-        for value in sent if block.size == 1 else ():
-            placement.read(b, value)
-        made = [(entry.instruction.device, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
-        for device, ops in made:
-            for op in ops:
-                if op.sent is not None:
-                    self._op((op.peer, channel, device, -1), "s", placement.locations[b, op.sent], op.dst, block.size)
-        for device, ops in made:
-            for op in ops:
-                self._op((device, channel, -1, op.peer), op.type, op.src, op.dst, block.size)
-        for value in sent if block.size > 1 else ():
-            placement.read(b, value)
-
-    def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
-        """Yield the operations of an instruction on its own device, and choose the memory of its value."""
-        device, operands = instruction.device, instruction.operands
-        placement, chunk = self.placement, self.made.program.chunks[self.made.blocks[b].chunk]
-        own = next((operand for operand in operands if chunk.devices[operand] == device), None)
-        total = None  # the location of the operands combined so far
-        if own is not None:
-            total = placement.locations[b, own]
-            placement.read(b, own)
-        target = placement.store(device, b, value)
-
-        def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
-            src = add or placement.locations[b, operand]
-            return _LocalOp("r" if add is None else "rrc", chunk.devices[operand], operand, src, to)
-
-        position = 0 if own is None else operands.index(own)
-        before, after = operands[:position], operands[position + (own is not None) :]
-        if total is None or len(before) < 2:  # two operands commute: own + first is first + own
-            after = (*before, *after)
-        else:
-            apart = placement.memory(device, total) != placement.memory(device, target)
-            aside = target if apart else placement.spare(device, b)
-            for k, operand in enumerate(before):
-                yield receive(operand, aside if k else None, aside)
-            src, total = (aside, target) if total == target else (total, aside)
-            peer = chunk.devices[before[-1]]
-            yield _LocalOp("re", peer, None, src, total)
-            if not after and total != target:
-                yield _LocalOp("cpy", peer, None, total, target)
-        for operand in after:
-            yield receive(operand, total, target)
-            total = target
-
-    def _add_copies(self, b: int, *, outofplace: bool) -> None:
-        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place."""
-        block = self.made.blocks[b]
-        chunk = self.made.program.chunks[block.chunk]
-        for rank, result in zip(chunk.destinations, chunk.results, strict=True):
-            src, dst = self.placement.locations[b, result], self.made.output(rank, block)
-            apart = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
-            if apart or (outofplace and src != dst):
-                self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
-
-    def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
-        buffer, offset = self.placement.memory(rank, location)
-        return [(rank, Location(buffer, offset + k)) for k in range(size)]
-
-    def _op(self, block: Threads, kind: str, src: Location, dst: Location, size: int) -> None:
-        """Add an operation. It waits for writers of memory that it reads, and for readers of memory that it writes."""
-        rank = block[0]
-        reads = [] if kind == "r" else self._units(rank, src, size)
-        writes = [] if kind == "s" else self._units(rank, dst, size)
-        if kind == "re":
-            reads = reads + writes
-        # A write waits for the old value's readers. They have waited for the old value's writer: the write need not.
-        earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
-        earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
-        mine = self.blocks[block]
-        past = dict(mine[-1].past) if mine else {}
-        waits = []
-        for other in sorted(earlier.values(), key=lambda op: -op.order):
-            if other.block != block and past.get(other.block, 0) <= other.place:
-                waits.append(other)
-                other.signals = True
-                for key, count in other.past.items():
-                    past[key] = max(past.get(key, 0), count)
-        past[block] = len(mine) + 1
-        op = _XmlOp(block, kind, src, dst, size, waits, past, self.count, len(mine))
-        self.count += 1
-        mine.append(op)
-        for unit in reads:
-            self.readers[unit].append(op)
-        for unit in writes:
-            self.writers[unit] = op
-            self.readers[unit] = []
-
-    def text(self, head: str) -> str:
-        """Return the file. Each wait of an operation but the last is a ``nop`` element in front of the operation."""
-        numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # by GPU: the ids of its threadblocks
-        for block in sorted(self.blocks):
-            numbers[block[0]][block] = len(numbers[block[0]])
-            number = -1
-            for op in self.blocks[block]:
-                number += max(len(op.waits), 1)
-                op.number = number
-        lines = [f"<algo {head}>"]
-        for rank in range(self.made.ranks):
-            sizes = self.made.inputs, self.made.outputs, self.placement.scratch[rank]
-            lines.append('  <gpu id="{}" i_chunks="{}" o_chunks="{}" s_chunks="{}">'.format(rank, *sizes))
-            for block, number in numbers[rank].items():
-                _, channel, send, recv = block
-                lines.append(f'    <tb id="{number}" send="{send}" recv="{recv}" chan="{channel}">')
-                for op in self.blocks[block]:
-                    waits = [(numbers[rank][other.block], other.number) for other in op.waits]
-                    lines += _lines(op, waits or [(-1, -1)])
-                lines.append("    </tb>")
-            lines.append("  </gpu>")
-        return "\n".join([*lines, "</algo>", ""])
+    def _broken(self, text: str) -> bool:
+        algo = read_msccl_xml(text)
+        broken = [problem for limit in self.limits for problem in broken_limits(algo, limit)]
+        self.broken = broken[0] if broken else self.broken
+        return bool(broken)
 
 
-def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's elements: a ``nop`` for each wait (threadblock, step) but the last, then its own."""
-    nop = "nop", Location("i", -1), Location("o", -1), 0, False
-    elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
-    numbers = range(op.number - len(waits) + 1, op.number + 1)
-    return [
-        f'      <step s="{number}" type="{kind}" srcbuf="{src.buffer}" srcoff="{src.offset}" dstbuf="{dst.buffer}" '
-        f'dstoff="{dst.offset}" cnt="{size}" depid="{block}" deps="{step}" hasdep="{signals:d}"/>'
-        for number, (kind, src, dst, size, signals), (block, step) in zip(numbers, elements, waits, strict=True)
-    ]
+def _plain_arrangements(made: Collective, channels: int | None) -> Iterator[Build]:
+    """Yield arrangements without pieces, with the given number of channels, or with more and more channels."""
+    blocks = sum(len(cut(block, LARGEST_COUNT)) for block in made.blocks)
+    for count in CHANNELS if channels is None else (channels,):
+        if count > max(1, blocks) and channels is None:
+            break
+        yield partial(plain, made, count)
+
+
+def _pipelined_arrangements(
+    made: Collective, schedule: Schedule, topology: Topology | None, threadblocks: int
+) -> Iterator[Build]:
+    """Yield arrangements whose channels fill the links, then some that need fewer threadblocks."""
+    parts = parts_of_chunks(schedule, topology)
+    rate = Fraction(0) if topology is None else fluid_rate(schedule, topology) or Fraction(0)
+    whole = parts
+    while schedule.pieces > 1:
+        yield partial(pipelined, made, parts)
+        if max(parts) == 1:
+            break
+        parts = tuple(-(-count // 2) for count in parts)
+    loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in zip(schedule.chunks, whole, strict=True)]
+    for kept in (1, 8, threadblocks):  # threadblocks for copies
+        yield partial(shared, made, whole, loads, threadblocks - kept)
