@@ -1,11 +1,16 @@
 """A clock of MSCCL++ plans: how long an exported file takes on a topology. It shares no code with the library.
 
 Each threadblock runs its operations in order. Rank k is the topology's k-th device. Operations that write into another
-GPU's memory move their bytes over all links of the route between the two devices; several destinations of a ``res`` are
-served at the same time, those of a ``put`` one after the other. A link serves transfers in the order of their requests;
-the next link of a route starts when the first one does, and ends no earlier. The threadblock goes on when the
-last byte has left; a port channel makes its transfers itself, one after the other, and the threadblock goes on at
-once. Signals arrive the latency of the route later, and waits block. Local operations and synchronisation take no time.
+GPU's memory move their bytes over all links of the route between the two devices, in slices of at most ``SLICE`` bytes
+per transfer, so that transfers that share a link share its bandwidth. Each slice of a ``res`` goes to all destinations;
+a ``put`` serves one after the other. A link serves slices in the order of their requests, and
+the next link of a route starts when the first one does, and ends no earlier. The threadblock goes on when the bytes
+have left the first link, but signals only when they have left the last one. A port channel makes its transfers itself,
+one after the other, and the threadblock goes on at once. Signals arrive the latency of the route later, and waits
+block. Local operations and synchronisation take no time.
+
+Files do not state routes. Where a plan uses several between two devices, ``routes`` lists them with weights, and the
+transfers are distributed over them in proportion.
 
 A GPU's reductions and stores through a switch (``glres``) read from all devices and write to all of them: they use the
 links of the group's switch, each for its own bytes.
@@ -14,6 +19,9 @@ links of the group's switch, each for its own bytes.
 import heapq
 import json
 from collections import defaultdict, deque
+
+
+SLICE = 1 << 17
 
 
 class Stuck(Exception):
@@ -43,11 +51,17 @@ def shortest_route(topology, src, dst):
     raise ValueError(f"no route from {src} to {dst}")
 
 
+def slices(total):
+    """Return the sizes of the slices of a transfer."""
+    count = max(1, -(-total // SLICE))
+    return [total / count] * int(count)
+
+
 class PlanClock:
     """Runs one call of a plan for a message of some bytes; ``seconds`` is when its last threadblock ends."""
 
     def __init__(self, text, topology, nbytes, routes=None):
-        """``routes``: by (src, dst), the nodes of routes that are not the shortest ones."""
+        """``routes``: by (src, dst), the nodes of each route with its weight; not given: the shortest route."""
         self.plan, self.topology, self.given = json.loads(text), topology, routes or {}
         gpus = self.plan["gpus"]
         chunks = gpus[0]["output_chunks" if self.plan["collective"] == "allgather" else "input_chunks"]
@@ -57,6 +71,7 @@ class PlanClock:
         self.free = defaultdict(float)  # by link
         self.busy = defaultdict(float)
         self.routes = {}
+        self.moved = {}
         self.pairs = {}
         for rank, gpu in enumerate(gpus):
             for kind in ("memory", "port"):
@@ -67,10 +82,16 @@ class PlanClock:
                     seen[peer] += 1
         self.ends = {(rank, kind, *pair): (rank, kind, k) for (rank, kind, k), pair in self.pairs.items()}
         self.signals = defaultdict(deque)  # by end of a channel that receives: the times of arrival
-        self.port_free = defaultdict(float)  # by end of a port channel
+        self.posted = defaultdict(deque)  # by end of a port channel: what it has yet to do
         self.asleep = defaultdict(list)
         self.blocks = [self.steps(rank, block) for rank, gpu in enumerate(gpus) for block in gpu["threadblocks"]]
-        self.names = [(rank, k) for rank, gpu in enumerate(gpus) for k in range(len(gpu["threadblocks"]))]
+        self.ranks = [rank for rank, gpu in enumerate(gpus) for _ in gpu["threadblocks"]]
+        self.proxies = {}  # by end of a port channel: the number of what makes its transfers, among the blocks
+        for end in self.pairs:
+            if end[1] == "port":
+                self.proxies[end] = len(self.blocks)
+                self.blocks.append(self.proxy(end))
+                self.ranks.append(end[0])
         self.seconds = self.run()
 
     # ---- what a threadblock does, step by step
@@ -94,19 +115,26 @@ class PlanClock:
             def ends():
                 return [(rank, kind, channels[kind][k]) for k in op["channel_ids"]]
 
-            if name in ("wait", "signal"):
+            if name == "signal" and kind == "port":
+                for end in ends():
+                    yield "post", (end, [("signal", end)])
+            elif name in ("wait", "signal"):
                 for end in ends():
                     yield name, end
             elif name in ("put", "pws") and kind == "port":
                 for end, dst in zip(ends(), op["dst_buff"], strict=True):
-                    yield "post", (end, peer(dst), size(dst), name == "pws")
+                    posts = [("move", [(peer(dst), part)]) for part in slices(size(dst))]
+                    yield "post", (end, posts + [("signal", end)] * (name == "pws"))
             elif name == "put":
                 for dst in op["dst_buff"]:
-                    yield "move", [(peer(dst), size(dst))]
+                    for part in slices(size(dst)):
+                        yield "move", [(peer(dst), part)]
             elif name == "res":
-                yield "move", [(peer(dst), size(dst)) for dst in op["dst_buff"][1:]]
+                for part in slices(size(op["src_buff"][0])):
+                    yield "move", [(peer(dst), part) for dst in op["dst_buff"][1:]]
             elif name == "glres":
-                yield "switch", size(op["src_buff"][0])
+                for part in slices(size(op["src_buff"][0])):
+                    yield "switch", part
             else:
                 assert name in ("nop", "re", "copy"), name
 
@@ -122,26 +150,64 @@ class PlanClock:
             else:
                 yield from actions(op, 0, None)
 
+    def proxy(self, end):
+        """Yield the actions that are posted to one end of a port channel."""
+        while True:
+            while self.posted[end]:
+                yield self.posted[end].popleft()
+            yield "idle", end
+
     # ---- links
 
     def route(self, src, dst):
         if (src, dst) not in self.routes:
             devices = self.topology.devices
-            nodes = self.given.get((devices[src], devices[dst]))
-            nodes = nodes or shortest_route(self.topology, devices[src], devices[dst])
-            pairs = list(zip(nodes, nodes[1:], strict=False))
-            self.routes[src, dst] = pairs, sum(float(self.links[pair].latency_s) for pair in pairs)
+            listed = self.given.get((devices[src], devices[dst]))
+            listed = listed or [(shortest_route(self.topology, devices[src], devices[dst]), 1)]
+            found = []
+            for nodes, weight in listed:
+                pairs = list(zip(nodes, nodes[1:], strict=False))
+                found.append((pairs, sum(float(self.links[pair].latency_s) for pair in pairs), float(weight)))
+            self.routes[src, dst] = found
+            self.moved[src, dst] = [0.0] * len(found)
         return self.routes[src, dst]
 
-    def transfer(self, now, src, dst, nbytes):
-        """Return when a transfer that is requested now has left its last link."""
-        start = end = now
-        for pair in self.route(src, dst)[0]:
-            start = max(start, self.free[pair])
-            end = max(start + nbytes / self.bandwidth[pair], end)
-            self.free[pair] = end
-            self.busy[pair] += nbytes / self.bandwidth[pair]
-        return end
+    def next_route(self, src, dst, nbytes):
+        """Return the route that is behind its part of the bytes so far."""
+        routes = self.route(src, dst)
+        moved = self.moved[src, dst]
+        k = min(range(len(routes)), key=lambda k: moved[k] / routes[k][2])
+        moved[k] += nbytes
+        return routes[k][0]
+
+    def transfer(self, now, number, src, dst, nbytes):
+        """Request the first link for a slice; return when the slice has left it."""
+        route = self.next_route(src, dst, nbytes)
+        self.open[number] += 1
+        return self.hop(now, (number, route, 0, nbytes, now))
+
+    def hop(self, now, slice_):
+        """Let a slice pass a link, and request the next one; return when it has left the link."""
+        number, route, k, nbytes, before = slice_
+        seconds = nbytes / self.bandwidth[route[k]]
+        start = max(now, self.free[route[k]])
+        self.free[route[k]] = start + seconds
+        self.busy[route[k]] += seconds
+        end = max(start + seconds, before)
+        if k + 1 < len(route):
+            self.push(start, (number, route, k + 1, nbytes, end))
+        else:
+            self.open[number] -= 1
+            self.fence[number] = max(self.fence[number], end)
+            if not self.open[number]:
+                for waiting in self.asleep.pop(("fence", number), ()):
+                    self.push(now, waiting)
+        return start + seconds
+
+    def push(self, time, what):
+        """Add an event: a block that goes on, or a slice that requests a link."""
+        self.order += 1
+        heapq.heappush(self.queue, (time, self.order, what))
 
     def through_switch(self, now, rank, nbytes):
         """Return when a GPU has reduced and stored bytes of all devices through their switch."""
@@ -159,20 +225,30 @@ class PlanClock:
     # ---- the run
 
     def run(self):
-        queue = [(0.0, number) for number in range(len(self.blocks))]
+        self.queue, self.order = [], 0
+        self.open = [0] * len(self.blocks)  # slices that have not requested their last link
+        self.fence = [0.0] * len(self.blocks)  # when all that a block has sent has left its last link
         pending = [None] * len(self.blocks)  # an action that could not be finished yet
+        for number in range(len(self.blocks)):
+            self.push(0.0, number)
         done, last = 0, 0.0
-        heapq.heapify(queue)
-        while queue:
-            now, number = heapq.heappop(queue)
-            rank = self.names[number][0]
+        while self.queue:
+            now, _, number = heapq.heappop(self.queue)
+            if isinstance(number, tuple):
+                self.hop(now, number)
+                continue
+            rank = self.ranks[number]
             while True:
-                action = pending[number] or next(self.blocks[number], None)
+                action = pending[number] or next(self.blocks[number], ("end", None))
                 pending[number] = None
-                if action is None:
-                    done, last = done + 1, max(last, now)
-                    break
                 kind, what = action
+                if kind in ("signal", "end") and self.open[number]:
+                    pending[number] = action
+                    self.asleep["fence", number].append(number)
+                    break
+                if kind == "end":
+                    done, last = done + 1, max(last, now, self.fence[number])
+                    break
                 if kind == "wait":
                     arrivals = self.signals[what]
                     if not arrivals:
@@ -181,32 +257,37 @@ class PlanClock:
                         break
                     now = max(now, arrivals.popleft())
                     continue
+                if kind == "idle":
+                    self.asleep["post", what].append(number)
+                    break
                 if kind == "signal":
-                    self.deliver(what, now, queue)
+                    now = max(now, self.fence[number])
+                    self.deliver(what, now)
                     continue
-                if queue and now > queue[0][0]:  # links serve requests in the order of time
+                if kind == "post":
+                    end, posts = what
+                    self.posted[end] += posts
+                    for proxy in self.asleep.pop(("post", end), ()):
+                        self.push(now, proxy)
+                    continue
+                if self.queue and now > self.queue[0][0]:  # links serve requests in the order of time
                     pending[number] = action
-                    heapq.heappush(queue, (now, number))
+                    self.push(now, number)
                     break
                 if kind == "move":
-                    now = max(self.transfer(now, rank, dst, nbytes) for dst, nbytes in what)
-                elif kind == "switch":
-                    now = self.through_switch(now, rank, what)
+                    now = max([self.transfer(now, number, rank, dst, nbytes) for dst, nbytes in what])
                 else:
-                    end, dst, nbytes, signals = what
-                    self.port_free[end] = self.transfer(max(now, self.port_free[end]), rank, dst, nbytes)
-                    if signals:
-                        self.deliver(end, self.port_free[end], queue)
-        if done < len(self.blocks):
-            raise Stuck(f"{len(self.blocks) - done} threadblocks wait")
+                    now = self.through_switch(now, rank, what)
+        if done < len(self.blocks) - len(self.proxies):
+            raise Stuck(f"{len(self.blocks) - len(self.proxies) - done} threadblocks wait")
         return last
 
-    def deliver(self, end, now, queue):
+    def deliver(self, end, now):
+        """Let the other end of a channel receive a signal that is sent now."""
         rank, kind, _ = end
         peer, which = self.pairs[end]
-        at = max(now, self.port_free[end]) if kind == "port" else now
         other = self.ends[peer, kind, rank, which]
-        arrival = at + self.route(rank, peer)[1]
+        arrival = now + self.route(rank, peer)[0][1]
         self.signals[other].append(arrival)
         for number in self.asleep.pop(other, ()):
-            heapq.heappush(queue, (arrival, number))
+            self.push(arrival, number)

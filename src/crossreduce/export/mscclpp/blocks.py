@@ -84,7 +84,10 @@ class _BlockEvents:
                     landed[operand, device] = self.placement.fresh(device, b)
                     self._put(b, operand, (devices[operand], device), landed[operand, device], fresh=True)
         self.time += 1
-        for value, (device, (operand,), *_) in copies:
+        ranks = self.made.ranks  # each rank begins with the next one, so that not all send to the same one first
+        for value, (device, (operand,), *_) in sorted(
+            copies, key=lambda entry: (entry[1].device - devices[entry[1].operands[0]]) % ranks
+        ):
             target = self.placement.store(device, b, value)
             self._put(b, operand, (devices[operand], device), target, fresh=False)
         for _, (device, (operand,), *_) in copies:

@@ -265,6 +265,7 @@ def _add_stage(block: ThreadblockPlan, stage: _Stage) -> None:
     """Add the operations of a stage, for one piece."""
     block.wait([transfer.dst_end for transfer in stage.receives])
     near = [transfer for transfer in stage.sends if transfer.kind == "memory"]
+    near.sort(key=lambda transfer: (transfer.dst.rank < stage.rank, transfer.dst.rank))  # not all begin with rank 0
     targets = [Target("memory", transfer.dst.rank, transfer.to) for transfer in near]
     store = stage.memory if stage.output is None else stage.output
     if len(stage.operands) > 1:

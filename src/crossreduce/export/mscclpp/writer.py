@@ -29,6 +29,8 @@ from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 MOST_THREADBLOCKS: Final = 80  # each waits for some of other GPUs: all must be resident; V100 has 80 multiprocessors
 ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
 LARGEST: Final = 2**64 - 1
+PIECES: Final = 32  # the least number of pieces of long blocks
+LEAST_PIECE: Final = 1 << 18  # bytes: blocks are not cut into shorter pieces than this only to have more of them
 PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 
@@ -138,6 +140,14 @@ def _threadblocks(
 
 
 def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:
-    """Return the bytes of a piece of a block, by the block's size in units."""
-    sizes = {block.size for block in made.blocks}
-    return {size: max(1, math.ceil(size * nbytes / made.units / pieces / WORD)) * WORD for size in sizes}
+    """Return the bytes of a piece of a block, by the block's size in units.
+
+    If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the planner
+    assumes, and wait for each other less if pieces are many.
+    """
+    unit_of = {}
+    for size in {block.size for block in made.blocks}:
+        nbytes_of_block = size * nbytes / made.units
+        piece = min(nbytes_of_block / pieces, max(nbytes_of_block / PIECES, LEAST_PIECE))
+        unit_of[size] = max(1, math.ceil(piece / WORD)) * WORD
+    return unit_of
