@@ -231,7 +231,7 @@ class PlanClock:
         pending = [None] * len(self.blocks)  # an action that could not be finished yet
         for number in range(len(self.blocks)):
             self.push(0.0, number)
-        done, last = 0, 0.0
+        done, self.end = 0, [0.0] * len(self.blocks)  # when each has ended
         while self.queue:
             now, _, number = heapq.heappop(self.queue)
             if isinstance(number, tuple):
@@ -247,7 +247,7 @@ class PlanClock:
                     self.asleep["fence", number].append(number)
                     break
                 if kind == "end":
-                    done, last = done + 1, max(last, now, self.fence[number])
+                    done, self.end[number] = done + 1, max(now, self.fence[number])
                     break
                 if kind == "wait":
                     arrivals = self.signals[what]
@@ -280,7 +280,7 @@ class PlanClock:
                     now = self.through_switch(now, rank, what)
         if done < len(self.blocks) - len(self.proxies):
             raise Stuck(f"{len(self.blocks) - len(self.proxies) - done} threadblocks wait")
-        return last
+        return max(self.end)
 
     def deliver(self, end, now):
         """Let the other end of a channel receive a signal that is sent now."""

@@ -18,10 +18,11 @@ A schedule for which this is not so, as in a one-shot all-reduce, is not separab
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 from ..collective import Block, Collective, Location
@@ -56,6 +57,7 @@ class _Stage:
     """A value of a block on a rank, with the memory where it is stored."""
 
     rank: int
+    round: int  # of the schedule; -1: an input
     memory: Extent
     operands: list[Extent] = field(default_factory=list)  # in the order of combination; none: an input; one: a copy
     aside: Extent = ("", 0, 0)  # memory for partial sums
@@ -63,17 +65,32 @@ class _Stage:
     receives: list[_Transfer] = field(default_factory=list)
     sends: list[_Transfer] = field(default_factory=list)
 
+    @property
+    def stored(self) -> Extent:
+        """The memory where the value is, once the stage has run."""
+        return self.memory if self.output is None else self.output
+
+
+def by_round(stage: _Stage) -> int:
+    """Return the round of a stage, as a key."""
+    return stage.round
+
 
 @dataclass(eq=False)
 class _Segment:
-    """Stages of a block on a rank that run in one pipeline."""
+    """Stages of blocks of one size on a rank that run in one pipeline."""
 
-    block: Block
+    size: int
     stages: list[_Stage]
 
     @property
     def sends(self) -> bool:
         return any(stage.sends for stage in self.stages)
+
+    @property
+    def channels(self) -> int:
+        """At least the number of its channels."""
+        return sum(len(stage.sends) + len(stage.receives) for stage in self.stages)
 
     @property
     def only_waits(self) -> bool:
@@ -86,6 +103,14 @@ class _Worker:
 
     rank: int
     segments: list[_Segment]
+
+    @property
+    def size(self) -> int:
+        return self.segments[0].size
+
+    @property
+    def sends(self) -> bool:
+        return self.segments[0].sends
 
     @property
     def stages(self) -> list[_Stage]:
@@ -109,17 +134,17 @@ class _BlockStages:
         self.stages: dict[int, _Stage] = {}
         self.leader = list(range(len(self.devices)))  # stages with the same leader are in one pipeline
         for value, source in enumerate(chunk.sources):
-            self.stages[value] = _Stage(source, self._extent(source, made.input(source, block)))
+            self.stages[value] = _Stage(source, -1, self._extent(source, made.input(source, block)))
             if not inplace and self.results.get(source) == value:
                 self.stages[value].output = self._extent(source, made.output(source, block))
         for value, instruction in enumerate(chunk.instructions, start=self.inputs):
-            self._add(value, instruction.device, instruction.operands)
+            self._add(value, instruction.device, instruction.operands, instruction.round)
 
     def _extent(self, rank: int, location: Location) -> Extent:
         place = self.made.in_place(rank, location) if self.inplace else location
         return (*place, self.block.size)
 
-    def _add(self, value: int, rank: int, operands: tuple[int, ...]) -> None:
+    def _add(self, value: int, rank: int, operands: tuple[int, ...], in_round: int) -> None:
         """Add the stage of an instruction, and the transfers of its operands."""
         memory = None
         if self.results.get(rank) == value:
@@ -135,7 +160,7 @@ class _BlockStages:
             if self.devices[operand] != rank
         }
         aside = next(iter(landed.values()), ("", 0, 0))
-        stage = self.stages[value] = _Stage(rank, memory or aside, aside=aside)
+        stage = self.stages[value] = _Stage(rank, in_round, memory or aside, aside=aside)
         for operand in operands:
             if operand in landed:
                 self._transfer(operand, value, landed[operand])
@@ -180,12 +205,12 @@ class _BlockStages:
         for value, stage in self.stages.items():
             if stage.operands or stage.sends or stage.output:
                 groups[self.leader[value]].append(stage)
-        made = [_Segment(self.block, stages) for stages in groups.values()]
+        made = [_Segment(self.block.size, stages) for stages in groups.values()]
         return sorted(made, key=lambda segment: not segment.sends)
 
 
 def add_pipelines(
-    made: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], *, inplace: bool
+    made: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
 ) -> None:
     """Add threadblocks with pipelines for all blocks of a collective.
 
@@ -194,6 +219,7 @@ def add_pipelines(
       gpus: an empty plan for each rank.
       hosts: the kinds of channels.
       unit_of: by the size of a block, the bytes of a piece of it; 0: the block is not cut.
+      most: the number of threadblocks per GPU; stages share them if there are more.
       inplace: for calls whose input and output are the same memory.
     Raises:
       NotSeparableError: the schedule needs stages of a block in one threadblock.
@@ -208,6 +234,7 @@ def add_pipelines(
                 continue
             workers[rank].append(_Worker(rank, [segment]))
             of_block.setdefault(rank, workers[rank][-1])
+    workers = [_merged(of_rank, most) for of_rank in workers]
     _connect(gpus, [worker for of_rank in workers for worker in of_rank])
     for gpu, of_rank in zip(gpus, workers, strict=True):
         gpu.threadblocks += [_written(gpu, worker, unit_of) for worker in of_rank]
@@ -225,18 +252,57 @@ def _with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
     return None
 
 
+def _merged(workers: list[_Worker], most: int) -> list[_Worker]:
+    """Return at most ``most`` threadblocks, if that is possible: pipelines of blocks of the same size are merged.
+
+    A piece of each block is processed in the order of the rounds, in all threadblocks alike, so none waits for another
+    in a cycle. Pipelines of the same round are merged first, as they work on the same piece at the same time.
+    """
+    for together in range(2, MOST_CHANNELS + 1):
+        bins: list[list[_Worker]] = []
+        for worker in sorted(workers, key=_merging_order):
+            fits = bool(bins) and len(bins[-1]) < together and _may_merge([*bins[-1], worker])
+            if fits and len(workers) - sum(len(group) - 1 for group in bins) > most:
+                bins[-1].append(worker)
+            else:
+                bins.append([worker])
+        if len(bins) <= most:
+            return [_joined(group) for group in bins]
+    return workers
+
+
+def _merging_order(worker: _Worker) -> tuple[int, bool, int]:
+    return worker.size, worker.sends, worker.segments[0].stages[0].round
+
+
+def _may_merge(workers: list[_Worker]) -> bool:
+    segments = [segment for worker in workers for segment in worker.segments]
+    alike = len({(worker.size, worker.sends) for worker in workers}) == 1 and len(segments) == len(workers)
+    return alike and sum(segment.channels for segment in segments) <= MOST_CHANNELS
+
+
+def _joined(workers: list[_Worker]) -> _Worker:
+    if len(workers) == 1:
+        return workers[0]
+    return _Worker(workers[0].rank, [_Segment(workers[0].size, [s for worker in workers for s in worker.stages])])
+
+
 def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
-    """Give each two threadblocks between which data moves a channel, which serves both directions."""
+    """Give transfers channels. A channel joins two threadblocks, and serves at most one transfer in each direction."""
     worker_of = {id(stage): worker for worker in workers for stage in worker.stages}
-    ends: dict[tuple[int, int], ChannelEnd] = {}  # by the ids of a threadblock and of the other one
+    ends: dict[tuple[int, int], list[ChannelEnd]] = defaultdict(list)  # by the ids of a threadblock and of the other
+    used: Counter[tuple[int, int]] = Counter()
     for worker in workers:
         for stage in worker.stages:
             for transfer in stage.sends:
                 other = worker_of[id(transfer.dst)]
                 there, back = (id(worker), id(other)), (id(other), id(worker))
-                if there not in ends:
-                    ends[there], ends[back] = connect(gpus, worker.rank, other.rank, transfer.kind)
-                transfer.src_end, transfer.dst_end = ends[there], ends[back]
+                if used[there] == len(ends[there]):
+                    near, far = connect(gpus, worker.rank, other.rank, transfer.kind)
+                    ends[there].append(near)
+                    ends[back].append(far)
+                transfer.src_end, transfer.dst_end = ends[there][used[there]], ends[back][used[there]]
+                used[there] += 1
 
 
 def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
@@ -249,10 +315,10 @@ def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> Threadbl
     for segment in worker.segments:
         if block.unread or block.dirty:
             block.sync()
-        unit = unit_of[segment.block.size]
-        with block.pipeline(unit, segment.block.size) if unit else nullcontext():
-            for stage in segment.stages:
-                _add_stage(block, stage)
+        unit = unit_of[segment.size]
+        with block.pipeline(unit, segment.size) if unit else nullcontext():
+            for _, together in groupby(sorted(segment.stages, key=by_round), key=by_round):
+                _add_stages(block, list(together))
     arrived = _unique(transfer.dst_end for transfer in receives if transfer.acknowledged)
     if arrived:
         block.sync()
@@ -261,22 +327,26 @@ def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> Threadbl
     return block
 
 
-def _add_stage(block: ThreadblockPlan, stage: _Stage) -> None:
-    """Add the operations of a stage, for one piece."""
-    block.wait([transfer.dst_end for transfer in stage.receives])
-    near = [transfer for transfer in stage.sends if transfer.kind == "memory"]
-    near.sort(key=lambda transfer: (transfer.dst.rank < stage.rank, transfer.dst.rank))  # not all begin with rank 0
-    targets = [Target("memory", transfer.dst.rank, transfer.to) for transfer in near]
-    store = stage.memory if stage.output is None else stage.output
-    if len(stage.operands) > 1:
-        block.reduce(stage.operands, store, stage.aside, targets)
-    elif len(targets) == 1 and stage.output is None:
-        block.put([(stage.memory, targets[0])])
-    elif len(targets) > 1 or stage.output is not None:
-        block.reduce([stage.memory], store, store, targets)
+def _add_stages(block: ThreadblockPlan, stages: list[_Stage]) -> None:
+    """Add the operations of stages of one round, for one piece."""
+    block.wait([transfer.dst_end for stage in stages for transfer in stage.receives])
+    near = [transfer for stage in stages for transfer in stage.sends if transfer.kind == "memory"]
+    far = [transfer for stage in stages for transfer in stage.sends if transfer.kind == "port"]
+    puts: defaultdict[str, list[tuple[Extent, Target]]] = defaultdict(list)
+    for stage in stages:
+        to = [transfer for transfer in near if transfer.src is stage]
+        to.sort(key=lambda transfer: (transfer.dst.rank < transfer.src.rank, transfer.dst.rank))  # not all begin with 0
+        targets = [Target("memory", transfer.dst.rank, transfer.to) for transfer in to]
+        if len(stage.operands) > 1:
+            block.reduce(stage.operands, stage.stored, stage.aside, targets)
+        elif len(targets) == 1 and stage.output is None:
+            puts[stage.memory[0]].append((stage.memory, targets[0]))
+        elif targets or stage.output is not None:
+            block.reduce([stage.memory], stage.stored, stage.stored, targets)
+    for moves in puts.values():
+        block.put(moves)
     block.signal([transfer.src_end for transfer in near])
-    far = [transfer for transfer in stage.sends if transfer.kind == "port"]
-    block.post([(store, Target("port", transfer.dst.rank, transfer.to), transfer.src_end) for transfer in far])
+    block.post([(t.src.stored, Target("port", t.dst.rank, t.to), t.src_end) for t in far])
 
 
 def _unique(ends: Iterable[ChannelEnd]) -> list[ChannelEnd]:

@@ -124,7 +124,7 @@ def _threadblocks(
             if schedule.pieces == 1:
                 raise NotSeparableError
             unit_of = _pieces(made_in_parts, schedule.pieces, nbytes)
-            add_pipelines(made_in_parts, gpus, hosts, unit_of, inplace=inplace)
+            add_pipelines(made_in_parts, gpus, hosts, unit_of, most, inplace=inplace)
             longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * made_in_parts.units
         except NotSeparableError:
             gpus = [GpuPlan(rank) for rank in range(made.ranks)]
