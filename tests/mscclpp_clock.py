@@ -19,12 +19,12 @@ links of the group's switch, each for its own bytes.
 import heapq
 import json
 from collections import defaultdict, deque
+from itertools import pairwise
+
+SLICE = 1 << 16
 
 
-SLICE = 1 << 17
-
-
-class Stuck(Exception):
+class StuckError(Exception):
     """Threadblocks wait forever."""
 
 
@@ -166,7 +166,7 @@ class PlanClock:
             listed = listed or [(shortest_route(self.topology, devices[src], devices[dst]), 1)]
             found = []
             for nodes, weight in listed:
-                pairs = list(zip(nodes, nodes[1:], strict=False))
+                pairs = list(pairwise(nodes))
                 found.append((pairs, sum(float(self.links[pair].latency_s) for pair in pairs), float(weight)))
             self.routes[src, dst] = found
             self.moved[src, dst] = [0.0] * len(found)
@@ -279,7 +279,7 @@ class PlanClock:
                 else:
                     now = self.through_switch(now, rank, what)
         if done < len(self.blocks) - len(self.proxies):
-            raise Stuck(f"{len(self.blocks) - len(self.proxies) - done} threadblocks wait")
+            raise StuckError(f"{len(self.blocks) - len(self.proxies) - done} threadblocks wait")
         return max(self.end)
 
     def deliver(self, end, now):

@@ -57,7 +57,8 @@ def check_block(block, gpu, peers):
     assert 0 < len(flat) <= 64
     channels = {kind: numbers_of(block, "channels", "channel_type", "channel_ids", kind) for kind in peers}
     buffers = {
-        kind: numbers_of(block, "remote_buffer_refs", "access_channel_type", "remote_buffer_ids", kind) for kind in peers
+        kind: numbers_of(block, "remote_buffer_refs", "access_channel_type", "remote_buffer_ids", kind)
+        for kind in peers
     }
     for kind in peers:
         assert len(channels[kind]) <= 16

@@ -213,7 +213,8 @@ class _Writer:
 
     def _put(self, events: list[_Event]) -> None:
         targets = [
-            Target(self.ends[event.pair].kind, event.pair[1], self._extent(event.pair[1], event.dst)) for event in events
+            Target(self.ends[event.pair].kind, event.pair[1], self._extent(event.pair[1], event.dst))
+            for event in events
         ]
         srcs = [self._own(event.srcs[0]) for event in events]
         if targets[0].kind == "port":

@@ -23,7 +23,7 @@ from ..channels import parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .blocks import add_blocks
 from .connections import GpuPlan, Hosts, check_limits
-from .parts import divided
+from .parts import divided, even_parts
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 
 MOST_THREADBLOCKS: Final = 80  # each waits for some of other GPUs: all must be resident; V100 has 80 multiprocessors
@@ -114,36 +114,32 @@ def _threadblocks(
 ) -> tuple[list[GpuPlan], Collective, int]:
     """Return the GPUs with their threadblocks, the collective in parts, and the largest message."""
     hosts = Hosts(schedule.devices)
-    parts = parts_of_chunks(schedule, topology)
-    error: PlanError | None = None
-    while True:
-        made_in_parts = divided(made, parts)
+    for pipelines in (True, False) if schedule.pieces > 1 else (False,):
+        parts = parts_of_chunks(schedule, topology)
+        if topology is not None:
+            parts = even_parts(made, parts, most, pipelines=pipelines)
+        divisions = divided(made, parts)
         gpus = [GpuPlan(rank) for rank in range(made.ranks)]
         longest = LARGEST
         try:
-            if schedule.pieces == 1:
-                raise NotSeparableError
-            unit_of = _pieces(made_in_parts, schedule.pieces, nbytes)
-            add_pipelines(made_in_parts, gpus, hosts, unit_of, most, inplace=inplace)
-            longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * made_in_parts.units
+            if pipelines:
+                unit_of = _pieces(divisions, schedule.pieces, nbytes)
+                add_pipelines(divisions, gpus, hosts, unit_of, most, inplace=inplace)
+                longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
+            else:
+                add_blocks(divisions, gpus, hosts, most, inplace=inplace)
         except NotSeparableError:
-            gpus = [GpuPlan(rank) for rank in range(made.ranks)]
-            add_blocks(made_in_parts, gpus, hosts, most, inplace=inplace)
-        try:
-            check_limits(schedule, gpus, most)
-            return gpus, made_in_parts, longest
-        except PlanError as problem:
-            error = error or problem
-        if max(parts) == 1:
-            raise error
-        parts = tuple(max(1, math.ceil(count / 2)) for count in parts)
+            continue
+        check_limits(schedule, gpus, most)
+        return gpus, divisions, longest
+    raise AssertionError("a schedule always has threadblocks without pipelines")
 
 
 def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:
     """Return the bytes of a piece of a block, by the block's size in units.
 
-    If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the planner
-    assumes, and wait for each other less if pieces are many.
+    If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the
+    planner assumes, and wait for each other less if pieces are many.
     """
     unit_of = {}
     for size in {block.size for block in made.blocks}:
