@@ -12,8 +12,8 @@ block. Local operations and synchronisation take no time.
 Files do not state routes. Where a plan uses several between two devices, ``routes`` lists them with weights, and the
 transfers are distributed over them in proportion.
 
-A GPU's reductions and stores through a switch (``glres``) read from all devices and write to all of them: they use the
-links of the group's switch, each for its own bytes.
+A ``glres`` reads from all devices and writes to all of them through their switch: each device sends its bytes and
+receives the sum, and the device that runs the operation also receives the sum of the reads and sends it to the switch.
 """
 
 import heapq
@@ -214,11 +214,12 @@ class PlanClock:
         devices = self.topology.devices
         (switch,) = {dst for src, dst in self.links if src == devices[rank]}
         end = now
-        for device in devices:  # each device sends its bytes up, and receives the sum
+        for k, device in enumerate(devices):  # this GPU also receives the sum and sends it back
             for pair in ((device, switch), (switch, device)):
+                seconds = (2 if k == rank else 1) * nbytes / self.bandwidth[pair]
                 start = max(now, self.free[pair])
-                self.free[pair] = start + nbytes / self.bandwidth[pair]
-                self.busy[pair] += nbytes / self.bandwidth[pair]
+                self.free[pair] = start + seconds
+                self.busy[pair] += seconds
                 end = max(end, self.free[pair])
         return end
 

@@ -16,6 +16,7 @@ from .. import Plan, __version__
 from .. import plan as planned
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
+from ..export.exportable import check_exportable
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
@@ -103,6 +104,7 @@ def plan(
     chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
     exporter = EXPORTERS.get(kind)
+    check_exportable(kind, chosen, collective)
     by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
     folder = export if exporter is not None and exporter.is_folder else None
     if folder is not None:
@@ -121,7 +123,7 @@ def plan(
                 chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost, granularity=part
             )
             advance("comparing")
-            report = _report(machine, found, with_steps=steps) if json else {}
+            report, units = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
             advance("exporting")
             lines = (
@@ -135,9 +137,10 @@ def plan(
                 report["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
             elif exported is not None and exporter is not None:
-                exported.write_text(str(exporter.write(found)), "utf-8")
+                content = str(exporter.write(found))
+                exported.write_text(content, "utf-8")
+                units = exporter.units_of(found, content)
             if mapped is not None and export is not None:
-                units = found.schedule.units
                 about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
                 lines["sizes"] = sizes_that_fit(units)

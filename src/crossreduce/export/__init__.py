@@ -20,6 +20,9 @@ class Exporter(NamedTuple):
     suffix: str = ""  # files with this suffix have this format by default; "": none
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
+    units: str = (
+        ""  # ``module:name`` of a function that returns the number of equal parts of the buffer of a file's text
+    )
     remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
 
     @property
@@ -35,6 +38,11 @@ class Exporter(NamedTuple):
         arguments = [getattr(plan, name) for name in self.arguments]
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
+
+    def units_of(self, plan: Plan, text: str) -> int:
+        """Return of how many equal parts the buffer consists in a file, of which the size must be a multiple."""
+        found: int = resolve_name(self.units)(text) if self.units else plan.schedule.units
+        return found
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         """Return lines about a folder's files, by the label of each line."""
@@ -53,7 +61,13 @@ EXPORTERS: Final = {
     "msccl": Exporter(
         "crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml", runs_elsewhere=True, by_rank=True
     ),
-    "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",), runs_elsewhere=True, by_rank=True),
+    "mscclpp": Exporter(
+        "crossreduce.export.mscclpp:to_mscclpp_json",
+        ("schedule", "topology", "nbytes"),
+        runs_elsewhere=True,
+        by_rank=True,
+        units="crossreduce.export.mscclpp.layout:units_of_json",
+    ),
     "nccl-graph": Exporter(
         "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
     ),

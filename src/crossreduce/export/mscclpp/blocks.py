@@ -37,6 +37,7 @@ class _Event:
     time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
     data: bool = True  # for a signal or wait: True: it reports the data of a put; False: it permits the put
+    last: bool = False  # of a signal: all that the rank has done comes before it
     since: int = -1  # for a wait: the time of the event whose end is signalled
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
     dst: Extent = ("", 0, 0)  # the memory that it writes
@@ -51,7 +52,7 @@ class _Event:
 class _BlockEvents:
     """The events of one threadblock of each GPU, which run all instructions of some blocks."""
 
-    def __init__(self, made: Collective, blocks: list[int], *, inplace: bool) -> None:
+    def __init__(self, made: Collective, blocks: list[int], hosts: Hosts, *, inplace: bool) -> None:
         self.made = made
         self.placement = MemoryPlacement(made, blocks, inplace=inplace)
         self.time = 0
@@ -70,6 +71,20 @@ class _BlockEvents:
                 src, dst = self.placement.locations[b, result], made.output(rank, made.blocks[b])
                 if self.placement.memory(rank, src) != self.placement.memory(rank, dst):
                     self._local(rank, b, "copy", [src], dst)
+        self._acknowledge(hosts)
+
+    def _acknowledge(self, hosts: Hosts) -> None:
+        """Let ranks wait until other hosts have received what they sent: a port channel reads its source later.
+
+        The operation ``flush`` would wait for this, but in MSCCL++ it does nothing.
+        """
+        self.time += 1
+        pairs = {event.pair: None for events in self.events for event in events if event.kind == "put"}
+        far = [pair for pair in pairs if hosts.kind(*pair) == "port"]
+        for pair in far:
+            self.events[pair[1]][-1].signals.append(_Event("signal", self.time, pair, data=False, last=True))
+        for pair in far:
+            self._event(pair[0], "wait", pair=pair, data=False, since=self.time)
 
     def _add_round(self, b: int, instructions: list[tuple[int, Instruction]], devices: tuple[int, ...]) -> None:
         """Add a round's instructions of one block: puts of operands, then copies, then combinations."""
@@ -191,7 +206,11 @@ class _Writer:
 
     def _joins(self, event: _Event) -> bool:
         first = self.open[0]
-        if event.kind != first.kind or event.kind in ("re", "copy") or len(self.open) == MOST_AT_ONCE:
+        if (
+            (event.kind, event.last) != (first.kind, first.last)
+            or event.kind in ("re", "copy")
+            or len(self.open) == MOST_AT_ONCE
+        ):
             return False
         if event.kind == "put":
             same_kind = self.ends[event.pair].kind == self.ends[first.pair].kind
@@ -203,6 +222,8 @@ class _Writer:
         events, self.open = self.open, []
         kind, first = events[0].kind, events[0]
         if kind == "signal":
+            if first.last and self.block.unread:
+                self.block.sync()
             self.block.signal([self.ends[event.pair] for event in events])
         elif kind == "wait":
             self.block.wait([self.ends[event.pair] for event in events])
@@ -246,7 +267,7 @@ def add_blocks(made: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks
     numbers = range(len(made.blocks))
     count = min(len(numbers), threadblocks)
     for k in range(count):
-        group = _BlockEvents(made, [b for b in numbers if b * count // len(numbers) == k], inplace=inplace)
+        group = _BlockEvents(made, [b for b in numbers if b * count // len(numbers) == k], hosts, inplace=inplace)
         orders = [group.order(rank) for rank in range(made.ranks)]
         ends: list[dict[Pair, ChannelEnd]] = [{} for _ in gpus]  # for each GPU: the channel of each pair's puts
         shared: dict[tuple[int, int, int], tuple[ChannelEnd, ChannelEnd]] = {}

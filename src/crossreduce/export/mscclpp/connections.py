@@ -99,7 +99,8 @@ class ThreadblockPlan:
     """The operations of one threadblock, with a ``nop`` wherever its threads must wait for each other.
 
     Thread k waits and signals on the k-th channel of an operation, and all threads access data. So a ``nop`` stands
-    between a wait and an access to data, between two accesses that are not alike, and between accesses and a signal.
+    between a wait and an access to data, between two accesses that are not alike, and between accesses and a signal;
+    and between two signals, or waits, of different threads on one channel, whose order would be open.
     """
 
     def __init__(self, gpu: GpuPlan) -> None:
@@ -109,11 +110,12 @@ class ThreadblockPlan:
         self.buffers: dict[str, list[int]] = {kind: [] for kind in KINDS[:2]}
         self.unread = False  # a wait has ended since the threads were synchronised
         self.dirty = ""  # the name of the last operation on data since the threads were synchronised
+        self.threads: dict[tuple[str, ChannelEnd], int] = {}  # since then: which thread has signalled or waited
 
     def sync(self) -> None:
         """Let the threads wait for each other."""
         self.ops.append({"name": "nop"})
-        self.unread, self.dirty = False, ""
+        self.unread, self.dirty, self.threads = False, "", {}
 
     def wait(self, ends: Sequence[ChannelEnd]) -> None:
         """Wait for a signal on each of some channels."""
@@ -176,12 +178,21 @@ class ThreadblockPlan:
         kind = {"channel_type": "memory"} if targets else {}
         self.ops.append({"name": name, **spans, **kind, **({} if name == "copy" else {"reduce_op": "sum"})})
 
+    def through_switch(self, first: int, size: int, switches: int) -> None:
+        """Store the sum of all GPUs' blocks on all GPUs: of the first switch channel's buffer, in the last one's."""
+        self._access("glres")
+        ids = [position(self.channels["switch"], number) for number in range(switches)]
+        spans = [{"switch_channel_id": number, "index": first, "size": size} for number in ids]
+        kind = {"channel_type": "switch", "reduce_op": "sum"}
+        self.ops.append({"name": "glres", "src_buff": spans[:1], "dst_buff": spans[-1:], **kind})
+
     @contextmanager
     def pipeline(self, unit: int, chunks: int) -> Iterator[None]:
         """Repeat the operations that are added inside for each ``unit`` bytes of ``chunks`` units."""
         if self.unread or self.dirty:
             self.sync()
         outer, self.ops = self.ops, []
+        self.threads = {}
         yield
         inner, self.ops = self.ops, outer
         self.unread, self.dirty = True, "pipeline"  # so that a nop follows
@@ -192,6 +203,10 @@ class ThreadblockPlan:
     def _on_channels(self, name: str, ends: Sequence[ChannelEnd]) -> None:
         for kind in KINDS[:2]:
             for group in _groups([end for end in ends if end.kind == kind], MOST_AT_ONCE):
+                threads = {(name, end): thread for thread, end in enumerate(group)}
+                if any(self.threads.get(use, thread) != thread for use, thread in threads.items()):
+                    self.sync()
+                self.threads |= threads
                 ids = [self._channel(end) for end in group]
                 self.ops.append({"name": name, "channel_ids": ids, "channel_type": kind})
 

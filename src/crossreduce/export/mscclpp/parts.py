@@ -59,7 +59,7 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
             break
     divisor = 1
     while best is None:
-        counts = {chunk: max(1, parts[chunk] // divisor) for chunk in sizes}
+        counts = {chunk: 1 << max(1, parts[chunk] // divisor).bit_length() - 1 for chunk in sizes}
         if needed(counts) <= most or max(counts.values()) == 1:
             best = counts
         divisor *= 2

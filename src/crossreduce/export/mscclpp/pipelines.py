@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from typing import Final
 
 from ..collective import Block, Collective, Location
@@ -258,10 +258,10 @@ def _merged(workers: list[_Worker], most: int) -> list[_Worker]:
     A piece of each block is processed in the order of the rounds, in all threadblocks alike, so none waits for another
     in a cycle. Pipelines of the same round are merged first, as they work on the same piece at the same time.
     """
-    for together in range(2, MOST_CHANNELS + 1):
+    for same_round, together in product((True, False), range(2, MOST_CHANNELS + 1)):
         bins: list[list[_Worker]] = []
-        for worker in sorted(workers, key=_merging_order):
-            fits = bool(bins) and len(bins[-1]) < together and _may_merge([*bins[-1], worker])
+        for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
+            fits = bool(bins) and len(bins[-1]) < together and _may_merge([*bins[-1], worker], same_round=same_round)
             if fits and len(workers) - sum(len(group) - 1 for group in bins) > most:
                 bins[-1].append(worker)
             else:
@@ -271,14 +271,16 @@ def _merged(workers: list[_Worker], most: int) -> list[_Worker]:
     return workers
 
 
-def _merging_order(worker: _Worker) -> tuple[int, bool, int]:
-    return worker.size, worker.sends, worker.segments[0].stages[0].round
+def _merging_order(worker: _Worker, *, same_round: bool) -> tuple[int, int, bool, int]:
+    first = worker.segments[0].stages[0].round
+    return first if same_round else 0, worker.size, worker.sends, first
 
 
-def _may_merge(workers: list[_Worker]) -> bool:
+def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
     segments = [segment for worker in workers for segment in worker.segments]
-    alike = len({(worker.size, worker.sends) for worker in workers}) == 1 and len(segments) == len(workers)
-    return alike and sum(segment.channels for segment in segments) <= MOST_CHANNELS
+    alike = {(w.size, w.sends, w.segments[0].stages[0].round if same_round else 0) for w in workers}
+    few = sum(segment.channels for segment in segments) <= MOST_CHANNELS
+    return len(alike) == 1 and len(segments) == len(workers) and few
 
 
 def _joined(workers: list[_Worker]) -> _Worker:

@@ -4,7 +4,8 @@ Input: a ``Schedule``, perhaps the topology and the size that it was planned for
 
 A schedule of several pieces becomes pipelines, one per threadblock, which work at the same time (``pipelines.py``). A
 schedule of one piece needs none (``blocks.py``). With a topology, chunks are divided into parts, so that enough
-threadblocks and channels work at the same time to fill the links.
+threadblocks and channels work at the same time to fill the links. All-reduces through a switch that adds use switch
+channels (``nvls.py``).
 
 Source: github.com/microsoft/mscclpp, src/core/executor/execution_plan.cc and src/core/include/execution_kernel.hpp
 (the format and its meaning), execution_common.hpp (limits), python/mscclpp/language (examples of plans).
@@ -23,6 +24,7 @@ from ..channels import parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .blocks import add_blocks
 from .connections import GpuPlan, Hosts, check_limits
+from .nvls import switch_threadblocks, uses_switches
 from .parts import divided, even_parts
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 
@@ -86,20 +88,24 @@ def to_mscclpp_json(
     if not 0 <= min_bytes <= max_bytes <= LARGEST:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
-    made = collective(schedule)
-    gpus, made, longest = _threadblocks(
-        schedule, made, topology, nbytes or PLANNED, threadblocks or MOST_THREADBLOCKS, inplace=inplace
-    )
+    most = threadblocks or MOST_THREADBLOCKS
+    longest = LARGEST
+    if topology is not None and uses_switches(schedule, topology):
+        gpus, inputs = switch_threadblocks(schedule, topology, most, inplace=inplace)
+        kind, outputs = "allreduce", inputs
+    else:
+        gpus, made, longest = _threadblocks(schedule, topology, nbytes or PLANNED, most, inplace=inplace)
+        kind, inputs, outputs = made.kind, made.inputs, made.outputs
     if longest < min_bytes:
         problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."
         raise PlanError.of(problem, f"min_bytes={min_bytes}", "a plan for messages of about this size")
     plan = {
-        "name": f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name,
-        "collective": made.kind,
+        "name": f"{kind}_{schedule.algorithm}_{len(gpus)}" if name is None else name,
+        "collective": kind,
         "protocol": "Simple",
         "inplace": inplace,
         "reuse_resources": False,
-        "gpus": [gpu.content(made.inputs, made.outputs) for gpu in gpus],
+        "gpus": [gpu.content(inputs, outputs) for gpu in gpus],
         "num_threads_per_block": threads,
         "use_double_scratch_buffer": False,
         "buffer_alignment": ALIGNMENT,
@@ -110,9 +116,10 @@ def to_mscclpp_json(
 
 
 def _threadblocks(
-    schedule: Schedule, made: Collective, topology: Topology | None, nbytes: int, most: int, *, inplace: bool
+    schedule: Schedule, topology: Topology | None, nbytes: int, most: int, *, inplace: bool
 ) -> tuple[list[GpuPlan], Collective, int]:
     """Return the GPUs with their threadblocks, the collective in parts, and the largest message."""
+    made = collective(schedule)
     hosts = Hosts(schedule.devices)
     for pipelines in (True, False) if schedule.pieces > 1 else (False,):
         parts = parts_of_chunks(schedule, topology)
