@@ -164,8 +164,8 @@ def test_a_message_must_be_a_multiple_of_the_units_of_the_file():
     """With pieces a file has more units than the plan has shares; the exporter returns the number of the file."""
     made = plan(Topology.machine("ncv4"), "broadcast", LARGE, costs=KERNEL)
     text = EXPORTERS["msccl"].write(made)
-    assert EXPORTERS["msccl"].multiple_of(made, text) == read_msccl_xml(text).chunks > made.schedule.units
-    assert EXPORTERS["schedule"].multiple_of(made, EXPORTERS["schedule"].write(made)) == made.schedule.units
+    assert EXPORTERS["msccl"].units_of(made, text) == read_msccl_xml(text).chunks > made.schedule.units
+    assert EXPORTERS["schedule"].units_of(made, EXPORTERS["schedule"].write(made)) == made.schedule.units
 
 
 def test_72_devices_do_not_fit():

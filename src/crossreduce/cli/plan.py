@@ -17,6 +17,7 @@ from .. import Plan, __version__
 from .. import plan as planned
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
+from ..export.exportable import check_exportable
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
@@ -130,6 +131,7 @@ def plan(
         write_bundle(bundle, format, chosen, collective, main, part, stated, machine, as_json=json)
         return
     exporter = EXPORTERS.get(kind)
+    check_exportable(kind, chosen, collective)
     by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
     folder = export if exporter is not None and exporter.is_folder else None
     if folder is not None:
@@ -147,10 +149,9 @@ def plan(
             part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
             found = planned(chosen, collective, size, algorithm, root=main, packs=packs, costs=stated, granularity=part)
             advance("comparing")
-            report = _report(machine, found, with_steps=steps) if json else {}
+            report, units = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
             advance("exporting")
-            written = ""
             lines = (
                 {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
             )
@@ -162,10 +163,10 @@ def plan(
                 report["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
             elif exported is not None and exporter is not None:
-                written = str(exporter.write(found))
-                exported.write_text(written, "utf-8")
-            if mapped is not None and export is not None and exporter is not None:
-                units = exporter.multiple_of(found, written)
+                content = str(exporter.write(found))
+                exported.write_text(content, "utf-8")
+                units = exporter.units_of(found, content)
+            if mapped is not None and export is not None:
                 about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
                 lines["sizes"] = sizes_that_fit(units)

@@ -6,7 +6,6 @@ file in this folder and one line here. ``pictures.py`` is not in the registry, s
 
 from __future__ import annotations
 
-import re
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +20,7 @@ class Exporter(NamedTuple):
     suffix: str = ""  # files with this suffix have this format by default; "": none
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
+    units: str = ""  # ``module:name`` of a function that returns into how many equal parts a file divides the buffer
     remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
 
     @property
@@ -37,13 +37,10 @@ class Exporter(NamedTuple):
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
 
-    def multiple_of(self, plan: Plan, text: str) -> int:
-        """Return the number that must divide a message's number of elements: MSCCL XML may have more units than shares.
-
-        ``text``: the plan in this format.
-        """
-        found = re.search(r' nchunksperloop="(\d+)"', text)
-        return int(found[1]) if found else plan.schedule.units
+    def units_of(self, plan: Plan, text: str) -> int:
+        """Return into how many equal parts a file's text divides the buffer: its elements must be a multiple of it."""
+        found: int = resolve_name(self.units)(text) if self.units else plan.schedule.units
+        return found
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         """Return lines about a folder's files, by the label of each line."""
@@ -65,8 +62,15 @@ EXPORTERS: Final = {
         ".xml",
         runs_elsewhere=True,
         by_rank=True,
+        units="crossreduce.export.msccl.format:units_of_xml",
     ),
-    "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",), runs_elsewhere=True, by_rank=True),
+    "mscclpp": Exporter(
+        "crossreduce.export.mscclpp:to_mscclpp_json",
+        ("schedule", "topology", "nbytes"),
+        runs_elsewhere=True,
+        by_rank=True,
+        units="crossreduce.export.mscclpp.layout:units_of_json",
+    ),
     "nccl-graph": Exporter(
         "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
     ),

@@ -23,6 +23,7 @@ from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..schedule import Costs, pipelined
 from ..topology import Topology
 from . import EXPORTERS
+from .exportable import check_exportable
 
 LEAST, MOST = 1 << 10, 1 << 30  # the sizes in bytes for which plans are compared, all powers of two from LEAST to MOST
 FORMAT: Final = "crossreduce.bundle/1"
@@ -79,6 +80,11 @@ def bundle(
     left_out: list[str] = []
     for name in formats:
         found: list[Window] = []
+        try:
+            check_exportable(name, topology, collective)
+        except PlanError as error:
+            left_out.append(f"{name}: {str(error).partition(chr(10))[0]}")
+            continue
         for window in _windows(topology, collective, root, granularity, costs):
             written = _written(name, window, len(found))
             if isinstance(written, PlanError):
@@ -172,7 +178,7 @@ def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
         "least_bytes": window.least_bytes,
         "most_bytes": window.most_bytes,
         "algorithm": made.algorithm,
-        "elements_multiple_of": EXPORTERS[name].multiple_of(made, text),
+        "elements_multiple_of": EXPORTERS[name].units_of(made, text),
         "gb_per_s": round(made.algbw, 3),
         "at_bytes": made.nbytes,
     }

@@ -113,6 +113,11 @@ class Algo(NamedTuple):
     missing: tuple[str, ...]
 
 
+def units_of_xml(text: str) -> int:
+    """Return the number of chunks of a file, of which a message's number of elements must be a multiple."""
+    return read_msccl_xml(text).chunks
+
+
 def read_msccl_xml(text: str) -> Algo:
     """Return the content of an MSCCL XML file, after checks of its elements and attributes.
 

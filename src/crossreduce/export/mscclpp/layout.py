@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, ScheduleError, shown
 from .fields import quoted
-from .format import MscclppPlan, PlanOperation
+from .format import MscclppPlan, PlanOperation, read_mscclpp_json
 
 WORD: Final = 16  # bytes; operations on data process such words, and wrongly handle what remains
 REUSED_SCRATCH: Final = 1 << 26  # PREDFINED_SCRATCH_SIZE, bytes
@@ -143,6 +143,17 @@ def check_buffers(plan: MscclppPlan) -> None:
 def message_chunks(plan: MscclppPlan) -> int:
     """Return the number of chunks of a message, as ``PlanLayout.nbytes`` counts it."""
     return plan.gpus[0].outputs if plan.collective == "allgather" else plan.gpus[0].inputs
+
+
+def units_of_json(text: str) -> int:
+    """Return the number of chunks of a message of a plan, from its text.
+
+    >>> from crossreduce.planning import ring
+    >>> from crossreduce.export.mscclpp import to_mscclpp_json
+    >>> units_of_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"])))
+    2
+    """
+    return message_chunks(read_mscclpp_json(text))
 
 
 def unit_bytes(plan: MscclppPlan) -> int:

@@ -1,0 +1,42 @@
+"""Whether a format can hold the plans of a topology: checked before minutes are spent on planning.
+
+Input: the name of a format, a topology and a collective. Output: nothing, or PlanError.
+"""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from ..topology import Topology
+from .mscclpp.nvls import why_not
+
+
+def check_exportable(format_name: str, topology: Topology, collective: str) -> None:
+    """Raise a PlanError if a format cannot hold the in-network plans of a topology.
+
+    MSCCL XML has no operation in switches. MSCCL++ has one for all-reduces, with one switch that reduces and joins all
+    GPUs of a host.
+
+    Args:
+      format_name: a name of ``EXPORTERS``.
+      topology: where the plan will run.
+      collective: its name, such as "all_reduce".
+    Raises:
+      PlanError: the plan could contain switches that reduce, and the format cannot express them.
+
+    >>> star = Topology.star(4).with_switches(reducing=True)
+    >>> check_exportable("mscclpp", star, "all_reduce")
+    >>> check_exportable("msccl", star, "all_reduce")
+    Traceback (most recent call last):
+    ...
+    crossreduce.errors.PlanError: msccl files cannot hold in-network plans: MSCCL XML has no operation in switches.
+      given: reducing switches switch
+      try:   a topology without in_network
+    """
+    reducing = [switch.name for switch in topology.switches if switch.reduces]
+    if not reducing:
+        return
+    reasons = {"msccl": "MSCCL XML has no operation in switches.", "mscclpp": why_not(topology, collective)}
+    reason = reasons.get(format_name)
+    if reason is not None:
+        problem = f"{format_name} files cannot hold in-network plans: {reason}"
+        raise PlanError.of(problem, f"reducing switches {', '.join(reducing)}", "a topology without in_network")

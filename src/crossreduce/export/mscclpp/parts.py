@@ -1,0 +1,104 @@
+"""Blocks of a collective divided into parts, so that several threadblocks move a chunk at the same time.
+
+Input: a collective with one block per chunk, and how many parts each chunk needs at least. Output: the same collective
+with smaller units and a block per part.
+
+Threadblocks that share a link each get about the same part of its bandwidth, whatever the size of their blocks. If
+blocks differ much, short ones end early and long ones late. So chunks whose shares differ are divided into more parts
+than the links need, of nearly equal size, as far as the number of threadblocks allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from ..collective import Block, Collective
+
+UNEVEN: Final = 0.06  # the part of the buffer by which blocks may be shorter than the longest one, on average
+FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
+LEAST_UNITS: Final = 6  # of a part that is not an exact division, so that parts differ by a sixth at most
+
+
+def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: bool) -> tuple[int, ...]:
+    """Return into how many parts each chunk is divided, at least ``parts`` if so many threadblocks are allowed.
+
+    Args:
+      made: the collective, with a block for each chunk.
+      parts: the number of parts that each chunk needs.
+      most: the number of threadblocks per GPU.
+      pipelines: whether a part has a threadblock for each value that is sent, or only one per GPU.
+    """
+    sizes = {block.chunk: block.size for block in made.blocks}
+    longest = max(size / parts[chunk] for chunk, size in sizes.items())
+    workers = [
+        {chunk: _senders(made, chunk, rank) if pipelines else 1 for chunk in sizes} for rank in range(made.ranks)
+    ]
+
+    def needed(counts: dict[int, int]) -> int:
+        return max(sum(counts[chunk] * of_rank[chunk] for chunk in sizes) for of_rank in workers)
+
+    def uneven(counts: dict[int, int]) -> float:
+        top = max(sizes[chunk] / counts[chunk] for chunk in sizes)
+        return sum(size * (1 - size / counts[chunk] / top) for chunk, size in sizes.items()) / sum(sizes.values())
+
+    best: dict[int, int] | None = None
+    if len(set(sizes.values())) == 1:  # exact divisions have the fewest units, so they fit the most messages
+        counts = {chunk: 1 << (parts[chunk] - 1).bit_length() for chunk in sizes}
+        if len(set(counts.values())) == 1 and needed(counts) <= most:
+            return tuple(counts.get(chunk, 1) for chunk in range(len(parts)))
+    for factor in FINER:
+        counts = {chunk: math.ceil(size / (longest / factor) * (1 - 1e-9)) for chunk, size in sizes.items()}
+        if needed(counts) > most:
+            break
+        if best is None or uneven(counts) < uneven(best) - UNEVEN / 2:
+            best = counts
+        if uneven(best) <= UNEVEN:
+            break
+    divisor = 1
+    while best is None:
+        counts = {chunk: 1 << max(1, parts[chunk] // divisor).bit_length() - 1 for chunk in sizes}
+        if needed(counts) <= most or max(counts.values()) == 1:
+            best = counts
+        divisor *= 2
+    return tuple(best.get(chunk, 1) for chunk in range(len(parts)))
+
+
+def _senders(made: Collective, number: int, rank: int) -> int:
+    """Return the number of values of a chunk that a rank sends, at least 1."""
+    chunk = made.program.chunks[number]
+    devices = chunk.devices
+    sent = {
+        operand
+        for instruction in chunk.instructions
+        for operand in instruction.operands
+        if devices[operand] == rank != instruction.device
+    }
+    return max(1, len(sent)) if rank in chunk.destinations else len(sent)
+
+
+def divided(made: Collective, parts: Sequence[int]) -> Collective:
+    """Return a collective whose blocks are divided into so many parts of nearly equal size, by chunk.
+
+    >>> from crossreduce.export.collective import collective
+    >>> from crossreduce.planning import ring
+    >>> divided(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
+    (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
+    """
+    finer = 1
+    while any(
+        block.size * finer % parts[block.chunk] and block.size * finer < parts[block.chunk] * LEAST_UNITS
+        for block in made.blocks
+    ):
+        finer *= 2
+    blocks = []
+    for block in made.blocks:
+        size, count = block.size * finer, parts[block.chunk]
+        starts = [k * size // count for k in range(count + 1)]
+        for k in range(count):
+            part = Block(block.chunk, block.offset * finer + starts[k], starts[k + 1] - starts[k])
+            blocks.append((k / count, part))
+    blocks.sort(key=lambda entry: (entry[0], entry[1].chunk))  # the first part of each chunk, then the second ones
+    return replace(made, units=made.units * finer, blocks=tuple(part for _, part in blocks))

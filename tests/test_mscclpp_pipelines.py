@@ -1,0 +1,284 @@
+"""MSCCL++ plans with pipelines, port channels and switch channels: proved, run by an interpreter, and timed by a clock.
+
+``mscclpp_clock.py`` reads the exported file and shares no code with the library, so it shows how fast the file is, not
+how fast the schedule is.
+"""
+
+import copy
+import json
+from collections import defaultdict
+from fractions import Fraction
+
+import pytest
+from mscclpp_clock import PlanClock, StuckError
+from mscclpp_machine import fault
+from strategies import names
+
+from crossreduce import PlanError, Topology, plan
+from crossreduce.export.channels import parts_of_chunks
+from crossreduce.export.collective import collective
+from crossreduce.export.exportable import check_exportable
+from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.mscclpp.parts import divided, even_parts
+from crossreduce.lowering import lower
+from crossreduce.planning import one_shot, ring
+from crossreduce.schedule import Costs
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+SIZE = 256 << 20
+FREE = Costs(operation_s=0)
+
+# Machines, numbers of hosts and collectives whose files are timed here. docs/mscclpp-files.md has the others.
+TIMED = [
+    *(("ncv4", hosts, kind) for hosts in (1, 2) for kind in COLLECTIVES),
+    *(("nvlink-pairs-4", 1, kind) for kind in COLLECTIVES),
+    ("dgx-1v", 1, "all_reduce"),
+    ("dgx-1v", 1, "broadcast"),
+    ("dgx-1v", 2, "broadcast"),
+    ("dgx-1p", 2, "broadcast"),
+    ("dgx-2", 1, "all_gather"),
+    ("dgx-a100", 1, "all_reduce"),
+    ("dgx-a100", 2, "all_gather"),
+    ("hgx-h100", 1, "all_gather"),
+    ("hgx-h100", 2, "all_reduce"),
+    ("mi300x", 1, "broadcast"),
+    ("mi300x", 2, "all_gather"),
+]
+
+
+def planned(topology, kind):
+    return plan(topology, kind, SIZE, costs=FREE)
+
+
+def routes_of(schedule, topology):
+    """Return the routes of a schedule between each two devices, and the part of the buffer that takes each of them."""
+    found = defaultdict(lambda: defaultdict(Fraction))
+    for transfers in lower(schedule).transfers:
+        for chunk, src, dst, through, _ in transfers:
+            a, b = schedule.devices[src], schedule.devices[dst]
+            nodes = topology.route(a, b) if through is None else (a, *through, b)
+            found[a, b][nodes] += schedule.chunks[chunk].share
+    return {pair: list(routes.items()) for pair, routes in found.items()}
+
+
+def algbw(text, schedule, topology):
+    """Return the GB/s of a file for messages of at least 256 MiB that it runs for."""
+    step = verify_step(text)
+    nbytes = -(-SIZE // step) * step
+    return nbytes / PlanClock(text, topology, nbytes, routes_of(schedule, topology)).seconds / 1e9
+
+
+def verify_step(text):
+    gpu = json.loads(text)["gpus"][0]
+    return 16 * max(gpu["input_chunks"], gpu["output_chunks"])
+
+
+def operations(text):
+    """Return all operations of a plan, those of pipelines included."""
+    blocks = [block for gpu in json.loads(text)["gpus"] for block in gpu["threadblocks"]]
+    return [inner for block in blocks for op in block["ops"] for inner in (op, *op.get("ops", ()))]
+
+
+def small(schedule, **options):
+    """Export a schedule in 3 pieces, of 16 bytes per unit, as the interpreter runs it for messages of 48 per unit."""
+    return to_mscclpp_json(schedule.cut_into(3), nbytes=3 * 16 * collective(schedule).units, **options)
+
+
+@pytest.mark.parametrize(("machine", "hosts", "kind"), TIMED)
+def test_files_reach_the_planned_rate(machine, hosts, kind):
+    """An exported file reaches at least 97 % of the rate that its plan predicts for 256 MiB."""
+    topology = Topology.machine(machine, hosts)
+    found = planned(topology, kind)
+    text = to_mscclpp_json(found.schedule, topology, SIZE)
+    assert algbw(text, found.schedule, topology) >= 0.97 * found.algbw
+
+
+@pytest.mark.parametrize(("machine", "kind"), [("dgx-1v", "broadcast"), ("ncv4", "reduce"), ("mi300x", "broadcast")])
+def test_without_pipelines_files_are_slow(machine, kind):
+    """The clock shows the loss of a schedule whose pieces are not exported."""
+    topology = Topology.machine(machine)
+    found = planned(topology, kind)
+    text = to_mscclpp_json(found.schedule.cut_into(1), topology, SIZE)
+    assert algbw(text, found.schedule, topology) < 0.7 * found.algbw
+
+
+def test_the_clock_on_known_cases():
+    """A chain of two copies takes 2 (bytes / bandwidth + latency), with many pieces half of it; stuck plans raise."""
+    line = Topology.from_matrix([[0, 10, 0], [10, 0, 10], [0, 10, 0]], latency_s=Fraction(1, 10**6))
+    schedule = plan(line, "broadcast", SIZE, "forest", root=0, costs=FREE).schedule
+    whole = PlanClock(to_mscclpp_json(schedule.cut_into(1)), line, 1 << 24).seconds
+    assert whole == pytest.approx(2 * ((1 << 24) / 1e10 + 1e-6) + 1e-6, rel=1e-6)  # and 1 us until the call has begun
+    pieces = PlanClock(to_mscclpp_json(schedule.cut_into(128), nbytes=1 << 24), line, 1 << 24).seconds
+    assert pieces == pytest.approx((1 + 1 / 128) * (1 << 24) / 1e10, rel=0.01)
+    content = json.loads(to_mscclpp_json(schedule))
+    del content["gpus"][0]["threadblocks"][0]["ops"][-1]
+    with pytest.raises(StuckError, match="threadblocks wait"):
+        PlanClock(json.dumps(content), line, 1 << 24)
+
+
+@pytest.mark.parametrize("machine", [("ncv4", 1), ("ncv4", 2), ("nvlink-pairs-4", 1)], ids=str)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_pipelines_are_right(machine, kind, inplace):
+    """Plans with pipelines are proved, without notes, and right for one and more pieces, in many orders."""
+    topology = Topology.machine(*machine)
+    schedule = planned(topology, kind).schedule
+    text = to_mscclpp_json(schedule, topology, SIZE, inplace=inplace)
+    assert "pipeline" in {op["name"] for op in operations(text)}
+    assert [note for note in verify_mscclpp_json(text).notes if "does not store a root" not in note] == []
+    root = collective(schedule).root or 0
+    for cells in (1, 3, 4):
+        assert fault(small(schedule, inplace=inplace), cells, 2, root, cells) is None
+
+
+def test_pieces_have_the_planned_bytes():
+    """A pipeline's unit is a piece of its block: the planned number of pieces, for the planned number of bytes."""
+    topology = Topology.machine("dgx-1v")
+    found = planned(topology, "broadcast")
+    for op in operations(to_mscclpp_json(found.schedule, nbytes=SIZE)):
+        if op["name"] == "pipeline":
+            context = op["iter_context"]
+            units = collective(found.schedule).units
+            assert context["unit_size"] % 16 == 0
+            pieces = Fraction(context["num_chunks"] * SIZE, units * context["unit_size"])
+            assert found.schedule.pieces * 0.99 <= pieces <= found.schedule.pieces
+
+
+def test_long_messages_have_too_many_pieces():
+    """The executor counts iterations with 16 bits, so the largest message is limited."""
+    schedule = ring(names(2)).cut_into(4)
+    text = to_mscclpp_json(schedule, nbytes=1 << 20)
+    assert json.loads(text)["max_message_size"] == 65535 * (1 << 17) * 2
+    assert json.loads(to_mscclpp_json(schedule, nbytes=1 << 20, max_bytes=1 << 30))["max_message_size"] == 1 << 30
+    with pytest.raises(PlanError, match="at most 65535 iterations"):
+        to_mscclpp_json(schedule, nbytes=1 << 10, min_bytes=1 << 40)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_hosts_are_joined_by_port_channels(inplace):
+    """GPUs of different hosts use port channels, others memory channels; no plan needs a flush, which does nothing."""
+    topology = Topology.machine("ncv4", 2)
+    for schedule in (planned(topology, "all_gather").schedule, ring(topology.devices)):
+        content = json.loads(to_mscclpp_json(schedule, inplace=inplace))
+        for rank, gpu in enumerate(content["gpus"]):
+            for channel in gpu["channels"]:
+                same = {rank // 4 == peer // 4 for peer in channel["connected_to"]}
+                assert same == {channel["channel_type"] == "memory"}
+            for remote in gpu["remote_buffers"]:
+                assert remote["access_channel_types"] == ["memory" if rank // 4 == remote["rank"] // 4 else "port"]
+        text = json.dumps(content)
+        assert "flush" not in {op["name"] for op in operations(text)}
+        assert verify_mscclpp_json(text).notes == ()
+
+
+def test_every_operation_of_a_pipeline_is_needed():
+    """A plan from which one operation is removed, in or out of a pipeline, is wrong, or the verifier refuses it."""
+    for topology, kind in ((Topology.machine("ncv4"), "reduce"), (Topology.machine("ncv4", 2), "broadcast")):
+        schedule = planned(topology, kind).schedule
+        content = json.loads(small(schedule))
+        root = collective(schedule).root
+        tried = 0
+        for g, gpu in enumerate(content["gpus"][:2]):
+            for t, block in enumerate(gpu["threadblocks"][:2]):
+                places = [(k, None) for k in range(len(block["ops"]))]
+                places += [(k, j) for k, op in enumerate(block["ops"]) for j in range(len(op.get("ops", ())))]
+                for k, j in places:
+                    less = copy.deepcopy(content)
+                    ops = less["gpus"][g]["threadblocks"][t]["ops"]
+                    if block["ops"][k]["name"] == "nop" and j is None and k + 1 < len(ops):
+                        continue  # a nop between two pipelines can be needless
+                    del (ops if j is None else ops[k]["ops"])[k if j is None else j]
+                    tried += 1
+                    assert refused(json.dumps(less), root), (g, t, k, j)
+        assert tried > 10
+
+
+def refused(text, root):
+    try:
+        report = verify_mscclpp_json(text, root=root)
+    except ValueError:
+        return True
+    return bool([note for note in report.notes if "does not store a root" not in note])
+
+
+def test_schedules_whose_inputs_are_read_late_have_no_pipelines():
+    """In place, a one-shot result could overwrite an input that other GPUs still need, so it is exported by blocks."""
+    schedule = one_shot(names(3)).cut_into(3)
+    for inplace in (True, False):
+        text = to_mscclpp_json(schedule, inplace=inplace)
+        assert ("pipeline" in {op["name"] for op in operations(text)}) == (not inplace)
+        assert verify_mscclpp_json(text).notes == ()
+
+
+def test_threadblocks_are_shared_if_there_are_too_many():
+    """Pipelines share threadblocks up to the number that threadblocks= allows."""
+    topology = Topology.machine("ncv4")
+    schedule = planned(topology, "all_reduce").schedule
+    free = json.loads(small(schedule))
+    most = max(len(gpu["threadblocks"]) for gpu in free["gpus"])
+    text = small(schedule, threadblocks=most - 3)
+    assert max(len(gpu["threadblocks"]) for gpu in json.loads(text)["gpus"]) == most - 3
+    assert verify_mscclpp_json(text).notes == ()
+    assert fault(text, 0, 3, 0, 4) is None
+
+
+@pytest.mark.parametrize("machine", ["hgx-h100", "mi300x", "dgx-1v"])
+def test_parts_fill_the_links(machine):
+    """Each chunk has at least as many parts as its channels need, and parts cover the buffer without gaps."""
+    topology = Topology.machine(machine)
+    for kind in COLLECTIVES:
+        schedule = planned(topology, kind).schedule
+        needed = parts_of_chunks(schedule, topology)
+        made = collective(schedule)
+        parts = even_parts(made, needed, 80, pipelines=schedule.pieces > 1)
+        assert all(found >= least for found, least in zip(parts, needed, strict=True))
+        blocks = sorted(divided(made, parts).blocks, key=lambda block: block.offset)
+        ends = [0, *(block.offset + block.size for block in blocks)]
+        assert ends[:-1] == [block.offset for block in blocks]
+        assert ends[-1] == divided(made, parts).units
+
+
+def test_fewer_parts_if_there_are_too_many_threadblocks():
+    """With few threadblocks, chunks have fewer parts than their links need."""
+    topology = Topology.machine("hgx-b200")
+    schedule = planned(topology, "all_gather").schedule
+    for most in (80, 40, 8, 4):
+        content = json.loads(to_mscclpp_json(schedule, topology, threadblocks=most))
+        assert max(len(gpu["threadblocks"]) for gpu in content["gpus"]) == {80: 64, 40: 32, 8: 8, 4: 4}[most]
+
+
+# ---- switches that reduce
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_in_network_plans_use_switch_channels(inplace):
+    """An all-reduce through one switch is proved, right, and as fast as planned."""
+    for topology in (
+        Topology.star(["cuda:0", "cuda:1", "cuda:2"], 25, 1e-6).with_switches(reducing=True),
+        Topology.machine("hgx-h100", in_network=True),
+    ):
+        check_exportable("mscclpp", topology, "all_reduce")
+        found = planned(topology, "all_reduce")
+        assert len(found.schedule.devices) == len(topology.devices) + 1  # the switch
+        text = to_mscclpp_json(found.schedule, topology, SIZE, inplace=inplace)
+        assert "glres" in {op["name"] for op in operations(text)}
+        assert [note for note in verify_mscclpp_json(text).notes if "NVLink switches" not in note] == []
+        assert fault(text, 0, 3, cells=2) is None
+        assert algbw(text, ring(topology.devices), topology) >= 0.97 * found.algbw
+
+
+def test_formats_that_cannot_hold_in_network_plans_are_refused():
+    """The error comes before planning, and states the reason."""
+    star = Topology.star(names(4)).with_switches(reducing=True)
+    for name, topology, text in (
+        ("msccl", star, "MSCCL XML has no operation in switches"),
+        ("mscclpp", Topology.machine("hgx-h100", 2, in_network=True), "join GPUs of one host"),
+        ("mscclpp", Topology.star(names(18)).with_switches(reducing=True), "joins at most 17 GPUs"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            check_exportable(name, topology, "all_reduce")
+        check_exportable(name, topology, "broadcast")  # it does not use switches
+        check_exportable("trace", topology, "all_reduce")
+    two = Topology.machine("hgx-h100", 2, in_network=True)
+    with pytest.raises(PlanError, match="MSCCL\\+\\+ cannot hold this plan: its switch channels join GPUs of one host"):
+        to_mscclpp_json(planned(two, "all_reduce").schedule, two)
