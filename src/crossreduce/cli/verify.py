@@ -68,6 +68,8 @@ def _proved(file: Path) -> str:
 
 def _bundle(folder: Path) -> str:
     """Return the proved facts about all files of a bundle, or exit with 1 if one of them is wrong."""
+    from ..export.bundle import range_of
+
     listed = _list_of(folder / "ranks.json")
     known = {entry["file"] for entry in listed}
     texts = []
@@ -80,7 +82,7 @@ def _bundle(folder: Path) -> str:
         for entry in entries:
             path = folder / entry["file"]
             facts = _proved(path)
-            least, most = _range_of(name, path.read_text("utf-8"))
+            least, most = range_of(name, path.read_text("utf-8"))
             if (least, most) != (entry["least_bytes"], entry["most_bytes"]) or least < due:
                 print(f"crossreduce: {path} is wrong: it is for {least} to {most} bytes, which ranks.json does not say "
                       "or another file is for", file=sys.stderr)  # fmt: skip
@@ -108,18 +110,6 @@ def _list_of(file: Path) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
     return entries
-
-
-def _range_of(name: str, text: str) -> tuple[int, int]:
-    """Return the sizes that a file is for; 0 at the end: no limit."""
-    if name == "msccl":
-        from ..export.msccl.format import read_msccl_xml
-
-        algo = read_msccl_xml(text)
-        return algo.min_bytes, algo.max_bytes
-    read = json.loads(text)
-    most = read["max_message_size"]
-    return read["min_message_size"], 0 if most == 2**64 - 1 else most
 
 
 def _read(file: Path) -> Callable[[], str]:

@@ -24,10 +24,12 @@ from ..schedule import Costs, pipelined
 from ..topology import Topology
 from . import EXPORTERS
 from .exportable import check_exportable
+from .msccl.format import read_msccl_xml
 
 LEAST, MOST = 1 << 10, 1 << 30  # the sizes in bytes for which plans are compared, all powers of two from LEAST to MOST
 FORMAT: Final = "crossreduce.bundle/1"
 ONE_KERNEL: Final = Costs(operation_s=0)  # an exported plan runs as one kernel, so no operations are queued
+NO_LIMIT: Final = 2**64 - 1  # in MSCCL++'s files
 _SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
 
 
@@ -91,6 +93,7 @@ def bundle(
                 left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
                 continue
             window, text = written
+            window = window._replace(most_bytes=range_of(name, text)[1])  # MSCCL++ limits the sizes of pipelines
             path = f"{name}/{collective}_{len(found)}.{_SUFFIXES[name]}"
             found.append(window)
             files[path] = text
@@ -165,9 +168,19 @@ def _by_name(like: Plan, algorithm: str) -> Plan:
 
 def _text(name: str, window: Window, number: int) -> str:
     """Return the text of a file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
-    most = window.most_bytes or (0 if name == "msccl" else 2**64 - 1)
+    most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
     title = f"{window.plan.collective}_{window.plan.algorithm}_{number}"
     return str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
+
+
+def range_of(name: str, text: str) -> tuple[int, int]:
+    """Return the sizes that a file of a format is for; 0 at the end: no limit."""
+    if name == "msccl":
+        algo = read_msccl_xml(text)
+        return algo.min_bytes, algo.max_bytes
+    read = json.loads(text)
+    most = read["max_message_size"]
+    return read["min_message_size"], 0 if most == NO_LIMIT else most
 
 
 def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
