@@ -68,10 +68,10 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
-    limit = _limit(request)
+    sets = _helpers(topology, members)
+    limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
-    sets = _helpers(topology, members)
     best, best_rate = None, Fraction(-1)
     for helpers in [*sets, None] if len(sets) > 1 else sets:
         if helpers is None:
