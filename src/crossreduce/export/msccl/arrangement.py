@@ -45,7 +45,7 @@ MOST_MESSAGES: Final = 32
 MOST_CHANNELS: Final = min(runtime.channels for runtime in RUNTIMES.values())
 
 
-class Message(NamedTuple):
+class MessageKey(NamedTuple):
     """A value of a chunk that a device sends to the device that makes another value from it."""
 
     chunk: int
@@ -53,7 +53,7 @@ class Message(NamedTuple):
     value: int
 
 
-Lane = tuple[int, Message]  # the messages of a part of a chunk
+Lane = tuple[int, MessageKey]  # the messages of a part of a chunk
 Connection = tuple[int, int]  # the ranks that send and receive
 
 
@@ -71,14 +71,14 @@ class Arrangement:
 
     def channel(self, b: int, operand: int, value: int) -> int:
         """Return the channel of a block's message."""
-        return self.channels[self.parts[b], Message(self.made.blocks[b].chunk, operand, value)]
+        return self.channels[self.parts[b], MessageKey(self.made.blocks[b].chunk, operand, value)]
 
 
-def messages(made: Collective) -> list[tuple[Message, Connection]]:
+def messages(made: Collective) -> list[tuple[MessageKey, Connection]]:
     """Return all messages of a chunk that has blocks, with their connections, in the order of the rounds."""
     used = {block.chunk for block in made.blocks}
     return [
-        (Message(c, operand, value), (src, instruction.device))
+        (MessageKey(c, operand, value), (src, instruction.device))
         for instructions in made.program.by_round
         for c, value, instruction in instructions
         if c in used
@@ -167,14 +167,14 @@ def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangemen
     return Arrangement(cells, tuple(of_part), tuple(of_piece), chosen, forwards, unstored, spread=True)
 
 
-def forwarding(made: Collective, found: list[tuple[Message, Connection]]) -> dict[tuple[int, int], int]:
+def forwarding(made: Collective, found: list[tuple[MessageKey, Connection]]) -> dict[tuple[int, int], int]:
     """Return which received values are forwarded on arrival: by (chunk, value), the value of the next message.
 
     A device forwards a value with the step that receives its last operand, to one device. Only one message of each
     value is forwarded: the one with the longest way behind it.
     """
-    behind: dict[Message, int] = {}
-    next_of: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    behind: dict[MessageKey, int] = {}
+    next_of: defaultdict[tuple[int, int], list[MessageKey]] = defaultdict(list)
     for message, _ in found:
         next_of[message.chunk, message.operand].append(message)
     for message, _ in reversed(found):
@@ -197,8 +197,8 @@ def ends_with_a_receive(chunk: ChunkProgram, instruction: Instruction) -> bool:
 
 
 def _paths(
-    found: list[tuple[Message, Connection]], forwards: dict[tuple[int, int], int]
-) -> Iterator[list[tuple[Message, Connection]]]:
+    found: list[tuple[MessageKey, Connection]], forwards: dict[tuple[int, int], int]
+) -> Iterator[list[tuple[MessageKey, Connection]]]:
     """Yield the messages that forward each other, path by path; a path that would return to a rank is cut.
 
     A rank that replaces a value by the result has to wait until the value is sent. If the same path brought the result
@@ -209,13 +209,13 @@ def _paths(
     for message, _ in found:
         last[message.chunk, message.value] = message
     starts = []
-    begun = {Message(chunk, value, after) for (chunk, value), after in forwards.items()}
+    begun = {MessageKey(chunk, value, after) for (chunk, value), after in forwards.items()}
     starts = [message for message, _ in found if message not in begun]
     while starts:
         message = starts.pop(0)
         path, visited = [(message, place[message])], {*place[message]}
         while (key := (message.chunk, message.value)) in forwards and last[key] == message:
-            following = Message(message.chunk, message.value, forwards[key])
+            following = MessageKey(message.chunk, message.value, forwards[key])
             if place[following][1] in visited:
                 del forwards[key]
                 starts.append(following)
