@@ -23,7 +23,7 @@ from typing import Any
 from ...lowering import Instruction
 from ..collective import Collective, Location
 from ..placement import MemoryPlacement
-from .connections import LocalEnd, Extent, GpuPlan, Hosts, Target, ThreadblockPlan, connect
+from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
 from .limits import MOST_AT_ONCE, MOST_BUFFERS
 
 Pair = tuple[int, int]  # the rank that puts, and the rank that it puts to
@@ -74,7 +74,7 @@ class _BlockEvents:
         self._acknowledge(hosts)
 
     def _acknowledge(self, hosts: Hosts) -> None:
-        """Let ranks wait until other hosts have received what they sent: a port channel reads its source later.
+        """Let ranks wait until other hosts have received their data: a port channel reads its source later.
 
         The operation ``flush`` would wait for this, but in MSCCL++ it does nothing.
         """

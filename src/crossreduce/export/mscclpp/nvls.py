@@ -19,7 +19,7 @@ from ...errors import PlanError
 from ...schedule import Schedule, fluid_rate
 from ...topology import Topology
 from ..channels import CHANNEL_GB_PER_S
-from .connections import LocalEnd, GpuPlan, Hosts, ThreadblockPlan, connect
+from .connections import GpuPlan, Hosts, LocalEnd, ThreadblockPlan, connect
 from .limits import MOST_CHANNELS
 
 

@@ -26,7 +26,7 @@ from itertools import groupby, product
 from typing import Final
 
 from ..collective import Block, Collective, Location
-from .connections import LocalEnd, Extent, GpuPlan, Hosts, Target, ThreadblockPlan, connect
+from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
 from .limits import MOST_CHANNELS
 
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the executor counts the iterations of a pipeline with 16 bits
