@@ -4,9 +4,9 @@ Each threadblock runs its operations in order. Rank k is the topology's k-th dev
 GPU's memory move their bytes over all links of the route between the two devices, in slices of at most ``SLICE`` bytes
 per transfer, so that transfers that share a link share its bandwidth. Each slice of a ``res`` goes to all destinations;
 a ``put`` serves one after the other. A link serves slices in the order of their requests, and
-the next link of a route starts when the first one does, and ends no earlier. The threadblock goes on when the bytes
+the next link of a route starts when the first one does, and ends no earlier. The threadblock continues when the bytes
 have left the first link, but signals only when they have left the last one. A port channel makes its transfers itself,
-one after the other, and the threadblock goes on at once. Signals arrive the latency of the route later, and waits
+one after the other, and the threadblock continues at once. Signals arrive the latency of the route later, and waits
 block. Local operations and synchronisation take no time.
 
 Files do not state routes. Where a plan uses several between two devices, ``routes`` lists them with weights, and the
@@ -82,7 +82,7 @@ class PlanClock:
                     seen[peer] += 1
         self.ends = {(rank, kind, *pair): (rank, kind, k) for (rank, kind, k), pair in self.pairs.items()}
         self.signals = defaultdict(deque)  # by end of a channel that receives: the times of arrival
-        self.posted = defaultdict(deque)  # by end of a port channel: what it has yet to do
+        self.posted = defaultdict(deque)  # by end of a port channel: its actions that are still to be done
         self.asleep = defaultdict(list)
         self.blocks = [self.steps(rank, block) for rank, gpu in enumerate(gpus) for block in gpu["threadblocks"]]
         self.ranks = [rank for rank, gpu in enumerate(gpus) for _ in gpu["threadblocks"]]
@@ -205,7 +205,7 @@ class PlanClock:
         return start + seconds
 
     def push(self, time, what):
-        """Add an event: a block that goes on, or a slice that requests a link."""
+        """Add an event: a block that continues, or a slice that requests a link."""
         self.order += 1
         heapq.heappush(self.queue, (time, self.order, what))
 

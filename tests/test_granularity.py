@@ -40,8 +40,9 @@ def traffic_of_json(text):
     for gpu in gpus:
         for block in gpu["threadblocks"]:
             buffers = [number for each in block["remote_buffer_refs"] for number in each["remote_buffer_ids"]]
-            for op in block["ops"]:
-                for into in op["dst_buff"] if op["name"] == "put" else ():
+            for op in [inner for outer in block["ops"] for inner in (outer, *outer.get("ops", ()))]:
+                remote = {"put": 0, "res": 1}.get(op["name"])  # where the remote destinations begin
+                for into in op["dst_buff"][remote:] if remote is not None else ():
                     peer = gpu["remote_buffers"][buffers[into["buffer_id"]]]["rank"]
                     sent[gpu["id"], peer] += Fraction(into["size"], units)
     return sent

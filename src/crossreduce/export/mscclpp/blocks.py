@@ -23,7 +23,7 @@ from typing import Any
 from ...lowering import Instruction
 from ..collective import Collective, Location
 from ..placement import MemoryPlacement
-from .connections import ChannelEnd, Extent, GpuPlan, Hosts, Target, ThreadblockPlan, connect
+from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
 from .limits import MOST_AT_ONCE, MOST_BUFFERS
 
 Pair = tuple[int, int]  # the rank that puts, and the rank that it puts to
@@ -74,7 +74,7 @@ class _BlockEvents:
         self._acknowledge(hosts)
 
     def _acknowledge(self, hosts: Hosts) -> None:
-        """Let ranks wait until other hosts have received what they sent: a port channel reads its source later.
+        """Let ranks wait until other hosts have received their data: a port channel reads its source later.
 
         The operation ``flush`` would wait for this, but in MSCCL++ it does nothing.
         """
@@ -188,11 +188,11 @@ def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
     return {pair: int(pair[0] > pair[1] and frozenset(pair) in separate) for pair in sorted(pairs)}
 
 
-class _Writer:
+class _BlockWriter:
     """Writes the events of one threadblock; adjacent puts, signals or waits become one operation if possible."""
 
     def __init__(
-        self, gpu: GpuPlan, events: list[_Event], ends: dict[Pair, ChannelEnd], bases: list[int], *, inplace: bool
+        self, gpu: GpuPlan, events: list[_Event], ends: dict[Pair, LocalEnd], bases: list[int], *, inplace: bool
     ) -> None:
         self.block, self.gpu, self.ends, self.bases, self.inplace = ThreadblockPlan(gpu), gpu, ends, bases, inplace
         self.posts = any(event.kind == "put" and ends[event.pair].kind == "port" for event in events)
@@ -269,8 +269,8 @@ def add_blocks(made: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks
     for k in range(count):
         group = _BlockEvents(made, [b for b in numbers if b * count // len(numbers) == k], hosts, inplace=inplace)
         orders = [group.order(rank) for rank in range(made.ranks)]
-        ends: list[dict[Pair, ChannelEnd]] = [{} for _ in gpus]  # for each GPU: the channel of each pair's puts
-        shared: dict[tuple[int, int, int], tuple[ChannelEnd, ChannelEnd]] = {}
+        ends: list[dict[Pair, LocalEnd]] = [{} for _ in gpus]  # for each GPU: the channel of each pair's puts
+        shared: dict[tuple[int, int, int], tuple[LocalEnd, LocalEnd]] = {}
         for (src, dst), which in _channels(orders).items():
             low, high = min(src, dst), max(src, dst)
             if (low, high, which) not in shared:
@@ -278,6 +278,6 @@ def add_blocks(made: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks
             ends[low][src, dst], ends[high][src, dst] = shared[low, high, which]
         bases = [gpu.scratch for gpu in gpus]
         for gpu in gpus:
-            block = _Writer(gpu, orders[gpu.rank], ends[gpu.rank], bases, inplace=inplace).block
+            block = _BlockWriter(gpu, orders[gpu.rank], ends[gpu.rank], bases, inplace=inplace).block
             gpu.threadblocks += [block] if block.ops else []
             gpu.scratch += group.placement.scratch[gpu.rank]

@@ -34,7 +34,7 @@ class Target(NamedTuple):
     extent: Extent
 
 
-class ChannelEnd(NamedTuple):
+class LocalEnd(NamedTuple):
     """One end of a channel: its kind, and its number in the list of its GPU."""
 
     kind: str
@@ -87,9 +87,9 @@ class Hosts:
         return "memory" if self.hosts[a] == self.hosts[b] else "port"
 
 
-def connect(gpus: list[GpuPlan], a: int, b: int, kind: str) -> tuple[ChannelEnd, ChannelEnd]:
+def connect(gpus: list[GpuPlan], a: int, b: int, kind: str) -> tuple[LocalEnd, LocalEnd]:
     """Add a channel between two ranks; return its ends at ``a`` and at ``b``."""
-    ends = ChannelEnd(kind, len(gpus[a].peers[kind])), ChannelEnd(kind, len(gpus[b].peers[kind]))
+    ends = LocalEnd(kind, len(gpus[a].peers[kind])), LocalEnd(kind, len(gpus[b].peers[kind]))
     gpus[a].peers[kind].append(b)
     gpus[b].peers[kind].append(a)
     return ends
@@ -110,19 +110,19 @@ class ThreadblockPlan:
         self.buffers: dict[str, list[int]] = {kind: [] for kind in KINDS[:2]}
         self.unread = False  # a wait has ended since the threads were synchronised
         self.dirty = ""  # the name of the last operation on data since the threads were synchronised
-        self.threads: dict[tuple[str, ChannelEnd], int] = {}  # since then: which thread has signalled or waited
+        self.threads: dict[tuple[str, LocalEnd], int] = {}  # since then: which thread has signalled or waited
 
     def sync(self) -> None:
         """Let the threads wait for each other."""
         self.ops.append({"name": "nop"})
         self.unread, self.dirty, self.threads = False, "", {}
 
-    def wait(self, ends: Sequence[ChannelEnd]) -> None:
+    def wait(self, ends: Sequence[LocalEnd]) -> None:
         """Wait for a signal on each of some channels."""
         self._on_channels("wait", ends)
         self.unread = self.unread or bool(ends)
 
-    def signal(self, ends: Sequence[ChannelEnd]) -> None:
+    def signal(self, ends: Sequence[LocalEnd]) -> None:
         """Signal on each of some channels, after all accesses to data so far."""
         if ends and self.dirty:
             self.sync()
@@ -135,11 +135,11 @@ class ThreadblockPlan:
             spans = {"src_buff": [_span(src) for src, _ in group], "dst_buff": [self._remote(to) for _, to in group]}
             self.ops.append({"name": "put", **spans, "channel_type": "memory"})
 
-    def post(self, moves: Sequence[tuple[Extent, Target, ChannelEnd]]) -> None:
+    def post(self, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
         """Put blocks into memory of ranks of other hosts and signal that they are there, by port channels."""
         self._post("pws", moves)
 
-    def _post(self, name: str, moves: Sequence[tuple[Extent, Target, ChannelEnd]]) -> None:
+    def _post(self, name: str, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
         for group in _groups(moves, MOST_AT_ONCE):
             if self.unread or self.dirty:
                 self.sync()
@@ -150,7 +150,7 @@ class ThreadblockPlan:
             ids = [self._channel(end) for _, _, end in group]
             self.ops.append({"name": name, **spans, "channel_type": "port", "channel_ids": ids})
 
-    def put_on_ports(self, moves: Sequence[tuple[Extent, Target, ChannelEnd]]) -> None:
+    def put_on_ports(self, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
         """As ``post``, but without the signals."""
         self._post("put", moves)
         self.dirty = "put on ports"
@@ -200,7 +200,7 @@ class ThreadblockPlan:
             context = {"unit_size": unit, "num_chunks": chunks}
             self.ops.append({"name": "pipeline", "iter_context": context, "ops": inner})
 
-    def _on_channels(self, name: str, ends: Sequence[ChannelEnd]) -> None:
+    def _on_channels(self, name: str, ends: Sequence[LocalEnd]) -> None:
         for kind in KINDS[:2]:
             for group in _groups([end for end in ends if end.kind == kind], MOST_AT_ONCE):
                 threads = {(name, end): thread for thread, end in enumerate(group)}
@@ -215,7 +215,7 @@ class ThreadblockPlan:
             self.sync()
         self.dirty = name
 
-    def _channel(self, end: ChannelEnd) -> int:
+    def _channel(self, end: LocalEnd) -> int:
         return position(self.channels[end.kind], end.number)
 
     def _remote(self, target: Target) -> dict[str, Any]:

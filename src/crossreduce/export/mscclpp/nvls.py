@@ -19,7 +19,7 @@ from ...errors import PlanError
 from ...schedule import Schedule, fluid_rate
 from ...topology import Topology
 from ..channels import CHANNEL_GB_PER_S
-from .connections import ChannelEnd, GpuPlan, Hosts, ThreadblockPlan, connect
+from .connections import GpuPlan, Hosts, LocalEnd, ThreadblockPlan, connect
 from .limits import MOST_CHANNELS
 
 
@@ -82,7 +82,7 @@ def switch_threadblocks(
             {"channel_type": "switch", "buffer_type": buffer, "rank_groups": [dict(group)]} for buffer in buffers
         ]
     for k in range(parts):
-        ends: list[list[ChannelEnd]] = [[] for _ in gpus]
+        ends: list[list[LocalEnd]] = [[] for _ in gpus]
         for a in range(ranks):
             for b in range(a + 1, ranks):
                 near, far = connect(gpus, a, b, "memory")

@@ -17,7 +17,7 @@ from typing import Final
 
 from ..collective import Block, Collective
 
-UNEVEN: Final = 0.06  # the part of the buffer by which blocks may be shorter than the longest one, on average
+UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
 LEAST_UNITS: Final = 6  # of a part that is not an exact division, so that parts differ by a sixth at most
 
@@ -53,9 +53,9 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
         counts = {chunk: math.ceil(size / (longest / factor) * (1 - 1e-9)) for chunk, size in sizes.items()}
         if needed(counts) > most:
             break
-        if best is None or uneven(counts) < uneven(best) - UNEVEN / 2:
+        if best is None or uneven(counts) < uneven(best) - UNEVEN / 4:
             best = counts
-        if uneven(best) <= UNEVEN:
+        if uneven(best) <= (UNEVEN if factor == 1 else UNEVEN / 2):
             break
     divisor = 1
     while best is None:

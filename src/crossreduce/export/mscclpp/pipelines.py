@@ -26,13 +26,13 @@ from itertools import groupby, product
 from typing import Final
 
 from ..collective import Block, Collective, Location
-from .connections import ChannelEnd, Extent, GpuPlan, Hosts, Target, ThreadblockPlan, connect
+from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
 from .limits import MOST_CHANNELS
 
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the executor counts the iterations of a pipeline with 16 bits
 WORD: Final = 16  # bytes
 
-_NO_END: Final = ChannelEnd("", -1)
+_NO_END: Final = LocalEnd("", -1)
 
 
 class NotSeparableError(Exception):
@@ -48,8 +48,8 @@ class _Transfer:
     to: Extent
     kind: str
     acknowledged: bool  # the receiver signals at the end that it has arrived
-    src_end: ChannelEnd = _NO_END  # of the channel between the two threadblocks
-    dst_end: ChannelEnd = _NO_END
+    src_end: LocalEnd = _NO_END  # of the channel between the two threadblocks
+    dst_end: LocalEnd = _NO_END
 
 
 @dataclass(eq=False)
@@ -292,7 +292,7 @@ def _joined(workers: list[_Worker]) -> _Worker:
 def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
     """Give transfers channels. A channel joins two threadblocks, and serves at most one transfer in each direction."""
     worker_of = {id(stage): worker for worker in workers for stage in worker.stages}
-    ends: dict[tuple[int, int], list[ChannelEnd]] = defaultdict(list)  # by the ids of a threadblock and of the other
+    ends: dict[tuple[int, int], list[LocalEnd]] = defaultdict(list)  # by the ids of a threadblock and of the other
     used: Counter[tuple[int, int]] = Counter()
     for worker in workers:
         for stage in worker.stages:
@@ -351,5 +351,5 @@ def _add_stages(block: ThreadblockPlan, stages: list[_Stage]) -> None:
     block.post([(t.src.stored, Target("port", t.dst.rank, t.to), t.src_end) for t in far])
 
 
-def _unique(ends: Iterable[ChannelEnd]) -> list[ChannelEnd]:
+def _unique(ends: Iterable[LocalEnd]) -> list[LocalEnd]:
     return list(dict.fromkeys(ends))
