@@ -48,13 +48,20 @@ def test_invalid_costs(arguments, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": "crossreduce.costs/2"}', '{"format": "crossreduce.costs/1", "speed": 3}',
-             '{"format": "crossreduce.costs/1", "shared": [[3, [["a"]]]]}',
-             '{"format": "crossreduce.costs/1", "messages_per_s": -3}'],
-)  # fmt: skip
-def test_invalid_json(text):
+    ("text", "words"),
+    [
+        ("", "this text does not have costs in JSON"),
+        ("[]", "this text does not have costs in JSON"),
+        ("{}", "this text does not have costs in JSON"),
+        ('{"format": "crossreduce.costs/2"}', "this text does not have costs in JSON"),
+        ('{"format": "crossreduce.costs/1", "speed": 3}', "it has an unknown part, speed"),
+        ('{"format": "crossreduce.costs/1", "shared": [[3, [["a"]]]]}', "shared must list tuples"),
+        ('{"format": "crossreduce.costs/1", "messages_per_s": -3}', "messages_per_s must be a number above 0"),
+    ],
+)
+def test_invalid_json(text, words):
     """Text of another format, with unknown parts or with invalid numbers is refused."""
-    with pytest.raises(cr.ArgumentError):
+    with pytest.raises(cr.ArgumentError, match=words):
         cr.Costs.from_json(text)
 
 

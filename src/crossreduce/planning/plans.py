@@ -220,7 +220,7 @@ def plan(
       OSError: the file of the topology cannot be read.
 
     >>> print(plan("dgx-1v", "broadcast", "1M", root=2, operation_s=0))
-    broadcast forest: 8 devices, 26 chunks, 5 rounds, 182 steps; 1048576 bytes in 15.5 us
+    broadcast forest: 8 devices, 54 chunks, 6 rounds, 378 steps; 1048576 bytes in 15.4 us
     >>> square = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
     >>> best.ratio, str(best.bound.algbw)
