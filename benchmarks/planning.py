@@ -27,6 +27,8 @@ import numpy as np
 import planning_sizes
 import scipy
 from common import RESULTS, machine
+from planning_files import exported as files
+from planning_files import show as show_files
 from planning_sizes import proved, published
 from planning_sizes import show as show_sizes
 from scipy.optimize import linprog
@@ -51,7 +53,7 @@ SIZES = {
     "1 GiB": 1 << 30,
 }
 CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
-MOST_SIZED = 72  # devices up to which all sizes are planned
+MOST_SIZED = 16  # devices up to which all sizes are planned, and the files timed
 MOST_MIXED = 8  # all directed rings are listed for at most so many devices: 8 have 5,040
 
 # Expected values in GB/s. A result equals an expected decimal if it rounds to it.
@@ -491,6 +493,11 @@ def grow(topology: cr.Topology, collective: str) -> object:
     return forest(Request(collective, topology.devices, topology.devices, topology=topology))
 
 
+def box_of(name: str) -> cr.Topology:
+    """Return a machine, or two hosts of it if the name ends in " x 2"."""
+    return box(name.removesuffix(" x 2"), 2 if name.endswith(" x 2") else 1)
+
+
 def joins_hosts(name: str) -> bool:
     """Return whether a machine of the library has a network."""
     try:
@@ -602,12 +609,34 @@ def laid_out(value: object, margin: str = "\n") -> str:
     return "[" + deeper + f",{deeper}".join(laid_out(part, deeper) for part in value) + margin + "]"
 
 
+def sized(quick: bool) -> dict[str, object]:
+    """Return and print the tables of plans by size, of published plans, and of exported files."""
+    names = [name for name, _ in machine_names() if len(box(name).devices) <= MOST_SIZED]
+    names += [f"{name} x 2" for name in names if joins_hosts(name) and len(box(name).devices) <= 8]
+    names = ["ncv4"] if quick else names
+    sizes = planning_sizes.SIZES[::10] if quick else planning_sizes.SIZES[::2]
+    found = {
+        "sizes": [line for name in names for line in planning_sizes.compared(name, box_of(name), sizes)],
+        "steps": [line for name in names if "x 2" not in name for line in proved(name, box_of(name))],
+        "published": published(),
+    }
+    show_sizes(found["sizes"], found["published"])
+    found["files"] = [line for name in names for line in files(name, box_of(name))]
+    show_files(found["files"])
+    return found
+
+
 def main() -> None:
     """Make all tables, print them, and store them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one machine of each kind, each time measured once")
     parser.add_argument("--json", type=Path, default=RESULTS / "planning.json")
+    parser.add_argument("--sizes-only", action="store_true", help="replace only the tables of sizes and files")
     options = parser.parse_args()
+    if options.sizes_only:
+        kept = json.loads(options.json.read_text())
+        options.json.write_text(laid_out(kept | sized(options.quick)) + "\n")
+        return
     quick, runs = options.quick, 1 if options.quick else 3
 
     result: dict[str, object] = {"reference": reference(8 if quick else 1024)}
@@ -650,16 +679,7 @@ def main() -> None:
     result["large"] = [on_many_devices(name, topology) for name, topology in large]
 
     clear_caches()
-    sized = {name: box(name) for name in (names[:1] if quick else names) if len(box(name).devices) <= MOST_SIZED}
-    if not quick:
-        sized |= {f"{name} x 2": box(name, 2) for name in sized if joins_hosts(name) and len(box(name).devices) <= 16}
-    sizes = planning_sizes.SIZES[::10] if quick else planning_sizes.SIZES[::2]
-    result["sizes"] = [
-        line for name, topology in sized.items() for line in planning_sizes.compared(name, topology, sizes)
-    ]
-    result["steps"] = [line for name in sized if "x" not in name for line in proved(name, sized[name])]
-    result["published"] = published()
-    show_sizes(result["sizes"], result["published"])
+    result |= sized(quick)
 
     tabled = names if quick else [*sixteens, "gb200-nvl72", "tpu-v4"]
     result["auto"] = [line for name in tabled for line in chosen(name, box(name))]

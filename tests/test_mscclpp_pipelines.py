@@ -6,12 +6,12 @@ how fast the schedule is.
 
 import copy
 import json
-from collections import defaultdict
 from fractions import Fraction
 
 import pytest
 from mscclpp_clock import PlanClock, StuckError
 from mscclpp_machine import fault
+from mscclpp_rates import algbw
 from strategies import names
 
 from crossreduce import PlanError, Topology, plan
@@ -20,7 +20,6 @@ from crossreduce.export.collective import collective
 from crossreduce.export.exportable import check_exportable
 from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.export.mscclpp.parts import divided, even_parts
-from crossreduce.lowering import lower
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
 
@@ -43,29 +42,6 @@ TIMED = [
 
 def planned(topology, kind):
     return plan(topology, kind, SIZE, costs=FREE)
-
-
-def routes_of(schedule, topology):
-    """Return the routes of a schedule between each two devices, and the part of the buffer that takes each of them."""
-    found = defaultdict(lambda: defaultdict(Fraction))
-    for transfers in lower(schedule).transfers:
-        for chunk, src, dst, through, _ in transfers:
-            a, b = schedule.devices[src], schedule.devices[dst]
-            nodes = topology.route(a, b) if through is None else (a, *through, b)
-            found[a, b][nodes] += schedule.chunks[chunk].share
-    return {pair: list(routes.items()) for pair, routes in found.items()}
-
-
-def algbw(text, schedule, topology):
-    """Return the GB/s of a file for messages of at least 256 MiB that it runs for."""
-    step = verify_step(text)
-    nbytes = -(-SIZE // step) * step
-    return nbytes / PlanClock(text, topology, nbytes, routes_of(schedule, topology)).seconds / 1e9
-
-
-def verify_step(text):
-    gpu = json.loads(text)["gpus"][0]
-    return 16 * max(gpu["input_chunks"], gpu["output_chunks"])
 
 
 def operations(text):

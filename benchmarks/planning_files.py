@@ -1,0 +1,59 @@
+"""Do exported files run at the rate that their plans predict, and for which sizes are they?
+
+``benchmarks/planning.py`` prints and stores this table. A clock of tests/ that shares no code with the library runs
+each file at 256 MiB, with rank k on the topology's k-th device; operations are not queued one by one
+(``operation_s=0``).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import crossreduce as cr
+from crossreduce.export import EXPORTERS
+from crossreduce.planning import COLLECTIVES
+from crossreduce.planning.granularity import TOLERANCE, is_power_of_two
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the clocks
+
+FREE = cr.Costs(operation_s=0)
+NBYTES = 1 << 28
+
+
+def seconds_of(form: str, text: str, plan: cr.Plan) -> float:
+    """Return the seconds of a file on the clock of its format."""
+    import msccl_clock
+    import mscclpp_rates
+
+    if form == "msccl":
+        return float(msccl_clock.seconds(text, plan.topology, plan.schedule, plan.nbytes))
+    return plan.nbytes / 1e9 / mscclpp_rates.algbw(text, plan.schedule, plan.topology)
+
+
+def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
+    """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one."""
+    lines = []
+    for collective in COLLECTIVES:
+        plan = cr.plan(topology, collective, NBYTES, costs=FREE, granularity=TOLERANCE)
+        for form in ("msccl", "mscclpp"):
+            line: dict[str, object] = {"name": name, "collective": collective, "format": form}
+            line["planned_gb_per_s"] = round(plan.algbw, 3)
+            line["plan_units"] = plan.schedule.units
+            try:
+                text = str(EXPORTERS[form].write(plan))
+            except cr.PlanError as error:
+                lines.append(line | {"refused": str(error).partition("\n")[0]})
+                continue
+            units = EXPORTERS[form].units_of(plan, text)
+            ratio = plan.seconds / seconds_of(form, text, plan)
+            lines.append(line | {"units": units, "power_of_two": is_power_of_two(units), "ratio": round(ratio, 4)})
+    return lines
+
+
+def show(lines: list[dict[str, object]]) -> None:
+    """Print the table."""
+    print("\nFILES at 256 MiB: equal parts of the buffer, and the rate of the file / the planned rate")
+    for line in lines:
+        found = line.get("refused") or f"{line['units']:>7} {line['ratio']:.3f}"
+        print(f"  {line['name']:20} {line['collective']:15} {line['format']:8} {found}")
