@@ -56,7 +56,7 @@ def test_files_with_pieces_are_right(schedule, pieces, inplace, seed):
 
 
 @given(synchronous(), st.integers(1, 3), st.sampled_from([10, 60, 150]), st.booleans(), st.integers(0, 99))
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_files_of_fast_links_are_right(schedule, pieces, gb_per_s, inplace, seed):
     """On fast links chunks have parts on channels of their own, and the file is as right as without a topology."""
     wiring = Topology.full_mesh(schedule.devices, gb_per_s)
