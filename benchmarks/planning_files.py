@@ -31,6 +31,11 @@ def seconds_of(form: str, text: str, plan: cr.Plan) -> float:
     return plan.nbytes / 1e9 / mscclpp_rates.algbw(text, plan.schedule, plan.topology)
 
 
+def parts_of(form: str, multiple: int) -> int:
+    """Return the number of equal parts of the buffer; MSCCL++ states bytes, in units of 16."""
+    return multiple if form == "msccl" else multiple // 16
+
+
 def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one."""
     lines = []
@@ -45,7 +50,7 @@ def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
             except cr.PlanError as error:
                 lines.append(line | {"refused": str(error).partition("\n")[0]})
                 continue
-            units = EXPORTERS[form].units_of(plan, text)
+            units = parts_of(form, EXPORTERS[form].multiple_of(plan, text))
             ratio = plan.seconds / seconds_of(form, text, plan)
             lines.append(line | {"units": units, "power_of_two": is_power_of_two(units), "ratio": round(ratio, 4)})
     return lines

@@ -7,18 +7,20 @@ from itertools import pairwise
 import pytest
 
 import crossreduce as cr
-from crossreduce.export.bundle import LEAST, MOST, NO_LIMIT, bundle
+from crossreduce.export.bundle import NO_LIMIT, SIZES, bundle
 from crossreduce.export.msccl.format import read_msccl_xml
+from crossreduce.export.mscclpp import verify_mscclpp_json
 from crossreduce.planning.granularity import is_power_of_two
 from crossreduce.schedule import pipelined
 
 NCV4 = cr.Topology.machine("ncv4")
+NCV4_PLAN = cr.plan(NCV4, nbytes=1 << 20).schedule
 NO_QUEUES = cr.Costs(operation_s=0)
 
 
 def largest(window):
     """Return the last size of a range that is compared with the best plan."""
-    return min(window.most_bytes or MOST, MOST)
+    return min(window.most_bytes or SIZES[-1], SIZES[-1])
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_the_plan_of_each_range_is_fast_at_all_its_sizes(machine, collective, ro
     assert not made.left_out
     for window in made.windows["msccl"]:
         assert is_power_of_two(window.plan.schedule.units)
-        nbytes = 1 << math.ceil(math.log2(max(window.least_bytes, LEAST)))
+        nbytes = 1 << math.ceil(math.log2(max(window.least_bytes, SIZES[0])))
         while nbytes <= largest(window):
             best = cr.plan(topology, collective, nbytes, root=root, costs=NO_QUEUES, granularity=0.02)
             own = pipelined(window.plan.schedule, topology, nbytes, costs=NO_QUEUES)
@@ -76,7 +78,8 @@ def test_ranks_are_in_the_order_of_the_topology():
     assert about["machine"] == "my machine"
     readme = made.files["README.md"]
     assert "| 2 | cuda:2 |" in readme
-    assert "Root: cuda:2, rank 2." in readme
+    assert "The root is cuda:2, rank 2." in readme
+    assert about["root"] == "cuda:2"
     assert "MSCCL_ALGO_DIR" in readme
     assert "mscclpp" not in about["files"][0]["file"]
 
@@ -125,15 +128,12 @@ def test_one_format_as_json(printed, tmp_path):
         (["--algorithm", "ring"], "so --algorithm cannot be given with it"),
         (["--steps"], "so --steps cannot be given with it"),
         (["--format", "chakra"], "--format with --bundle must be one of msccl, mscclpp"),
-        (["--root", "1"], "all_reduce has no root"),
+        (["--root", "1"], "so --root of an all-reduce cannot be given with it"),
     ],
 )
 def test_wrong_options(crossreduce, tmp_path, options, text):
     """Options that do not suit a bundle are refused before anything is planned or written."""
     code, out, error = crossreduce("plan", "ncv4", "--bundle", tmp_path / "a", *options)
-    if text == "all_reduce has no root":
-        assert code == 0  # an all-reduce may reduce on one device
-        return
     assert (code, out) == (2, "")
     assert text in " ".join(error.split())
     assert not (tmp_path / "a").exists()
@@ -178,15 +178,46 @@ def no_list(folder):
     (folder / "ranks.json").write_text("{}")
 
 
+def deep_list(folder):
+    (folder / "ranks.json").write_text("[" * 200_000)
+
+
+def listed(change):
+    """Return a function that changes the content of ranks.json."""
+
+    def damage(folder):
+        path = folder / "ranks.json"
+        about = json.loads(path.read_text())
+        change(about)
+        path.write_text(json.dumps(about))
+
+    return damage
+
+
+def with_another_file(text):
+    """Return a function that replaces the first MSCCL++ file."""
+    return lambda folder: (folder / "mscclpp" / "all_reduce_0.json").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("damage", "code", "text"),
     [
-        (changed_range, 1, "which ranks.json does not say"),
+        (changed_range, 1, "its least_bytes is 8, unlike in ranks.json"),
         (changed_order, 1, "all_reduce_0.xml is wrong"),
-        (overlapping, 1, "or another file is for"),
+        (overlapping, 1, "another file is for its sizes"),
         (further_file, 2, "msccl/notes.txt is not in ranks.json; runtimes would read it, too"),
         (missing_file, 2, "No such file"),
         (no_list, 2, "is not the list of a bundle"),
+        (deep_list, 2, "is not the list of a bundle"),
+        (listed(lambda about: about["files"][0].update(format="foo")), 2, "which is not a file of its format"),
+        (listed(lambda about: about["files"][0].update(file="../all_reduce_0.xml")), 2, "which is not a file of its"),
+        (listed(lambda about: about["files"][0].update(file=["a"])), 2, "is not the list of a bundle"),
+        (listed(lambda about: about["files"][0].update(format="mscclpp")), 2, "which is not a file of its format"),
+        (listed(lambda about: about["files"][0].update(elements_multiple_of=3)), 1, "its elements_multiple_of is"),
+        (listed(lambda about: about.update(collective="broadcast")), 1, "its collective is all_reduce, unlike"),
+        (listed(lambda about: about["ranks"].pop()), 1, "its ranks is 4, unlike in ranks.json"),
+        (listed(lambda about: about.update(files=[])), 2, "it must list ranks and files"),
+        (with_another_file(cr.Schedule.to_json(NCV4_PLAN)), 2, "all_reduce_0.json"),
     ],
 )
 def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code, text):
@@ -197,3 +228,43 @@ def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code,
     damage(tmp_path)
     found, _, error = crossreduce("verify", tmp_path)
     assert (found, text in error) == (code, True), error
+
+
+def test_a_byte_order_mark_does_not_matter(small, printed, tmp_path):
+    """Editors may add a byte order mark to a file."""
+    for path, content in small.files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content, "utf-8-sig" if path.endswith(".json") else "utf-8")
+    assert "files are right" in printed("verify", tmp_path)
+
+
+def test_an_existing_folder_stays(printed, tmp_path, monkeypatch):
+    """An empty folder keeps its identity and mode, so a shell can be inside of it."""
+    folder = tmp_path / "here"
+    folder.mkdir(mode=0o700)
+    monkeypatch.chdir(folder)
+    before = folder.stat()
+    printed("plan", "ncv4", "--bundle", ".")
+    after = folder.stat()
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert "files are right" in printed("verify", ".")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_hosts():
+    """Files for several hosts are proved, in MSCCL++ with port channels."""
+    made = bundle(cr.Topology.machine("ncv4", 2), formats=["mscclpp"])
+    for path, text in made.files.items():
+        if path.endswith(".json") and "/" in path:
+            verify_mscclpp_json(text)
+
+
+def test_each_file_fits_messages_of_its_range():
+    """A file for up to 2,047 bytes of five devices, whose chunks need 2,048, is not written."""
+    names = [f"cuda:{k}" for k in range(5)]
+    links = [(a, b, 1 + (3 * i + j) % 7) for i, a in enumerate(names) for j, b in enumerate(names) if a != b]
+    made = bundle(cr.Topology(names, links), "broadcast", "cuda:1")
+    for entry in json.loads(made.files["ranks.json"])["files"]:
+        multiple = entry.get("bytes_multiple_of") or entry["elements_multiple_of"]
+        if entry["most_bytes"]:
+            assert entry["most_bytes"] // multiple * multiple >= max(1, entry["least_bytes"])

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossreduce as cr
+from crossreduce.export.channels import MOST_PARTS, parts_of_chunks
+from crossreduce.export.msccl.writer import to_msccl_xml
 from crossreduce.schedule import both_directions
 from crossreduce.topology.machines import machine_names
 
@@ -73,7 +75,8 @@ def test_links_must_exist():
     with pytest.raises(cr.ArgumentError, match="costs must be Costs"):
         cr.plan("dgx-1v", costs={"operation_s": 0})
     with pytest.raises(cr.ArgumentError, match="operation_s must not be given twice"):
-        cr.plan("dgx-1v", costs=cr.Costs(), operation_s=0)
+        cr.plan("dgx-1v", costs=cr.Costs(operation_s=1e-6), operation_s=0)
+    assert cr.plan("dgx-1v", costs=cr.Costs(), operation_s=0) == cr.plan("dgx-1v", operation_s=0)
 
 
 def test_each_machine_has_published_costs_or_none():
@@ -140,3 +143,42 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     code, _, error = crossreduce("plan", topology, "--costs", "published")
     assert code == 2
     assert "can only be used with a machine of the library" in error
+
+
+@pytest.mark.parametrize("value", [10**400, 1e-320, 5e-324, 1e19])
+def test_numbers_without_finite_times_are_refused(value):
+    """Numbers from which no finite time can be computed are refused, also in JSON."""
+    with pytest.raises(cr.ArgumentError, match="must be a number above 0, from 1e-12 to 1e\\+18"):
+        cr.Costs(reduction_gb_per_s=value)
+    with pytest.raises(cr.ArgumentError, match="must be a number above 0, from 1e-12 to 1e\\+18"):
+        cr.Costs(shared=[(value, [("a", "b")])])
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("gb_per_s", [0.1, 1, 25])
+def test_queues_on_links_without_latency(collective, gb_per_s):
+    """On a chain of CUDA devices whose links have no latency, plans have at most as many pieces as are allowed."""
+    names = [f"cuda:{k}" for k in range(3)]
+    links = [(names[a], names[b], gb_per_s) for a, b in ((0, 1), (1, 0), (1, 2), (2, 1))]
+    for nbytes in (1 << 20, 1 << 30, 1 << 36):
+        found = cr.plan(cr.Topology(names, links), collective, nbytes)
+        assert 1 <= found.schedule.pieces <= 1 << 20
+
+
+def test_links_very_far_apart():
+    """If bandwidths are too far apart for the linear program of few-step forests, the other plans remain."""
+    names = [f"cpu:{k}" for k in range(3)]
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    links = [(names[a], names[b], 1e-5 if (a + b) % 2 else 1e5, 1e-6) for a, b in pairs]
+    found = cr.plan(cr.Topology(names, links), "all_reduce", 1000)
+    cr.verify(found.schedule)
+
+
+def test_very_fast_links_have_a_limited_number_of_channels():
+    """Files for links of any speed are made at once, with at most ``MOST_PARTS`` parts of each chunk."""
+    mesh = cr.Topology.full_mesh(["cuda:0", "cuda:1"], 10**6)
+    schedule = cr.plan(mesh, "all_reduce", 1 << 20, "direct").schedule
+    assert max(parts_of_chunks(schedule, mesh)) == MOST_PARTS
+    assert "<algo" in to_msccl_xml(schedule, mesh, "1M")
+    with pytest.raises(cr.ArgumentError, match="bytes"):
+        to_msccl_xml(schedule, mesh, -5)

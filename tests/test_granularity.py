@@ -127,7 +127,8 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     assert "  ranks     0 cuda:0, 1 cuda:1," in text
     about = json.loads((tmp_path / "a.xml.ranks.json").read_text())
     units = about["elements_multiple_of"]
-    assert about == {"file": "a.xml", "ranks": [f"cuda:{k}" for k in range(8)], "elements_multiple_of": units}
+    ranks = [f"cuda:{k}" for k in range(8)]
+    assert about == {"file": "a.xml", "ranks": ranks, "root": "cuda:7", "elements_multiple_of": units}
     assert is_power_of_two(units)
     assert f"multiple of {units}\n" in text
     assert f"multiple of {units}\n" in printed("verify", tmp_path / "a.xml")

@@ -153,7 +153,7 @@ def test_a_forwarded_message_orders_only_completed_steps():
         for place in ((0, 0), (1, 0), (0, 1)):
             if "go" in machine.events(place):
                 machine.do(place, "go")
-    assert machine.memory[0, "io", 2] != machine.value(0, 1)
+    assert machine.memory[0, "io", 2, 0] != machine.value(0, 1)
     with pytest.raises(ScheduleError, match=r"tb 1, step 0 \(r\): a race. It writes chunk 1 of the input"):
         verify_msccl_xml(text, root=0)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from .. import Plan
 from ..errors import ArgumentError
 from ..schedule import Costs
 from ..topology import Topology
@@ -20,10 +21,16 @@ from .output import check_new_folder, progress, write_new_folder
 FORMATS: Final = ("msccl", "mscclpp")
 
 
+def root_of(plan: Plan) -> str | None:
+    """Return the root of a broadcast or reduce."""
+    ends = {"broadcast": plan.request.sources, "reduce": plan.request.destinations}
+    return ends[plan.collective][0] if plan.collective in ends else None
+
+
 def check_bundle(folder: Path, form: str | None, given: list[str]) -> None:
     """Raise unless the folder can be written, and the options suit a bundle; ``given`` are those that do not."""
     if given:
-        raise ArgumentError(f"--bundle contains files for all sizes, so {given[0]} cannot be given with it.")
+        raise ArgumentError(f"--bundle writes the fastest plans for all sizes, so {given[0]} cannot be given with it.")
     if form is not None:
         one_of(FORMATS, "--format with --bundle", form)
     check_new_folder("--bundle", folder)
@@ -42,11 +49,11 @@ def write_bundle(
     as_json: bool,
 ) -> None:
     """Plan all sizes, write the folder, and print its files and ranks."""
-    from ..export.bundle import bundle
+    from ..export.bundle import STAGES, bundle
 
     if costs.operation_s is None:
         costs = replace(costs, operation_s=0)  # an exported plan runs as one kernel
-    with progress("planning all sizes", 1):
+    with progress("planning", STAGES) as advance:
         made = bundle(
             topology,
             collective,
@@ -55,6 +62,7 @@ def write_bundle(
             granularity=granularity,
             costs=costs,
             machine=machine,
+            advance=advance,
         )
     write_new_folder("--bundle", folder, made.files)
     if as_json:

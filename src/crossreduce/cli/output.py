@@ -9,6 +9,7 @@ import json
 import os
 import pydoc
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -106,6 +107,8 @@ def check_new_folder(option: str, path: Path) -> Path:
         problem = "it is not an empty or a new folder"
     elif not os.access(target.parent, os.W_OK | os.X_OK):
         problem = f"the folder {target.parent} is write-protected"
+    elif target.exists() and not os.access(target, os.W_OK | os.X_OK):
+        problem = "it is write-protected"
     if problem:
         raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
     return target
@@ -114,15 +117,25 @@ def check_new_folder(option: str, path: Path) -> Path:
 def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
     """Write files, by path, into a new folder, all or none of them; an existing folder must be empty."""
     target = check_new_folder(option, path)
+    moved: list[Path] = []
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            made = Path(temporary) / target.name
+            made = Path(temporary) / "made"
             for name, text in files.items():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_text(text, "utf-8")
-            made.replace(target)
-    except OSError as error:
-        raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
+            if not target.exists():
+                made.replace(target)
+                return
+            for part in sorted(made.iterdir()):  # an existing folder stays: it may be the current one of a shell
+                moved.append(target / part.name)
+                part.replace(moved[-1])
+    except (OSError, UnicodeEncodeError) as error:
+        for part in moved:
+            shutil.rmtree(part, ignore_errors=True)
+            part.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else "its texts have characters that UTF-8 cannot write"
+        raise ArgumentError(f"{option} {path} cannot be written: {reason}.") from error
 
 
 def rate_json(value: Fraction | None) -> dict[str, Any] | None:

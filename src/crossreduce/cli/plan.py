@@ -25,7 +25,7 @@ from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
-from .bundle import check_bundle, write_bundle
+from .bundle import check_bundle, root_of, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
@@ -105,8 +105,10 @@ def plan(
     if bundle is not None:
         given = {
             "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
-            "--picture": picture, "--steps": steps, "--measured": measured,
+            "--picture": picture, "--steps": steps,
         }  # fmt: skip
+        rootless = collective not in ("broadcast", "reduce")
+        given["--root of an " + collective.replace("_", "-")] = root is not None and rootless
         check_bundle(bundle, format, [option for option, value in given.items() if value])
     elif format is not None and export is None:
         raise ArgumentError("--format requires a file: give it with --export.")
@@ -128,7 +130,9 @@ def plan(
         stated = replace(stated, operation_s=operation_us / 1e6)
     if bundle is not None:
         part = TOLERANCE if granularity is None else granularity / 100
-        write_bundle(bundle, format, chosen, collective, main, part, stated, machine, as_json=json)
+        made_for = f"{machine}, {hosts} hosts" if hosts > 1 else machine
+        made_for += "" if chosen == complete else ", with changes (a part, or measured speeds)"
+        write_bundle(bundle, format, chosen, collective, main, part, stated, made_for, as_json=json)
         return
     exporter = EXPORTERS.get(kind)
     check_exportable(kind, chosen, collective)
@@ -149,7 +153,7 @@ def plan(
             part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
             found = planned(chosen, collective, size, algorithm, root=main, packs=packs, costs=stated, granularity=part)
             advance("comparing")
-            report, units = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
+            report, multiple = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
             advance("exporting")
             lines = (
@@ -165,11 +169,13 @@ def plan(
             elif exported is not None and exporter is not None:
                 content = str(exporter.write(found))
                 exported.write_text(content, "utf-8")
-                units = exporter.units_of(found, content)
+                multiple = exporter.multiple_of(found, content)
             if mapped is not None and export is not None:
-                about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
+                counts = exporter.counts if exporter else "elements"
+                about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": root_of(found)}
+                about |= {f"{counts}_multiple_of": multiple}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
-                lines["sizes"] = sizes_that_fit(units)
+                lines["sizes"] = sizes_that_fit(multiple, counts)
             if json:
                 text = json_module.dumps(report, indent=2)
             else:

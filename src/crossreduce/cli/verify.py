@@ -7,6 +7,7 @@ fault. No schedule runs.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -68,48 +69,63 @@ def _proved(file: Path) -> str:
 
 def _bundle(folder: Path) -> str:
     """Return the proved facts about all files of a bundle, or exit with 1 if one of them is wrong."""
-    from ..export.bundle import range_of
+    from ..export.bundle import SUFFIXES, facts_of
 
-    listed = _list_of(folder / "ranks.json")
-    known = {entry["file"] for entry in listed}
+    about = _about(folder / "ranks.json")
+    listed = about["files"]
+    known = [entry["file"] for entry in listed]
+    for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
+        if f"{path.parent.name}/{path.name}" not in known:
+            problem = f"{path.parent.name}/{path.name} is not in ranks.json; runtimes would read it, too"
+            raise ArgumentError(f"{folder}: {problem}.")
     texts = []
-    for name in ("msccl", "mscclpp"):
-        inside = sorted(path for path in (folder / name).glob("*") if f"{name}/{path.name}" not in known)
-        if inside:
-            raise ArgumentError(f"{folder}: {name}/{inside[0].name} is not in ranks.json; runtimes would read it, too.")
-        entries = [entry for entry in listed if entry["format"] == name]
-        due = 0  # the first size for which there is no file yet
-        for entry in entries:
-            path = folder / entry["file"]
-            facts = _proved(path)
-            least, most = range_of(name, path.read_text("utf-8"))
-            if (least, most) != (entry["least_bytes"], entry["most_bytes"]) or least < due:
-                print(f"crossreduce: {path} is wrong: it is for {least} to {most} bytes, which ranks.json does not say "
-                      "or another file is for", file=sys.stderr)  # fmt: skip
-                raise Exit(1)
-            due = most + 1 if most else 1 << 64
-            texts.append(f"{entry['file']}: {facts}")
+    due = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no file before was for
+    for entry in listed:
+        name, path = entry["format"], folder / entry["file"]
+        proved = _proved(path)
+        try:
+            found = facts_of(name, path.read_text("utf-8-sig"))
+        except ScheduleError as error:
+            raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
+        expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
+        wrong = [what for what, value in found.items() if value != expected.get(what)]
+        if wrong or entry["least_bytes"] < due[name]:
+            reason = (
+                f"its {wrong[0]} is {found[wrong[0]]}, unlike in ranks.json"
+                if wrong
+                else "another file is for its sizes"
+            )
+            print(f"crossreduce: {path} is wrong: {reason}", file=sys.stderr)
+            raise Exit(1)
+        due[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64
+        texts.append(f"{entry['file']}: {proved}")
     return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
 
 
-def _list_of(file: Path) -> list[dict[str, Any]]:
-    """Return the files that a bundle's list of ranks and files names."""
-    from ..export.bundle import FORMAT
+def _about(file: Path) -> dict[str, Any]:
+    """Return the content of a bundle's ``ranks.json``, with at least one file."""
+    from ..export.bundle import FORMAT, SUFFIXES
 
     try:
-        read = json.loads(file.read_text("utf-8"))
+        read = json.loads(file.read_text("utf-8-sig"))
         if read["format"] != FORMAT:
             raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - as the other faults
-        entries = [
-            {key: entry[key] for key in ("file", "format", "least_bytes", "most_bytes")} for entry in read["files"]
-        ]
+        found = {key: read[key] for key in ("collective", "ranks", "files")}
+        for entry in found["files"]:
+            path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
+            if entry["format"] not in SUFFIXES or path is None or path[1] != entry["format"]:
+                raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of its format")  # noqa: TRY301
+            if not isinstance(entry["least_bytes"], int) or not isinstance(entry["most_bytes"], int):
+                raise ValueError("sizes must be integers")  # noqa: TRY301, TRY004
+        if not isinstance(found["ranks"], list) or not found["files"]:
+            raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
         raise ArgumentError(
             f"{file} cannot be read: {error.strerror}. A folder must be one of plan --bundle."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
-    return entries
+    return found
 
 
 def _read(file: Path) -> Callable[[], str]:

@@ -20,7 +20,8 @@ class Exporter(NamedTuple):
     suffix: str = ""  # files with this suffix have this format by default; "": none
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
-    units: str = ""  # ``module:name`` of a function that returns into how many equal parts a file divides the buffer
+    multiple: str = ""  # ``module:name`` of a function: of what a message's size must be a multiple for a file's text
+    counts: str = "elements"  # of what the size is counted: elements or bytes
     remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
 
     @property
@@ -37,9 +38,9 @@ class Exporter(NamedTuple):
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
 
-    def units_of(self, plan: Plan, text: str) -> int:
-        """Return into how many equal parts a file's text divides the buffer: its elements must be a multiple of it."""
-        found: int = resolve_name(self.units)(text) if self.units else plan.schedule.units
+    def multiple_of(self, plan: Plan, text: str) -> int:
+        """Return of what number a message's size, in ``counts``, must be a multiple so that a file can be used."""
+        found: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units
         return found
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
@@ -62,14 +63,15 @@ EXPORTERS: Final = {
         ".xml",
         runs_elsewhere=True,
         by_rank=True,
-        units="crossreduce.export.msccl.format:units_of_xml",
+        multiple="crossreduce.export.msccl.format:units_of_xml",
     ),
     "mscclpp": Exporter(
         "crossreduce.export.mscclpp:to_mscclpp_json",
         ("schedule", "topology", "nbytes"),
         runs_elsewhere=True,
         by_rank=True,
-        units="crossreduce.export.mscclpp.layout:units_of_json",
+        multiple="crossreduce.export.mscclpp.layout:bytes_of_json",
+        counts="bytes",
     ),
     "nccl-graph": Exporter(
         "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True

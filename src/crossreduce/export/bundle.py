@@ -12,25 +12,32 @@ file whose ``minBytes`` and ``maxBytes`` contain the size, both inclusive, so th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from ..errors import PlanError
-from ..planning import REGISTRY, Plan, plan
+from ..planning import COLLECTIVES, REGISTRY, Plan, plan
+from ..planning.explain import size
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..schedule import Costs, pipelined
 from ..topology import Topology
 from . import EXPORTERS
 from .exportable import check_exportable
 from .msccl.format import read_msccl_xml
+from .mscclpp.format import read_mscclpp_json
+from .mscclpp.layout import unit_bytes
 
-LEAST, MOST = 1 << 10, 1 << 30  # the sizes in bytes for which plans are compared, all powers of two from LEAST to MOST
+SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
+STAGES: Final = len(SIZES)  # of ``advance``
+MOST_OCTAVES: Final = 3  # of a range whose plan has pieces
+_STEP: Final = 64  # ranges begin at multiples of so many bytes
 FORMAT: Final = "crossreduce.bundle/1"
 ONE_KERNEL: Final = Costs(operation_s=0)  # an exported plan runs as one kernel, so no operations are queued
 NO_LIMIT: Final = 2**64 - 1  # in MSCCL++'s files
-_SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
+SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
 
 
 class Window(NamedTuple):
@@ -54,10 +61,11 @@ def bundle(
     collective: str = "all_reduce",
     root: str | int | None = None,
     *,
-    formats: Iterable[str] = tuple(_SUFFIXES),
+    formats: Iterable[str] = tuple(SUFFIXES),
     granularity: float = TOLERANCE,
     costs: Costs = ONE_KERNEL,
     machine: str = "MACHINE",
+    advance: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Return the files for all sizes of a collective: see ``crossreduce plan --bundle``.
 
@@ -69,6 +77,7 @@ def bundle(
       granularity: see ``plan``; also the part of the time that a plan may lose before the next range begins.
       costs: see ``plan``.
       machine: the name of the topology in the README.
+      advance: is called with a text after each of ``STAGES`` sizes is planned.
     Raises:
       PlanError: no plan of any range fits any format.
 
@@ -80,21 +89,25 @@ def bundle(
     windows: dict[str, tuple[Window, ...]] = {}
     listed: list[dict[str, Any]] = []
     left_out: list[str] = []
+    planned: list[Window] = []
     for name in formats:
         found: list[Window] = []
         try:
             check_exportable(name, topology, collective)
         except PlanError as error:
-            left_out.append(f"{name}: {str(error).partition(chr(10))[0]}")
+            left_out.append(f"all sizes, {name}: {str(error).partition(chr(10))[0]}")
             continue
-        for window in _windows(topology, collective, root, granularity, costs):
+        planned = planned or _windows(topology, collective, root, granularity, costs, advance)
+        for window in planned:
             written = _written(name, window, len(found))
             if isinstance(written, PlanError):
                 left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
                 continue
             window, text = written
-            window = window._replace(most_bytes=range_of(name, text)[1])  # MSCCL++ limits the sizes of pipelines
-            path = f"{name}/{collective}_{len(found)}.{_SUFFIXES[name]}"
+            window = window._replace(
+                most_bytes=facts_of(name, text)["most_bytes"]
+            )  # MSCCL++ limits the sizes of pipelines
+            path = f"{name}/{collective}_{len(found)}.{SUFFIXES[name]}"
             found.append(window)
             files[path] = text
             listed.append(_entry(path, name, window, text))
@@ -103,33 +116,82 @@ def bundle(
         problem = "no plan of this collective fits the limits of the formats."
         raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
     some = next(window.plan for found in windows.values() for window in found)
-    about = {"format": FORMAT, "machine": machine, "collective": collective, "ranks": some.ranks, "files": listed}
+    ends = {"broadcast": some.request.sources, "reduce": some.request.destinations}
+    main = ends[collective][0] if collective in ends else None
+    about = {
+        "format": FORMAT,
+        "machine": machine,
+        "collective": collective,
+        "root": main,
+        "ranks": some.ranks,
+        "costs": json.loads(costs.to_json()),
+        "granularity": granularity,
+        "files": listed,
+    }
     files["ranks.json"] = json.dumps(about, indent=1) + "\n"
-    units = {entry["file"]: entry["elements_multiple_of"] for entry in listed}
-    files["README.md"] = _readme(machine, collective, some, windows, left_out, units)
+    fits = {
+        entry["file"]: sizes_that_fit(entry[f"{exporter.counts}_multiple_of"], exporter.counts)
+        for entry in listed
+        for exporter in [EXPORTERS[entry["format"]]]
+    }
+    files["README.md"] = _readme(machine, collective, main, some, windows, left_out, fits)
     return Bundle(files, windows, tuple(left_out))
 
 
 def _windows(
-    topology: Topology, collective: str, root: str | int | None, tolerance: float, costs: Costs
+    topology: Topology,
+    collective: str,
+    root: str | int | None,
+    tolerance: float,
+    costs: Costs,
+    advance: Callable[[str], None],
 ) -> list[Window]:
-    """Return the ranges of sizes in which one plan takes at most ``tolerance`` longer than the best one."""
-    sizes = [1 << power for power in range(LEAST.bit_length() - 1, MOST.bit_length())]
-    plans = [plan(topology, collective, nbytes, root=root, costs=costs, granularity=tolerance) for nbytes in sizes]
+    """Return the ranges of sizes, each with a plan.
+
+    At the powers of two of a range, its plan takes at most ``tolerance`` longer than the best one. Two ranges meet
+    where their plans are equally fast. The pieces of MSCCL's files do not depend on the size, so ranges with pieces are
+    short.
+    """
+    plans = []
+    for nbytes in SIZES:
+        plans.append(plan(topology, collective, nbytes, root=root, costs=costs, granularity=tolerance))
+        advance(f"planned {size(nbytes)}")
     starts = [0]
     for k, best in enumerate(plans):
-        known = pipelined(plans[starts[-1]].schedule, topology, sizes[k], costs=costs)
-        if known.seconds > best.seconds * (1 + tolerance):
+        known = pipelined(plans[starts[-1]].schedule, topology, SIZES[k], costs=costs)
+        is_wide = known.schedule.pieces > 1 and k - starts[-1] >= MOST_OCTAVES
+        if known.seconds > best.seconds * (1 + tolerance) or is_wide:
             starts.append(k)
+    least = [0]
+    for before, after in pairwise(starts):
+        least.append(_crossing(plans[before], plans[after], SIZES[after] // 2, SIZES[after]))
     found = []
-    for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
-        middle = sizes[(start + end - 1) // 2]
+    for i, start in enumerate(starts):
+        end = starts[i + 1] if i + 1 < len(starts) else len(SIZES)
+        middle = SIZES[(start + end - 1) // 2]
         schedule, seconds = pipelined(plans[start].schedule, topology, middle, costs=costs)
         request = plans[start].request._replace(nbytes=middle)
         chosen = replace(plans[start], request=request, schedule=schedule, seconds=seconds)
-        least = 0 if start == 0 else sizes[start]
-        found.append(Window(least, 0 if end == len(sizes) else sizes[end] - 1, chosen))
+        found.append(Window(least[i], least[i + 1] - 1 if i + 1 < len(starts) else 0, chosen))
     return found
+
+
+def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
+    """Return the size, with an error of 1/64, from which on the second plan is as fast as the first one.
+
+    It is above ``low`` and at most ``high``, a size at which the second plan is faster.
+    """
+
+    def seconds(made: Plan, nbytes: int) -> float:
+        return pipelined(made.schedule, made.topology, nbytes, costs=made.request.costs).seconds
+
+    while high - low > max(_STEP, low // 64):
+        middle = (low + high) // 2 // _STEP * _STEP
+        if seconds(after, middle) <= seconds(before, middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _written(name: str, window: Window, number: int) -> tuple[Window, str] | PlanError:
@@ -170,17 +232,32 @@ def _text(name: str, window: Window, number: int) -> str:
     """Return the text of a file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
     most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
     title = f"{window.plan.collective}_{window.plan.algorithm}_{number}"
-    return str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
+    text = str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
+    multiple = EXPORTERS[name].multiple_of(window.plan, text)
+    if window.most_bytes and window.most_bytes // multiple * multiple < max(window.least_bytes, 1):
+        problem = (
+            f"the sizes of the file are multiples of {multiple} {EXPORTERS[name].counts}, none of them in its range."
+        )
+        raise PlanError.of(problem, _range(window), "a greater granularity")
+    return text
 
 
-def range_of(name: str, text: str) -> tuple[int, int]:
-    """Return the sizes that a file of a format is for; 0 at the end: no limit."""
+def facts_of(name: str, text: str) -> dict[str, Any]:
+    """Return what ``ranks.json`` and a file of a format both state; ``most_bytes`` is 0 if there is no limit.
+
+    Raises:
+      ScheduleError: the text is not of the format.
+    """
     if name == "msccl":
         algo = read_msccl_xml(text)
-        return algo.min_bytes, algo.max_bytes
-    read = json.loads(text)
-    most = read["max_message_size"]
-    return read["min_message_size"], 0 if most == NO_LIMIT else most
+        kind, ranks, multiple = algo.coll, len(algo.gpus), {"elements_multiple_of": algo.chunks}
+        least, most = algo.min_bytes, algo.max_bytes
+    else:
+        made = read_mscclpp_json(text)
+        kind, ranks, multiple = made.collective, len(made.gpus), {"bytes_multiple_of": unit_bytes(made)}
+        least, most = made.min_bytes, 0 if made.max_bytes == NO_LIMIT else made.max_bytes
+    collective = next((known for known in COLLECTIVES if known.replace("_", "") == kind), kind)
+    return {"collective": collective, "ranks": ranks, "least_bytes": least, "most_bytes": most, **multiple}
 
 
 def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
@@ -191,7 +268,7 @@ def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
         "least_bytes": window.least_bytes,
         "most_bytes": window.most_bytes,
         "algorithm": made.algorithm,
-        "elements_multiple_of": EXPORTERS[name].units_of(made, text),
+        f"{EXPORTERS[name].counts}_multiple_of": EXPORTERS[name].multiple_of(made, text),
         "gb_per_s": round(made.algbw, 3),
         "at_bytes": made.nbytes,
     }
@@ -200,54 +277,72 @@ def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
 def _range(window: Window) -> str:
     """Return a range of sizes as text.
 
-    >>> _range(Window(0, 1023, None)), _range(Window(1024, 0, None))
-    ('up to 1023 bytes', 'from 1024 bytes')
+    >>> _range(Window(0, 1023, None)), _range(Window(1024, 0, None)), _range(Window(0, 0, None))
+    ('up to 1023 bytes', 'from 1024 bytes', 'all sizes')
     """
+    if not window.most_bytes and not window.least_bytes:
+        return "all sizes"
     if not window.most_bytes:
         return f"from {window.least_bytes} bytes"
     return f"{f'{window.least_bytes}' if window.least_bytes else 'up'} to {window.most_bytes} bytes"
 
 
+_HOW: Final = {
+    "msccl": """A runtime reads all regular files of the folder, so keep other files out of it. It uses a file for the
+sizes in the table, and its own algorithms for others. DIR is the absolute path of this folder.
+
+- msccl-executor-nccl: `mpirun -x MSCCL_ALGO_DIR=DIR/msccl ...`
+- RCCL: `mpirun -x MSCCL_ALGO_DIR=DIR/msccl -x RCCL_MSCCL_FORCE_ENABLE=1 ...`, in a version that still has MSCCL. If a
+  process has several GPUs, also set `RCCL_MSCCL_ENABLE_SINGLE_PROCESS=1`.
+- microsoft/msccl: `mpirun -x NCCL_ALGO=MSCCL,RING,TREE -x MSCCL_XML_FILES=FILE:FILE ...`, with the paths of the files.
+  It reads `maxBytes="0"` as no size at all: in the last file, write a large number instead.
+
+`NCCL_DEBUG=INFO` logs which files were read.
+""",
+    "mscclpp": """Your program selects the file by the size of a message, loads it with
+`mscclpp.ExecutionPlan(path, rank)`, and runs it with an `Executor`. Input and output are the same memory. The executor
+raises an error for other sizes.
+""",
+}
+
+
 def _readme(
     machine: str,
     collective: str,
+    root: str | None,
     some: Plan,
     windows: dict[str, tuple[Window, ...]],
     left_out: list[str],
-    units: dict[str, int],
+    fits: dict[str, str],
 ) -> str:
-    """Return the README: how to use the files, for which ranks and sizes they are, and what is missing.
+    """Return the README: how to use the files, the ranks and sizes that they are for, and the sizes without a file.
 
-    ``units``: by file, the number that must divide a message's number of elements.
+    ``fits``: by file, the sizes within its range for which it can be used.
     """
     lines = [f"# {collective} on {machine}", ""]
     lines += [f"{len(some.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
     lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(some.ranks)), ""]
-    if collective in ("broadcast", "reduce"):
-        root = (some.request.sources if collective == "broadcast" else some.request.destinations)[0]
+    if root is not None:
         lines += [
-            f"Root: {root}, rank {some.ranks.index(root)}. The runtimes use the files for every root, but they are "
-            "right for this one only.",
+            f"The root is {root}, rank {some.ranks.index(root)}. The files do not store it: a runtime uses them for "
+            "all roots, and the results for others are wrong. Do not use them in programs that have other roots.",
             "",
         ]
-    lines += ["Check the files with `crossreduce verify DIR`, where DIR is this folder.", ""]
-    how = {
-        "msccl": "msccl-executor-nccl and RCCL: set `MSCCL_ALGO_DIR` to the folder `msccl` (and, for RCCL, "
-        "`RCCL_MSCCL_FORCE_ENABLE=1` on machines that it does not know). They read every file of the folder, so keep "
-        "other files out of it. microsoft/msccl: set `MSCCL_XML_FILES` to the files, separated by colons.",
-        "mscclpp": "MSCCL++: load a file with `mscclpp.ExecutionPlan(path, rank)` and run it with its `Executor`, for "
-        "the sizes in the table. Input and output are the same memory.",
-    }
+    lines += [
+        "Check the files with `crossreduce verify DIR`, where DIR is this folder. Sizes are those of the whole buffer: "
+        "of the output of an all-gather, of the input of a reduce-scatter. Predictions count links and the costs in "
+        "`ranks.json`, but not the start of a kernel.",
+        "",
+    ]
     for name, found in windows.items():
         if not found:
             continue
-        lines += [f"## {name}", "", how[name], ""]
-        lines += ["| file | bytes of the whole buffer | algorithm | predicted GB/s | sizes |", "|---|---|---|---|---|"]
+        lines += [f"## {name}", "", _HOW[name]]
+        lines += ["| file | bytes | algorithm | predicted | sizes |", "|---|---|---|---|---|"]
         for k, window in enumerate(found):
-            rate = f"{window.plan.algbw:.2f} at {window.plan.nbytes} bytes"
-            file = f"{name}/{collective}_{k}.{_SUFFIXES[name]}"
-            fit = sizes_that_fit(units[file])
-            lines.append(f"| {file} | {_range(window)} | {window.plan.algorithm} | {rate} | {fit} |")
+            rate = f"{window.plan.algbw:.2f} GB/s at {size(window.plan.nbytes)}"
+            file = f"{name}/{collective}_{k}.{SUFFIXES[name]}"
+            lines.append(f"| {file} | {_range(window)} | {window.plan.algorithm} | {rate} | {fits[file]} |")
         lines.append("")
     if left_out:
         lines += ["## Sizes without a file", "", *(f"- {text}" for text in left_out), ""]

@@ -20,6 +20,9 @@ Source: perChMaxTreeBws in NCCL's src/graph/tuning.cc: 26.5 (V100), 24 (A100), 3
 """
 
 
+MOST_PARTS: Final = 64  # no runtime has more threadblocks per GPU for one chunk
+
+
 def parts_of_chunks(schedule: Schedule, topology: Topology | None) -> tuple[int, ...]:
     """Return into how many parts each chunk is divided; without a topology, each chunk is one part.
 
@@ -34,4 +37,5 @@ def parts_of_chunks(schedule: Schedule, topology: Topology | None) -> tuple[int,
     rate = None if topology is None else fluid_rate(schedule, topology)
     if rate is None:
         return (1,) * len(schedule.chunks)
-    return tuple(max(1, math.ceil(chunk.share * rate / CHANNEL_GB_PER_S)) for chunk in schedule.chunks)
+    wanted = (math.ceil(chunk.share * rate / CHANNEL_GB_PER_S) for chunk in schedule.chunks)
+    return tuple(max(1, min(count, MOST_PARTS)) for count in wanted)

@@ -17,7 +17,6 @@ _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8
 _MOST_LETTERS: Final = 160
 _LEAST_BUSY: Final = 0.01  # the least part of the time that is worth mentioning
-_MOSTLY_BUSY: Final = 0.9
 
 
 class Shape(NamedTuple):
@@ -158,15 +157,14 @@ def busiest(limits: tuple[tuple[str, float], ...]) -> str:
     """Return a text about what is busy for most of the time: the first link, and the first limit of each other kind.
 
     >>> busiest((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
-    'the link a -> b, 50 % of the time; the operations of the host, 12.5 %; else transfers wait for others or latencies'
+    'the link a -> b, 50 % of the time; the operations of the host, 12.5 %'
     """
     kinds: dict[str, tuple[str, float]] = {}
     for name, part in limits:
         kinds.setdefault(name.split()[1], (name, part))
     listed = [(name, percent(Fraction(part))) for name, part in kinds.values() if part >= _LEAST_BUSY]
     texts = [f"{name}, {part}{' of the time' if k == 0 else ''}" for k, (name, part) in enumerate(listed)]
-    rest = ["else transfers wait for others or latencies"] if max(part for _, part in limits) < _MOSTLY_BUSY else []
-    return "; ".join(texts + rest)
+    return "; ".join(texts)
 
 
 def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[int, Fraction]]:

@@ -35,9 +35,15 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def sizes_that_fit(units: int) -> str:
-    """Return for which messages a file of so many equal chunks can be used, as text."""
-    fit = f"messages whose number of elements is a multiple of {units}"
+def sizes_that_fit(units: int, what: str = "elements") -> str:
+    """Return for which messages a file can be used, as text: those whose number of ``what`` is a multiple of ``units``.
+
+    >>> sizes_that_fit(64, "bytes"), sizes_that_fit(1)
+    ('messages whose number of bytes is a multiple of 64', 'messages of any size')
+    """
+    if units == 1:
+        return "messages of any size"
+    fit = f"messages whose number of {what} is a multiple of {units}"
     if is_power_of_two(units):
         return fit
     return f"{fit}, WHICH IS NOT A POWER OF TWO: RCCL ignores the file for others, MSCCL++ raises an error"

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, shown
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from ..topology.json_format import listed, load, typed
 
 FORMAT: Final = "crossreduce.costs/1"
 
 # The seconds in which a host queues one operation of a CUDA device. Assumed, and not measured on any GPU.
 OPERATION_S: Final = 2e-6
+
+_LEAST, _MOST = 1e-12, 1e18  # of bandwidths and rates; times computed from others would not be finite
 
 Pair = tuple[str, str]
 
@@ -122,15 +124,20 @@ class Costs:
 
 
 def both_directions(
-    topology: Topology, gb_per_s: float, kinds: Iterable[Pair] | None = None
+    topology: TopologyLike, gb_per_s: float, kinds: Iterable[Pair] | None = None
 ) -> tuple[SharedLimit, ...]:
     """Return a limit for each two opposite links between hosts (network cards), or for each of the given links.
+
+    Args:
+      topology: as for ``plan``.
+      gb_per_s: the bandwidth that the two directions share.
+      kinds: the links, by (src, dst); ``None``: all between hosts.
 
     >>> from crossreduce import Topology
     >>> len(both_directions(Topology.machine("hgx-h100", 2), 60))
     16
     """
-    chosen = [pair for pair in topology.by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
+    chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
     found = {frozenset(pair): pair for pair in chosen}
     return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in found.values())
 
@@ -165,7 +172,10 @@ def costs_of(costs: object, operation_s: object = None) -> Costs:
     if costs is None:
         return Costs(operation_s=operation_s)  # type: ignore[arg-type] # it is checked there
     if not isinstance(costs, Costs):
-        raise ArgumentError.of("costs must be Costs.", shown(costs), "Costs(reduction_gb_per_s=3350)")
+        remedy = 'Costs(reduction_gb_per_s=3350), or Costs.machine("hgx-h100") for published ones'
+        raise ArgumentError.of("costs must be Costs.", shown(costs), remedy)
+    if operation_s is not None and costs.operation_s is None:
+        return replace(costs, operation_s=operation_s)  # type: ignore[arg-type] # it is checked there
     if operation_s is not None:
         problem = "operation_s must not be given twice."
         raise ArgumentError.of(problem, f"operation_s={shown(operation_s)}, costs", "Costs(operation_s=...)")
@@ -173,6 +183,7 @@ def costs_of(costs: object, operation_s: object = None) -> Costs:
 
 
 def _positive(what: str, value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
         return float(value)
-    raise ArgumentError.of(f"{what} must be a number above 0.", shown(value), "None: not counted")
+    problem = f"{what} must be a number above 0, from {_LEAST:g} to {_MOST:g}."
+    raise ArgumentError.of(problem, shown(value), "None: not counted")

@@ -294,7 +294,7 @@ class _Timing:
     @property
     def floor(self) -> float:
         """Seconds that no number of pieces can go below."""
-        return max(*self.busy(1), self.loads.traffic.longest_s)
+        return max([*self.busy(1), self.loads.traffic.longest_s])
 
     @cached_property
     def lock_step_best(self) -> tuple[float, int]:
@@ -313,7 +313,8 @@ class _Timing:
                 best = self._better([best, math.ceil(best * factor), math.floor(best / factor)])
         if not self.loads.queues:
             return best
-        low, high = math.floor(best / _FACTORS[-1]), math.ceil(best * _FACTORS[-1])  # queues make the least time sharp
+        # Queues make the least time sharp.
+        low, high = math.floor(best / _FACTORS[-1]), min(math.ceil(best * _FACTORS[-1]), self.most)
         while high - low > 2:
             middle = (low + high) // 2
             if self._better([middle, middle + 1]) == middle:

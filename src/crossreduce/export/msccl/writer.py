@@ -15,8 +15,8 @@ from functools import partial
 from typing import Final
 
 from ...errors import ArgumentError, PlanError, ScheduleError, shown
-from ...schedule import Schedule, fluid_rate
-from ...topology import Topology
+from ...schedule import Schedule, byte_count, fluid_rate
+from ...topology import Topology, TopologyLike, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
@@ -38,8 +38,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
 
 def to_msccl_xml(
     schedule: Schedule,
-    topology: Topology | None = None,
-    nbytes: int | None = None,
+    topology: TopologyLike | None = None,
+    nbytes: int | str | None = None,
     *,
     name: str | None = None,
     proto: str = "Simple",
@@ -95,7 +95,9 @@ def to_msccl_xml(
         raise ArgumentError.of("unknown protocol.", shown(proto), ", ".join(PROTOCOLS))
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
-    require_integers(nbytes=nbytes, channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
+    wiring = None if topology is None else topology_of(topology)
+    size = None if nbytes is None else byte_count(nbytes)
+    require_integers(channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
     if channels is not None and channels < 1:
         raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
@@ -123,11 +125,11 @@ def to_msccl_xml(
         f'maxBytes="{max_bytes}"'
     )
     file = _File(head, channels or 1, inplace, outofplace, limits)
-    if channels is not None or (topology is None and schedule.pieces == 1):
+    if channels is not None or (wiring is None and schedule.pieces == 1):
         text = file.first(_plain_arrangements(made, channels))
     else:
-        builds = _pipelined_arrangements(made, schedule, topology, file.threadblocks)
-        text = file.first(builds, _pieces(made, schedule, topology, nbytes))
+        builds = _pipelined_arrangements(made, schedule, wiring, file.threadblocks)
+        text = file.first(builds, _pieces(made, schedule, wiring, size))
     if text is not None:
         return text
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="

@@ -54,7 +54,7 @@ class _BlockEvents:
 
     def __init__(self, made: Collective, blocks: list[int], hosts: Hosts, *, inplace: bool) -> None:
         self.made = made
-        self.placement = MemoryPlacement(made, blocks, inplace=inplace)
+        self.placement, self.hosts = MemoryPlacement(made, blocks, inplace=inplace), hosts
         self.time = 0
         self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
         # Positions in ``events``. ``touched``, by rank and block: the rank's last event that uses the block's memory.
@@ -66,12 +66,14 @@ class _BlockEvents:
             numbered = enumerate(chunk.instructions, start=len(chunk.sources))
             for _, together in groupby(numbered, key=lambda entry: entry[1].round):
                 self._add_round(b, list(together), chunk.devices)
+        self._acknowledge(hosts)
+        for b in blocks:
+            chunk = made.program.chunks[made.blocks[b].chunk]
             self.time += 1
             for rank, result in zip(chunk.destinations, chunk.results, strict=True):
                 src, dst = self.placement.locations[b, result], made.output(rank, made.blocks[b])
                 if self.placement.memory(rank, src) != self.placement.memory(rank, dst):
                     self._local(rank, b, "copy", [src], dst)
-        self._acknowledge(hosts)
 
     def _acknowledge(self, hosts: Hosts) -> None:
         """Let ranks wait until other hosts have received their data: a port channel reads its source later.
@@ -143,7 +145,8 @@ class _BlockEvents:
         signals = [_Event("signal", self.time, pair)]
         self._event(src, "put", pair=pair, srcs=(own,), dst=self._extent(dst, b, target), signals=signals)
         self.touched[src, b] = len(self.events[src]) - 1
-        self.placement.read(b, value)
+        if self.hosts.kind(*pair) != "port":  # a port channel reads later, so the value keeps its memory
+            self.placement.read(b, value)
 
     def _event(self, rank: int, kind: str, **facts: Any) -> None:
         self.events[rank].append(_Event(kind, self.time, **facts))

@@ -145,15 +145,15 @@ def message_chunks(plan: MscclppPlan) -> int:
     return plan.gpus[0].outputs if plan.collective == "allgather" else plan.gpus[0].inputs
 
 
-def units_of_json(text: str) -> int:
-    """Return the number of chunks of a message of a plan, from its text.
+def bytes_of_json(text: str) -> int:
+    """Return the number of which a message's bytes must be a multiple, from the text of a plan.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.mscclpp import to_mscclpp_json
-    >>> units_of_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"])))
-    2
+    >>> bytes_of_json(to_mscclpp_json(ring(["cuda:0", "cuda:1"])))
+    32
     """
-    return message_chunks(read_mscclpp_json(text))
+    return unit_bytes(read_mscclpp_json(text))
 
 
 def unit_bytes(plan: MscclppPlan) -> int:

@@ -18,8 +18,8 @@ import math
 from typing import Final
 
 from ...errors import ArgumentError, PlanError, shown
-from ...schedule import Schedule
-from ...topology import Topology
+from ...schedule import Schedule, byte_count
+from ...topology import Topology, TopologyLike, topology_of
 from ..channels import parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .blocks import add_blocks
@@ -38,8 +38,8 @@ PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 def to_mscclpp_json(
     schedule: Schedule,
-    topology: Topology | None = None,
-    nbytes: int | None = None,
+    topology: TopologyLike | None = None,
+    nbytes: int | str | None = None,
     *,
     name: str | None = None,
     inplace: bool = True,
@@ -77,9 +77,9 @@ def to_mscclpp_json(
     >>> [op["name"] for op in plan["gpus"][0]["threadblocks"][0]["ops"]]
     ['signal', 'wait', 'nop', 're', 'wait', 'nop', 'put', 'nop', 'signal']
     """
-    require_integers(
-        threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes, nbytes=nbytes
-    )
+    wiring = None if topology is None else topology_of(topology)
+    size = PLANNED if nbytes is None else byte_count(nbytes) or PLANNED
+    require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
     if threadblocks is not None and not 1 <= threadblocks <= MOST_THREADBLOCKS:
         problem = f"threadblocks, the number per GPU, must be 1 to {MOST_THREADBLOCKS}."
         raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={MOST_THREADBLOCKS}")
@@ -90,11 +90,11 @@ def to_mscclpp_json(
         raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
     most = threadblocks or MOST_THREADBLOCKS
     longest = LARGEST
-    if topology is not None and uses_switches(schedule, topology):
-        gpus, inputs = switch_threadblocks(schedule, topology, most, inplace=inplace)
+    if wiring is not None and uses_switches(schedule, wiring):
+        gpus, inputs = switch_threadblocks(schedule, wiring, most, inplace=inplace)
         kind, outputs = "allreduce", inputs
     else:
-        gpus, made, longest = _threadblocks(schedule, topology, nbytes or PLANNED, most, inplace=inplace)
+        gpus, made, longest = _threadblocks(schedule, wiring, size, most, inplace=inplace)
         kind, inputs, outputs = made.kind, made.inputs, made.outputs
     if longest < min_bytes:
         problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."

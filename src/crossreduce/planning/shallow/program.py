@@ -113,14 +113,19 @@ class _Search:
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
+        best: tuple[Any, float] | None = None
         for _ in range(_MOST_PROGRAMS if exact else 3):
-            time, amounts, dual, paid = self._solved()
+            solved = self._solved()
+            if solved is None:
+                break
+            time, amounts, dual, paid = solved
+            best = amounts, time
             known = len(self.columns)
             for part in _MIXES:
                 self._cheapest(part * dual + (1 - part) * self.best, paid)
             if len(self.columns) == known or (exact and time <= self.limit * (1 + GAP)):
                 break
-        return self._rounded(amounts, time)
+        return None if best is None else self._rounded(*best)
 
     def _cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
@@ -178,8 +183,11 @@ class _Search:
             load += load[:, self.back]
         self.columns[column] = load
 
-    def _solved(self) -> tuple[float, Any, Any, list[float]]:
-        """Return the least time with these columns, their amounts, the prices, and what an amount costs, by group."""
+    def _solved(self) -> tuple[float, Any, Any, list[float]] | None:
+        """Return the least time with these columns, their amounts, the prices, and what an amount costs, by group.
+
+        ``None``: HiGHS finds no solution, since bandwidths are too far apart.
+        """
         import numpy as np
         from scipy.optimize import linprog
         from scipy.sparse import csr_array, hstack
@@ -198,7 +206,8 @@ class _Search:
             b_eq=np.full(parts, 1 / parts),
             method="highs-ds",
         )
-        assert solution.status == 0, solution.message  # any column of each group is feasible
+        if solution.status != 0:  # with exact arithmetic, any column of each group would be a solution
+            return None
         prices = np.maximum(0.0, -solution.ineqlin.marginals).reshape(self.rows, self.hops.links)
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
