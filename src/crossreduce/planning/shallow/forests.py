@@ -30,7 +30,10 @@ MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
 # With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
 # pieces, are never much faster than other schedules (measured on all machines).
-LONG: Final = 4000
+LONG: Final = 16_000
+# Beyond this limit they must be faster by more than 1 - WORTH, and if operations are queued they are not searched for:
+# their rate for still larger buffers may be below that of the known schedule.
+FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least that are tried; 2, if the trees are not the cheapest
 
 
@@ -60,7 +63,7 @@ def faster(request: Request, best: Pieces) -> Pieces:
     delay, hop = _latencies(topology, members)
     queued = _queueing(request)
     always = max(delay + transfer, queued)
-    long = transfer > LONG * hop
+    long, needed = transfer > (FAR if queued else LONG) * hop, WORTH if transfer > FAR * hop else 1.0
     kinds = [] if long else [False]
     kinds += [] if long and task.roots == -1 else [True]
     for many in kinds:
@@ -74,8 +77,8 @@ def faster(request: Request, best: Pieces) -> Pieces:
             if found is None:
                 continue
             timed = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs)
-            if timed.seconds < best.seconds:
-                best = timed
+            if timed.seconds < best.seconds * needed:
+                best, needed = timed, 1.0
             rates.append(1 / found.seconds_per_gb)
             if rates[-1] * (1 + _NEAR) > limit or _hopeless(rates, len(tried) - 1 - turn, request.nbytes, best.seconds):
                 break
