@@ -107,7 +107,9 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     plan = cr.plan(DGX, nbytes=4096, algorithm="ring", **options_of_files)
     line = ["plan", "dgx-1v", "--nbytes", 4096, "--algorithm", "ring", "--export", tmp_path / file, *options.split()]
     ranks = "  ranks     0 cuda:0, 1 cuda:1, 2 cuda:2, 3 cuda:3, 4 cuda:4, 5 cuda:5, 6 cuda:6, 7 cuda:7\n"
-    sizes = f"  sizes     messages whose number of elements is a multiple of {plan.schedule.units}\n"
+    units = plan.schedule.units
+    fit = f"bytes is a multiple of {16 * units}" if "mscclpp" in options else f"elements is a multiple of {units}"
+    sizes = f"  sizes     messages whose number of {fit}\n"
     assert printed(*line) == plan.explain() + "\n" + (ranks + sizes if by_rank else "")
     assert (tmp_path / file).read_text() == written(plan)
     assert (tmp_path / file).stat().st_mode & 0o777 == 0o666 & ~umask()
