@@ -18,7 +18,7 @@ from crossreduce import PlanError, Topology, plan
 from crossreduce.export.channels import parts_of_chunks
 from crossreduce.export.collective import collective
 from crossreduce.export.exportable import check_exportable
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json, writer
 from crossreduce.export.mscclpp.parts import divided, even_parts
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
@@ -36,6 +36,7 @@ TIMED = [
     ("dgx-a100", 1, "all_reduce"),
     ("hgx-h100", 1, "all_gather"),
     ("hgx-h100", 2, "all_reduce"),
+    ("hgx-h100", 2, "all_gather"),
     ("mi300x", 1, "broadcast"),
 ]
 
@@ -65,8 +66,9 @@ def test_files_reach_the_planned_rate(machine, hosts, kind):
 
 
 @pytest.mark.parametrize(("machine", "kind"), [("dgx-1v", "broadcast"), ("mi300x", "broadcast")])
-def test_without_pipelines_files_are_slow(machine, kind):
+def test_without_pipelines_files_are_slow(monkeypatch, machine, kind):
     """The clock shows the loss of a schedule whose pieces are not exported."""
+    monkeypatch.setattr(writer, "LONG_BLOCK", 1 << 60)
     topology = Topology.machine(machine)
     found = planned(topology, kind)
     text = to_mscclpp_json(found.schedule.cut_into(1), topology, SIZE)
@@ -209,8 +211,9 @@ def test_parts_fill_the_links(machine):
         assert ends[-1] == divided(made, parts).units
 
 
-def test_fewer_parts_if_there_are_too_many_threadblocks():
+def test_fewer_parts_if_there_are_too_many_threadblocks(monkeypatch):
     """With few threadblocks, chunks have fewer parts than their links need."""
+    monkeypatch.setattr(writer, "LONG_BLOCK", 1 << 60)  # no pipelines
     topology = Topology.machine("hgx-b200")
     schedule = planned(topology, "all_gather").schedule
     for most in (80, 40, 8, 4):

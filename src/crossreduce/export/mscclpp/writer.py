@@ -33,6 +33,8 @@ ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a m
 LARGEST: Final = 2**64 - 1
 PIECES: Final = 32  # the least number of pieces of long blocks
 LEAST_PIECE: Final = 1 << 18  # bytes: blocks are not cut into shorter pieces than this only to have more of them
+FEW_PIECES: Final = 4  # of long blocks of plans with one piece
+LONG_BLOCK: Final = 1 << 17  # bytes
 PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 
@@ -121,7 +123,10 @@ def _threadblocks(
     """Return the GPUs with their threadblocks, the collective in parts, and the largest message."""
     made = collective(schedule)
     hosts = Hosts(schedule.devices)
-    for pipelines in (True, False) if schedule.pieces > 1 else (False,):
+    # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
+    longest_block = max(block.size for block in made.blocks) * nbytes / made.units
+    pieces = FEW_PIECES if schedule.pieces == 1 and topology and longest_block >= LONG_BLOCK else schedule.pieces
+    for pipelines in (True, False) if pieces > 1 else (False,):
         parts = parts_of_chunks(schedule, topology)
         if topology is not None:
             parts = even_parts(made, parts, most, pipelines=pipelines)
@@ -130,14 +135,18 @@ def _threadblocks(
         longest = LARGEST
         try:
             if pipelines:
-                unit_of = _pieces(divisions, schedule.pieces, nbytes)
+                unit_of = _pieces(divisions, pieces, nbytes)
                 add_pipelines(divisions, gpus, hosts, unit_of, most, inplace=inplace)
                 longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
             else:
                 add_blocks(divisions, gpus, hosts, most, inplace=inplace)
+            check_limits(schedule, gpus, most)
         except NotSeparableError:
             continue
-        check_limits(schedule, gpus, most)
+        except PlanError:
+            if pipelines and schedule.pieces == 1:
+                continue
+            raise
         return gpus, divisions, longest
     raise AssertionError("a schedule always has threadblocks without pipelines")
 
