@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_plans import ALPHA, BRICK, SCCL
 from scipy.optimize import linprog
 
 import crossreduce as cr
@@ -133,19 +134,6 @@ def test_hops_pass_only_switches():
 
 
 DGX = Topology.machine("dgx-1v")
-ALPHA, BRICK = 0.7e-6, 25e9
-
-
-# (chunks per node, steps, rounds): Cai et al., Synthesizing Optimal Collective Algorithms, PPoPP 2021, table 4: on a
-# DGX-1, chunks of L / chunks bytes, where L are the bytes of a node's input, and a round sends one chunk over each
-# brick.
-SCCL = {
-    "all_gather": [(1, 2, 2), (2, 2, 3), (6, 3, 7)],
-    "reduce_scatter": [(1, 2, 2), (2, 2, 3), (6, 3, 7)],
-    "broadcast": [(2, 2, 2), (6, 3, 3), (12, 4, 4), (18, 5, 5)],
-    "reduce": [(2, 2, 2), (6, 3, 3), (12, 4, 4), (18, 5, 5)],
-    "all_reduce": [(8, 4, 4), (16, 4, 6), (48, 6, 14)],
-}
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from .. import Plan
 from ..errors import ArgumentError
 from ..schedule import Costs
 from ..topology import Topology
@@ -19,12 +18,6 @@ from .arguments import one_of
 from .output import check_new_folder, progress, write_new_folder
 
 FORMATS: Final = ("msccl", "mscclpp")
-
-
-def root_of(plan: Plan) -> str | None:
-    """Return the root of a broadcast or reduce."""
-    ends = {"broadcast": plan.request.sources, "reduce": plan.request.destinations}
-    return ends[plan.collective][0] if plan.collective in ends else None
 
 
 def check_bundle(folder: Path, form: str | None, given: list[str]) -> None:

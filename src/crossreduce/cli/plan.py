@@ -25,7 +25,7 @@ from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
-from .bundle import check_bundle, root_of, write_bundle
+from .bundle import check_bundle, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
@@ -172,7 +172,7 @@ def plan(
                 multiple = exporter.multiple_of(found, content)
             if mapped is not None and export is not None:
                 counts = exporter.counts if exporter else "elements"
-                about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": root_of(found)}
+                about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": found.root}
                 about |= {f"{counts}_multiple_of": multiple}
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
                 lines["sizes"] = sizes_that_fit(multiple, counts)

@@ -104,25 +104,23 @@ def bundle(
                 left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
                 continue
             window, text = written
-            window = window._replace(
-                most_bytes=facts_of(name, text)["most_bytes"]
-            )  # MSCCL++ limits the sizes of pipelines
+            facts = facts_of(name, text)
+            window = window._replace(most_bytes=facts["most_bytes"])  # MSCCL++ limits the sizes of pipelines
             path = f"{name}/{collective}_{len(found)}.{SUFFIXES[name]}"
             found.append(window)
             files[path] = text
-            listed.append(_entry(path, name, window, text))
+            multiple = f"{EXPORTERS[name].counts}_multiple_of"
+            listed.append(_entry(path, name, window) | {multiple: facts[multiple]})
         windows[name] = tuple(found)
     if not files:
         problem = "no plan of this collective fits the limits of the formats."
         raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
     some = next(window.plan for found in windows.values() for window in found)
-    ends = {"broadcast": some.request.sources, "reduce": some.request.destinations}
-    main = ends[collective][0] if collective in ends else None
     about = {
         "format": FORMAT,
         "machine": machine,
         "collective": collective,
-        "root": main,
+        "root": some.root,
         "ranks": some.ranks,
         "costs": json.loads(costs.to_json()),
         "granularity": granularity,
@@ -134,7 +132,7 @@ def bundle(
         for entry in listed
         for exporter in [EXPORTERS[entry["format"]]]
     }
-    files["README.md"] = _readme(machine, collective, main, some, windows, left_out, fits)
+    files["README.md"] = _readme(machine, collective, some, windows, left_out, fits)
     return Bundle(files, windows, tuple(left_out))
 
 
@@ -215,14 +213,13 @@ def _written(name: str, window: Window, number: int) -> tuple[Window, str] | Pla
 
 def _by_name(like: Plan, algorithm: str) -> Plan:
     request = like.request
-    root = {"broadcast": request.sources[0], "reduce": request.destinations[0]}.get(like.collective)
     assert request.topology is not None
     return plan(
         request.topology,
         like.collective,
         like.nbytes,
         algorithm,
-        root=root,
+        root=like.root,
         costs=request.costs,
         granularity=request.granularity,
     )
@@ -260,7 +257,7 @@ def facts_of(name: str, text: str) -> dict[str, Any]:
     return {"collective": collective, "ranks": ranks, "least_bytes": least, "most_bytes": most, **multiple}
 
 
-def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
+def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
     made = window.plan
     return {
         "file": path,
@@ -268,7 +265,6 @@ def _entry(path: str, name: str, window: Window, text: str) -> dict[str, Any]:
         "least_bytes": window.least_bytes,
         "most_bytes": window.most_bytes,
         "algorithm": made.algorithm,
-        f"{EXPORTERS[name].counts}_multiple_of": EXPORTERS[name].multiple_of(made, text),
         "gb_per_s": round(made.algbw, 3),
         "at_bytes": made.nbytes,
     }
@@ -309,7 +305,6 @@ raises an error for other sizes.
 def _readme(
     machine: str,
     collective: str,
-    root: str | None,
     some: Plan,
     windows: dict[str, tuple[Window, ...]],
     left_out: list[str],
@@ -322,10 +317,11 @@ def _readme(
     lines = [f"# {collective} on {machine}", ""]
     lines += [f"{len(some.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
     lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(some.ranks)), ""]
-    if root is not None:
+    if some.root is not None:
         lines += [
-            f"The root is {root}, rank {some.ranks.index(root)}. The files do not store it: a runtime uses them for "
-            "all roots, and the results for others are wrong. Do not use them in programs that have other roots.",
+            f"The root is {some.root}, rank {some.ranks.index(some.root)}. The files do not store it: a runtime uses "
+            "them for all roots, and the results for others are wrong. Do not use them in programs that have other "
+            "roots.",
             "",
         ]
     lines += [

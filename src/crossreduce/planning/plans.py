@@ -51,6 +51,12 @@ class Plan:
         return self.request.nbytes
 
     @property
+    def root(self) -> str | None:
+        """The source of a broadcast or the destination of a reduce; ``None``: the collective has no root."""
+        ends = {"broadcast": self.request.sources, "reduce": self.request.destinations}.get(self.collective)
+        return None if ends is None else ends[0]
+
+    @property
     def ranks(self) -> tuple[str, ...]:
         """The device of each rank of an exported file: in the topology's order, or in that of the listed devices."""
         return self.schedule.devices
