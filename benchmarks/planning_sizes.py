@@ -73,7 +73,7 @@ def shallow_forests(topology: cr.Topology, collective: str) -> list[cr.Schedule]
     for steps, task, request in _steps(topology, collective):
         for many in (False, True):
             forest = forests._forest(request, task, steps, many)
-            found += [] if forest is None else [forest.schedule]
+            found += [] if forest is None else [forest]
     return found
 
 

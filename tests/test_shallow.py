@@ -174,13 +174,13 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
     slow = cr.plan(topology, collective, 1 << power, "one_device", root=rooted[0] if "_" not in collective else None)
     found = forests.faster(request, Pieces(slow.schedule, slow.seconds))
     assert found.seconds <= slow.seconds
-    cr.verify(found.schedule)
-    assert found.seconds == simulate(found.schedule, topology, 1 << power).seconds
-    assert fluid_rate(found.schedule, topology) is not None
+    cr.verify(found)
+    assert found.seconds == simulate(found, topology, 1 << power).seconds
+    assert fluid_rate(found, topology) is not None
     ends = {(link.src, link.dst) for link in topology.links}
-    if found.schedule.algorithm == "forest":
-        names = found.schedule.devices
-        for steps in found.schedule.rounds:
+    if found.algorithm == "forest":
+        names = found.devices
+        for steps in found.rounds:
             for _, dst, srcs in steps:
                 assert all((names[src], names[dst]) in ends for src in srcs if src != dst)
 
@@ -204,10 +204,10 @@ def test_routes_through_switches_are_those_of_the_hops():
     request = Request("all_gather", topology.devices, topology.devices, "forest", topology, 1 << 20)
     task = forests._task(request)
     found = forests._forest(request._replace(nbytes=0), task, 2, False)
-    cr.verify(found.schedule)
-    assert found.schedule.routes
+    cr.verify(found)
+    assert found.routes
     ends = {(link.src, link.dst) for link in topology.links}
-    names = found.schedule.devices
-    for route in found.schedule.routes:
+    names = found.devices
+    for route in found.routes:
         nodes = (names[route.src], *route.through, names[route.dst])
         assert set(pairwise(nodes)) <= ends

@@ -23,11 +23,13 @@ Source: perChMaxTreeBws in NCCL's src/graph/tuning.cc: 26.5 (V100), 24 (A100), 3
 MOST_PARTS: Final = 64  # no runtime has more threadblocks per GPU for one chunk
 
 
-def parts_of_chunks(schedule: Schedule, topology: Topology | None) -> tuple[int, ...]:
+def parts_of_chunks(
+    schedule: Schedule, topology: Topology | None, part_of_rate: Fraction = Fraction(1)
+) -> tuple[int, ...]:
     """Return into how many parts each chunk is divided; without a topology, each chunk is one part.
 
     While the links are busy, a transfer of a chunk moves the chunk's share of the schedule's rate. A part carries at
-    most ``CHANNEL_GB_PER_S`` of it.
+    most ``CHANNEL_GB_PER_S`` of it, or ``part_of_rate`` of that.
 
     >>> from crossreduce.planning import direct
     >>> h100 = Topology.machine("hgx-h100")
@@ -37,5 +39,5 @@ def parts_of_chunks(schedule: Schedule, topology: Topology | None) -> tuple[int,
     rate = None if topology is None else fluid_rate(schedule, topology)
     if rate is None:
         return (1,) * len(schedule.chunks)
-    wanted = (math.ceil(chunk.share * rate / CHANNEL_GB_PER_S) for chunk in schedule.chunks)
+    wanted = (math.ceil(chunk.share * rate / (CHANNEL_GB_PER_S * part_of_rate)) for chunk in schedule.chunks)
     return tuple(max(1, min(count, MOST_PARTS)) for count in wanted)

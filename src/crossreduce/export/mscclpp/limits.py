@@ -18,6 +18,8 @@ MOST_AT_ONCE: Final = 8  # MAX_CHANNEL_PER_OPERATION
 MOST_BUFFERS: Final = 10  # MAX_LOCAL_BUFFER_PER_OPERATION + MAX_CHANNEL_PER_OPERATION: of an operation, on each side
 MOST_BARRIERS: Final = 16  # MAX_DEVICE_SYNCERS
 MOST_SEMAPHORES: Final = 16  # MAX_DEVICE_SEMAPHORES, of an operation
+REGISTERS: Final = 1024  # threads whose registers fit into a multiprocessor: __launch_bounds__(1024, 1) of the kernel
+MOST_RESIDENT: Final = 4  # threadblocks whose plans, of 12,272 bytes each, fit into its shared memory
 MULTIPROCESSORS: Final = {"V100": 80, "MI250X (one die)": 110, "A100": 108, "H100": 132, "B200": 148, "MI300X": 304}
 
 
@@ -51,11 +53,20 @@ def broken_limits(plan: MscclppPlan) -> Iterator[str]:
     yield from _slips(plan, operations)
 
 
+def resident(threads: int) -> int:
+    """Return how many threadblocks of so many threads a multiprocessor runs at the same time.
+
+    >>> resident(1024), resident(512), resident(32)
+    (1, 2, 4)
+    """
+    return min(MOST_RESIDENT, REGISTERS // threads)
+
+
 def _residency(plan: MscclppPlan) -> Iterator[str]:
-    most = max(len(gpu.threadblocks) for gpu in plan.gpus)
-    few = [f"{name}: {count}" for name, count in MULTIPROCESSORS.items() if count < most]
+    most, each = max(len(gpu.threadblocks) for gpu in plan.gpus), resident(plan.threads)
+    few = [f"{name}: {count}" for name, count in MULTIPROCESSORS.items() if count * each < most]
     if few:
-        text = f"{most} threadblocks of a GPU must run at the same time, one per multiprocessor"
+        text = f"{most} threadblocks of a GPU must run at the same time, {each} per multiprocessor"
         yield f"{text}; not on GPUs with fewer of them ({', '.join(few)})"
 
 

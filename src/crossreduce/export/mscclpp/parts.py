@@ -19,6 +19,7 @@ from ..collective import Block, Collective
 
 UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
+FEW: Final = 4  # threadblocks per GPU: with so few, links are idle while each waits for data, so they are doubled
 LEAST_UNITS: Final = 6  # of a part that is not an exact division, so that parts differ by a sixth at most
 
 
@@ -32,7 +33,6 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
       pipelines: whether a part has a threadblock for each value that is sent, or only one per GPU.
     """
     sizes = {block.chunk: block.size for block in made.blocks}
-    longest = max(size / parts[chunk] for chunk, size in sizes.items())
     workers = [
         {chunk: _senders(made, chunk, rank) if pipelines else 1 for chunk in sizes} for rank in range(made.ranks)
     ]
@@ -40,6 +40,9 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
     def needed(counts: dict[int, int]) -> int:
         return max(sum(counts[chunk] * of_rank[chunk] for chunk in sizes) for of_rank in workers)
 
+    if pipelines and needed(dict(enumerate(parts))) <= min(FEW, most // 2):
+        parts = [2 * count for count in parts]
+    longest = max(size / parts[chunk] for chunk, size in sizes.items())
     def uneven(counts: dict[int, int]) -> float:
         top = max(sizes[chunk] / counts[chunk] for chunk in sizes)
         return sum(size * (1 - size / counts[chunk] / top) for chunk, size in sizes.items()) / sum(sizes.values())
@@ -64,6 +67,12 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
             best = counts
         divisor *= 2
     return tuple(best.get(chunk, 1) for chunk in range(len(parts)))
+
+
+def is_uneven(made: Collective) -> bool:
+    """Return whether the blocks of a collective differ much in size."""
+    top, total = max(block.size for block in made.blocks), sum(block.size for block in made.blocks)
+    return sum(block.size * (top - block.size) for block in made.blocks) > UNEVEN * top * total
 
 
 def _senders(made: Collective, number: int, rank: int) -> int:

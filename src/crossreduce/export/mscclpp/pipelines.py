@@ -211,8 +211,8 @@ class _BlockStages:
 
 def add_pipelines(
     made: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
-) -> None:
-    """Add threadblocks with pipelines for all blocks of a collective.
+) -> bool:
+    """Add threadblocks with pipelines for all blocks of a collective; return whether stages share threadblocks.
 
     Args:
       made: the collective.
@@ -234,10 +234,12 @@ def add_pipelines(
                 continue
             workers[rank].append(_Worker(rank, [segment]))
             of_block.setdefault(rank, workers[rank][-1])
+    crowded = any(len(of_rank) > most for of_rank in workers)
     workers = [_merged(of_rank, most) for of_rank in workers]
     _connect(gpus, [worker for of_rank in workers for worker in of_rank])
     for gpu, of_rank in zip(gpus, workers, strict=True):
         gpu.threadblocks += [_written(gpu, worker, unit_of) for worker in of_rank]
+    return crowded
 
 
 def _with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Final
+from fractions import Fraction
+from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, PlanError, shown
 from ...schedule import Schedule, byte_count
@@ -24,11 +25,13 @@ from ..channels import parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .blocks import add_blocks
 from .connections import GpuPlan, Hosts, check_limits
+from .limits import MULTIPROCESSORS, resident
 from .nvls import switch_threadblocks, uses_switches
-from .parts import divided, even_parts
+from .parts import divided, even_parts, is_uneven
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 
-MOST_THREADBLOCKS: Final = 80  # each waits for some of other GPUs: all must be resident; V100 has 80 multiprocessors
+THREADS: Final = (1024, 512, 256)  # per threadblock: the more of them there are, the fewer threads each has
+FULL_THREADS: Final = 512  # that reach a channel's rate; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
 ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
 LARGEST: Final = 2**64 - 1
 PIECES: Final = 32  # the least number of pieces of long blocks
@@ -46,7 +49,7 @@ def to_mscclpp_json(
     name: str | None = None,
     inplace: bool = True,
     threadblocks: int | None = None,
-    threads: int = 1024,
+    threads: int | None = None,
     min_bytes: int = 0,
     max_bytes: int = LARGEST,
 ) -> str:
@@ -64,8 +67,10 @@ def to_mscclpp_json(
         messages have more pieces.
       name: the executor distinguishes plans by it; ``None``: made of the collective, algorithm and number of ranks.
       inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
-      threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80.
-      threads: the number of threads per threadblock.
+      threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80 of 1024 threads
+        each, 160 of 512, or 320 of 256, since all run at the same time, also on a V100.
+      threads: the number of threads per threadblock; ``None``: the first one of 1024, 512 and 256 with which pipelines
+        need not share threadblocks, else 256.
       min_bytes: the smallest message that the plan is for.
       max_bytes: the largest; with pipelines at most what their 65535 iterations allow.
     Raises:
@@ -82,21 +87,26 @@ def to_mscclpp_json(
     wiring = None if topology is None else topology_of(topology)
     size = PLANNED if nbytes is None else byte_count(nbytes) or PLANNED
     require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
-    if threadblocks is not None and not 1 <= threadblocks <= MOST_THREADBLOCKS:
-        problem = f"threadblocks, the number per GPU, must be 1 to {MOST_THREADBLOCKS}."
-        raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={MOST_THREADBLOCKS}")
-    if threads not in range(32, 1025, 32):
+    if threads is not None and threads not in range(32, 1025, 32):
         raise ArgumentError.of("threads must be one of 32, 64, ... 1024.", shown(threads), "threads=1024")
+    most = {width: most_threadblocks(width) for width in (THREADS if threads is None else (threads,))}
+    if threadblocks is not None:
+        allowed = max(most.values())
+        if not 1 <= threadblocks <= allowed:
+            problem = f"threadblocks, the number per GPU, must be 1 to {allowed}."
+            raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={allowed}")
+        width = next(width for width, count in most.items() if count >= threadblocks)
+        most = {width: threadblocks}
     if not 0 <= min_bytes <= max_bytes <= LARGEST:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
-    most = threadblocks or MOST_THREADBLOCKS
     longest = LARGEST
     if wiring is not None and uses_switches(schedule, wiring):
-        gpus, inputs = switch_threadblocks(schedule, wiring, most, inplace=inplace)
+        width, allowed = next(iter(most.items()))
+        gpus, inputs = switch_threadblocks(schedule, wiring, allowed, inplace=inplace)
         kind, outputs = "allreduce", inputs
     else:
-        gpus, made, longest = _threadblocks(schedule, wiring, size, most, inplace=inplace)
+        width, gpus, made, longest = _threadblocks(schedule, wiring, size, most, inplace=inplace)
         kind, inputs, outputs = made.kind, made.inputs, made.outputs
     if longest < min_bytes:
         problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."
@@ -108,7 +118,7 @@ def to_mscclpp_json(
         "inplace": inplace,
         "reuse_resources": False,
         "gpus": [gpu.content(inputs, outputs) for gpu in gpus],
-        "num_threads_per_block": threads,
+        "num_threads_per_block": width,
         "use_double_scratch_buffer": False,
         "buffer_alignment": ALIGNMENT,
         "min_message_size": min_bytes,
@@ -117,38 +127,80 @@ def to_mscclpp_json(
     return json.dumps(plan, indent=1)
 
 
+def most_threadblocks(threads: int) -> int:
+    """Return how many threadblocks run at the same time on a GPU; each waits for some of other GPUs, so all must."""
+    return min(MULTIPROCESSORS.values()) * resident(threads)
+
+
+class _Made(NamedTuple):
+    threads: int
+    gpus: list[GpuPlan]
+    made: Collective  # in parts
+    longest: int  # bytes of a message
+
+
 def _threadblocks(
-    schedule: Schedule, topology: Topology | None, nbytes: int, most: int, *, inplace: bool
-) -> tuple[list[GpuPlan], Collective, int]:
-    """Return the GPUs with their threadblocks, the collective in parts, and the largest message."""
+    schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
+) -> _Made:
+    """Return the GPUs with their threadblocks: the first of ``most``, by threads, that none must share, else the last.
+
+    A schedule whose stages cannot run in threadblocks of their own has no pipelines.
+    """
     made = collective(schedule)
-    hosts = Hosts(schedule.devices)
     # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
     longest_block = max(block.size for block in made.blocks) * nbytes / made.units
     pieces = FEW_PIECES if schedule.pieces == 1 and topology and longest_block >= LONG_BLOCK else schedule.pieces
-    for pipelines in (True, False) if pieces > 1 else (False,):
-        parts = parts_of_chunks(schedule, topology)
-        if topology is not None:
-            parts = even_parts(made, parts, most, pipelines=pipelines)
-        divisions = divided(made, parts)
-        gpus = [GpuPlan(rank) for rank in range(made.ranks)]
-        longest = LARGEST
-        try:
-            if pipelines:
-                unit_of = _pieces(divisions, pieces, nbytes)
-                add_pipelines(divisions, gpus, hosts, unit_of, most, inplace=inplace)
-                longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
+    for cut in (pieces, 1) if pieces > 1 else (1,):
+        found, failure = None, None
+        for threads, allowed in most.items():
+            try:
+                found, crowded = _in_threadblocks(
+                    schedule, made, topology, nbytes, cut, threads, allowed, inplace=inplace
+                )
+            except NotSeparableError:
+                break
+            except PlanError as error:
+                failure = error
             else:
-                add_blocks(divisions, gpus, hosts, most, inplace=inplace)
-            check_limits(schedule, gpus, most)
-        except NotSeparableError:
-            continue
-        except PlanError:
-            if pipelines and schedule.pieces == 1:
-                continue
-            raise
-        return gpus, divisions, longest
+                if not crowded:
+                    break
+        if found is not None:
+            return found
+        if failure is not None and (cut == 1 or schedule.pieces > 1):
+            raise failure
     raise AssertionError("a schedule always has threadblocks without pipelines")
+
+
+def _in_threadblocks(
+    schedule: Schedule,
+    made: Collective,
+    topology: Topology | None,
+    nbytes: int,
+    pieces: int,
+    threads: int,
+    most: int,
+    *,
+    inplace: bool,
+) -> tuple[_Made, bool]:
+    """Return the GPUs with at most so many threadblocks, and whether blocks share them or differ much in size.
+
+    Raises NotSeparableError for pipelines that cannot be, and PlanError for what exceeds a limit of the executor.
+    """
+    parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
+    if topology is not None:
+        parts = even_parts(made, parts, most, pipelines=pieces > 1)
+    divisions = divided(made, parts)
+    gpus = [GpuPlan(rank) for rank in range(made.ranks)]
+    longest = LARGEST
+    if pieces > 1:
+        unit_of = _pieces(divisions, pieces, nbytes)
+        crowded = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
+        longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
+    else:
+        add_blocks(divisions, gpus, Hosts(schedule.devices), most, inplace=inplace)
+        crowded = len(divisions.blocks) > most
+    check_limits(schedule, gpus, most)
+    return _Made(threads, gpus, divisions, longest), crowded or (topology is not None and is_uneven(divisions))
 
 
 def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:

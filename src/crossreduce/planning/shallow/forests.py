@@ -24,7 +24,7 @@ from ..topologies import neutral
 from ..trees.schedule import Through, Tree, TreeShare, listed_routes, trees_to_schedule
 from .cheapest import MOST_EXACT
 from .hops import hops
-from .program import Edge, Shares, shared
+from .program import Edge, Shares, expected, shared
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
@@ -45,11 +45,30 @@ class _Task(NamedTuple):
     backwards: bool  # trees into the roots only
 
 
+class _Limits(NamedTuple):
+    """What bounds the time of the forests of a request."""
+
+    task: _Task
+    least: int  # steps
+    rate: float  # the bound, in GB/s
+    transfer: float  # the seconds of the buffer at this rate
+    delay: float  # the seconds of the longest way, and of the shortest hop, without data
+    hop: float
+    queued: float  # the seconds in which the busiest host queues an operation for each destination
+
+    def seconds(self, steps: int, transfer: float, many: bool) -> float:
+        """Return about the least seconds of a forest of so many steps whose transfers alone take ``transfer``."""
+        busy = self.queued * _rounds(self.task, steps - self.least, self.least, many)
+        always = max(self.delay + self.transfer, self.queued)
+        return max(always, _least_s(steps, self.hop, transfer, self.queued, busy, many))
+
+
 def faster(request: Request, best: Pieces) -> Pieces:
     """Return the fastest of a known schedule and of forests of few steps, and its time.
 
-    Forests of the first kind are for one piece: their steps follow each other. Those of the second kind are for many
-    pieces, so all steps are in progress together. A forest is planned only if no proved limit makes it too slow.
+    Forests of the first kind are for many pieces, so all steps are in progress together. Those of the second kind are
+    for one piece: their steps follow each other. Forests are planned in the order of the times that are expected, and
+    only if no limit makes them too slow.
     """
     task, members, topology = _task(request), request.members, request.topology
     assert topology is not None
@@ -58,66 +77,93 @@ def faster(request: Request, best: Pieces) -> Pieces:
     least = _least_steps(topology, members, task)
     if least is None:
         return best
-    limit = _bound(topology, members, task)
-    transfer = request.nbytes / (limit * 1e9)
-    delay, hop = _latencies(topology, members)
-    queued = _queueing(request)
-    always = max(delay + transfer, queued)
-    long, needed = transfer > (FAR if queued else LONG) * hop, WORTH if transfer > FAR * hop else 1.0
-    kinds = [] if long else [False]
-    kinds += [] if long and task.roots == -1 else [True]
+    rate = _bound(topology, members, task)
+    limits = _Limits(
+        task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
+    )
+    long = limits.transfer > (FAR if limits.queued else LONG) * limits.hop
+    needed = WORTH if limits.transfer > FAR * limits.hop else 1.0
+    kinds = [] if long and task.roots == -1 else [True]
+    kinds += [] if long else [False]
     for many in kinds:
-        more = 4 if task.paired else MORE_STEPS if len(members) <= MOST_EXACT else 2
-        rates: list[float] = []
-        tried = range(least, least + more + 1, 1 + task.paired)
-        for turn, steps in enumerate(tried):
-            if max(always, _least_s(steps, hop, transfer, queued, many)) >= best.seconds * WORTH:
+        too_many = math.inf  # steps whose operations alone take too long
+        for seconds, steps in sorted(_options(request, limits, best.seconds * WORTH, many)):
+            if seconds >= best.seconds * WORTH:
                 break
-            found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
-            if found is None:
+            if steps >= too_many:
                 continue
-            timed = fastest_of([found.schedule], topology, request.nbytes, costs=request.costs)
+            found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
+            assert found is not None
+            timed = fastest_of([found], topology, request.nbytes, costs=request.costs)
             if timed.seconds < best.seconds * needed:
                 best, needed = timed, 1.0
-            rates.append(1 / found.seconds_per_gb)
-            if rates[-1] * (1 + _NEAR) > limit or _hopeless(rates, len(tried) - 1 - turn, request.nbytes, best.seconds):
-                break
-            if queued * operations(found.schedule) >= best.seconds * WORTH * len(request.destinations):
-                break  # more steps have at least as many operations (measured on all machines)
+            if limits.queued * operations(found) >= best.seconds * WORTH * len(request.destinations):
+                too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
 
 
-def _least_s(steps: int, hop: float, transfer: float, queued: float, many: bool) -> float:
+def _options(request: Request, limits: _Limits, goal: float, many: bool) -> Iterator[tuple[float, int]]:
+    """Yield the expected seconds and the steps of forests that may take less than ``goal`` seconds."""
+    paired = limits.task.paired
+    more = 4 if paired else MORE_STEPS if len(request.members) <= MOST_EXACT else 2
+    rates: list[float] = []
+    for left in range(more, -1, -1 - paired):
+        steps = limits.least + more - left
+        if limits.seconds(steps, limits.transfer, many) >= goal:
+            return
+        part = _expected(request, limits.task, steps, many)
+        if part is None:
+            continue
+        yield limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * part), many), steps
+        rates.append(1 / part)
+        if rates[-1] * (1 + _NEAR) > limits.rate or _hopeless(rates, left, request.nbytes, goal):
+            return
+
+
+def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float, many: bool) -> float:
     """Return the seconds of so many steps, each with a latency, whose transfers alone take ``transfer`` seconds.
 
-    Cut into p pieces they take (steps - 1 + p) (hop + transfer / p), and the operations of each piece are queued.
+    Cut into p pieces they take (steps - 1 + p) (hop + transfer / p). The operations of one piece are queued in ``busy``
+    seconds, those of each further piece in ``queued`` seconds.
     """
     if not many:
-        return steps * hop + transfer
+        return max(steps * hop + transfer, busy)
 
     def ramp(pieces: float) -> float:
         return (steps - 1 + pieces) * (hop + transfer / pieces)
 
+    def queue(pieces: float) -> float:
+        return busy + queued * (pieces - 1)
+
     few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf
     if not math.isfinite(best):
-        return transfer
+        return max(transfer, busy)
     if best < _FEW:  # then most links carry data in one step only
-        return steps * hop + transfer
-    if queued * best <= ramp(best):
+        return max(steps * hop + transfer, busy)
+    if queue(best) <= ramp(best):
         return ramp(best)
     while best > few * 1.01:  # the ramp falls and the queue grows until they are equal
         middle = math.sqrt(few * best)
-        few, best = (middle, best) if queued * middle < ramp(middle) else (few, middle)
-    return ramp(best)
+        few, best = (middle, best) if queue(middle) < ramp(middle) else (few, middle)
+    return max(ramp(best), queue(few))
 
 
-def _hopeless(rates: list[float], left: int, nbytes: int, best_s: float) -> bool:
+def _rounds(task: _Task, more: int, least: int, many: bool) -> float:
+    """Return in about how many of ``least + more`` steps a device receives data, as measured on all machines."""
+    if task.roots == -1:
+        return 0.85 * (least + more)
+    if task.paired:
+        return 0.5 * (least + more)
+    return 1.0 if many else 0.75 * (1 + more)
+
+
+def _hopeless(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
     """Return whether so many further numbers of steps cannot help if each adds at most as many GB/s as the last one."""
-    return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * best_s * 1e9 < nbytes
+    return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
 
 _FEW: Final = 4
-_NEAR: Final = 0.005  # a forest whose rate is so near to the bound needs no more steps
+_NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps
 
 
 def _task(request: Request) -> _Task | None:
@@ -142,22 +188,21 @@ def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
     return float(bound_of_members(topology, collective, members, root).algbw or 0)
 
 
-class _Found(NamedTuple):
-    schedule: Schedule
-    seconds_per_gb: float  # without latencies
+def _expected(request: Request, task: _Task, steps: int, many: bool) -> float | None:
+    """Return about the seconds for 1 GB without latencies; ``None``: so few steps do not reach all devices."""
+    _, wiring = _seen(request, task)
+    return expected(wiring, task.roots, steps, many=many, paired=task.paired)
 
 
 @lru_cache(maxsize=256)
-def _forest(request: Request, task: _Task, steps: int, many: bool) -> _Found | None:
+def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule | None:
     """Return the verified forest of a request with so many steps; ``None``: they do not reach all devices."""
-    assert request.topology is not None
-    seen = neutral(request.topology, request.members, ())
-    wiring = seen.topology.reversed() if task.backwards else seen.topology
+    names, wiring = _seen(request, task)
     found = shared(wiring, task.roots, steps, many=many, paired=task.paired)
     if found is None:
         return None
     shares = list(_directed(found, wiring, task, steps))
-    nodes = [seen.names[name] for name in wiring.nodes]
+    nodes = [names[name] for name in wiring.nodes]
     if many:
         schedule = trees_to_schedule(
             "forest", request, nodes, len(request.members), [_trees(share) for share in shares]
@@ -165,7 +210,14 @@ def _forest(request: Request, task: _Task, steps: int, many: bool) -> _Found | N
     else:
         schedule = _in_steps(request, nodes, shares)
     verify(schedule)
-    return _Found(schedule, found.time)
+    return schedule
+
+
+def _seen(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
+    """Return a neutral topology in which the trees lead out of roots, and the names of its nodes."""
+    assert request.topology is not None
+    seen = neutral(request.topology, request.members, ())
+    return seen.names, seen.topology.reversed() if task.backwards else seen.topology
 
 
 class _Hop(NamedTuple):

@@ -30,11 +30,14 @@ from .hops import hops
 from .units import in_units
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-_WARM: Final = 16  # sets of trees that are found before the first linear program; a third, if they are not exact
-_WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree
+_WARM: Final = 8  # sets of trees that are found before the first linear program
+_WARM_GREEDY: Final = 5  # the same, if trees are not exact
+_WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree; 2, if it is not exact
+REFINED: Final = 0.95  # the part of the time after the first program that the later ones mostly end with
 _STEEP: Final = 8.0
-_MOST_PROGRAMS: Final = 8  # 3, if trees are not exact
+_MOST_PROGRAMS: Final = 6  # 3, if trees are not exact
 _MIXES: Final = (1.0, 0.6, 0.3)
+_LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
 
 Edge = tuple[int, int, int, int]  # step, sender, receiver, route
 
@@ -56,6 +59,17 @@ class Shares(NamedTuple):
     limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less
 
 
+class _Begun(NamedTuple):
+    """A search after its first linear program."""
+
+    columns: dict[Column, Any]  # with the load of each link in each row, for an amount of 1
+    used: list[Column]  # those with an amount
+    limit: float  # the greatest limit
+    best: Any  # the prices that prove it
+    solved: tuple[float, Any, Any, list[float]]  # see ``_Search.solved``
+    scale: float  # 1 GB takes the program's time / ``scale`` seconds
+
+
 @lru_cache(maxsize=512)
 def shared(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> Shares | None:
     """Return shares of trees on a neutral topology whose devices are all members; ``None``: a device is not reached.
@@ -74,7 +88,27 @@ def shared(topology: Topology, roots: int | None, steps: int, *, many: bool, pai
     >>> round(1 / found.time, 6), [units for units, _ in found.columns], found.units
     (30.0, [1, 1, 1], 3)
     """
-    return _Search(topology, roots, steps, many, paired).shares()
+    begun = _begun(topology, roots, steps, many, paired)
+    return begun and _Search(topology, roots, steps, many, paired).shares(begun)
+
+
+def expected(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> float | None:
+    """Return the time of ``shared``, or a time near it that is known much sooner, after one linear program.
+
+    Where trees are exact and for one piece, later programs make the time mostly at most a twentieth less.
+    """
+    if many or len(topology.devices) > MOST_EXACT:
+        found = shared(topology, roots, steps, many=many, paired=paired)
+        return found and found.time
+    begun = _begun(topology, roots, steps, many, paired)
+    return begun and begun.solved[0] / begun.scale * REFINED
+
+
+@lru_cache(maxsize=64)
+def _begun(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _Begun | None:
+    """Return a search after its first program; it begins with the trees that are used with fewer steps."""
+    fewer = _begun(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
+    return _Search(topology, roots, steps, many, paired).begun(fewer.used if fewer else [])
 
 
 class _Search:
@@ -91,19 +125,22 @@ class _Search:
         self.columns: dict[Column, Any] = {}  # with the load of each link in each row, for an amount of 1
         self.limit, self.best = 0.0, np.zeros(0)  # the greatest limit, and the prices that prove it
         self.width = np.tile(self.hops.bandwidth, (self.rows, 1))
+        self.exact = self.hops.n <= MOST_EXACT
+        self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)
         if self.mirrored:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
 
-    def shares(self) -> Shares | None:
-        """Return the solution."""
+    def begun(self, known: list[Column]) -> _Begun | None:
+        """Return the search after its first program; ``known``: columns to begin with."""
         import numpy as np
 
         prices = np.tile(1 / self.hops.bandwidth / self.hops.links, (self.rows, 1))
         load = np.zeros((self.rows, self.hops.links))
-        exact = self.hops.n <= MOST_EXACT
-        warm = _WARM + (_WARM_PER_STEP * self.steps if len(self.roots) == 1 else 0)
-        for turn in range(warm if exact else warm // 3):
+        for column in known:
+            self._add(column)
+        warm, more = (_WARM, _WARM_PER_STEP) if self.exact else (_WARM_GREEDY, 2)
+        for turn in range(warm + more * self.steps if len(self.roots) == 1 else warm):
             found = self._cheapest(prices)
             if found is None:
                 return None
@@ -113,19 +150,29 @@ class _Search:
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
-        best: tuple[Any, float] | None = None
-        for _ in range(_MOST_PROGRAMS if exact else 3):
-            solved = self._solved()
-            if solved is None:
-                break
+        solved = self.solved()
+        if solved is None:
+            return None
+        used = [column for column, amount in zip(self.columns, solved[1], strict=True) if amount > _LEAST]
+        return _Begun(self.columns, used, self.limit, self.best, solved, self.scale)
+
+    def shares(self, begun: _Begun) -> Shares:
+        """Return the solution."""
+        self.columns = dict(begun.columns)
+        self.limit, self.best, solved = begun.limit, begun.best, begun.solved
+        for _ in range(_MOST_PROGRAMS - 1 if self.exact else 2):
             time, amounts, dual, paid = solved
-            best = amounts, time
             known = len(self.columns)
             for part in _MIXES:
                 self._cheapest(part * dual + (1 - part) * self.best, paid)
-            if len(self.columns) == known or (exact and time <= self.limit * (1 + GAP)):
+            if len(self.columns) == known or (self.exact and time <= self.limit * (1 + GAP)):
                 break
-        return None if best is None else self._rounded(*best)
+            further = self.solved()
+            if further is None:
+                break
+            solved = further
+        time, amounts, *_ = solved
+        return self._rounded(amounts, time)
 
     def _cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
@@ -183,7 +230,7 @@ class _Search:
             load += load[:, self.back]
         self.columns[column] = load
 
-    def _solved(self) -> tuple[float, Any, Any, list[float]] | None:
+    def solved(self) -> tuple[float, Any, Any, list[float]] | None:
         """Return the least time with these columns, their amounts, the prices, and what an amount costs, by group.
 
         ``None``: HiGHS finds no solution, since bandwidths are too far apart.
@@ -215,15 +262,14 @@ class _Search:
         """Return the solution in few units."""
         import numpy as np
 
-        used = np.flatnonzero(amounts > 1e-9)
+        used = np.flatnonzero(amounts > _LEAST)
         listed = list(self.columns)
         columns = [listed[k] for k in used]
         loads = np.array([self.columns[column] / self.width for column in columns])
         group = np.array([min(column.root, self.groups - 1) for column in columns])
         counts, units, time = in_units(amounts[used], loads, group, exact)
         found = tuple((int(count), column) for count, column in zip(counts, columns, strict=True) if count)
-        scale = float(self.hops.fastest) / (2 if self.mirrored and not self.many else 1)
-        return Shares(found, units, time / scale, self.limit / scale)
+        return Shares(found, units, time / self.scale, self.limit / self.scale)
 
 
 def _backwards(costs: list[Any]) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 _LOSS: Final = 0.02  # the part of the time that rounding may cost
-_UNITS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many units each group's part is divided
+_UNITS: Final = (1, 2, 4, 8, 16, 32)  # into how many units each group's part is divided
+_COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
 _MOST_MOVED: Final = 16  # with more units, none are moved afterwards
 _MOST_PASSES: Final = 10
 _FINE: Final = 5040
@@ -27,14 +28,16 @@ def in_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, i
 
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
     found, fine = None, _fine(amounts, groups)
-    few = fine.sum() <= _UNITS[-1] * len(groups)  # these amounts are exact, and need no rounding
-    for units in (0,) if few else (*_UNITS, 0):
+    exact_units = int(fine.sum()) // len(groups)
+    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # these exact amounts have few units
+    enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
+    for units in (*(units for units in enough if units < exact_units), 0):
         counts = _moved(amounts, loads, groups, units) if units else fine
         whole = int(counts.sum())
         time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
         if found is None or time < found[2]:
             found = counts, whole, time
-        if time <= exact * (1 + _LOSS):
+        if time <= exact * (1 + loss + 1e-9):
             break
     assert found is not None
     return found
@@ -89,9 +92,12 @@ def _fine(amounts: Any, groups: list[Any]) -> Any:
     import numpy as np
 
     parts = len(groups)
-    for whole in range(parts, _FINE, parts):
+    possible = np.arange(parts, _FINE, parts)
+    for amount in amounts:  # leaves the numbers of units of which each amount is a multiple
+        possible = possible[abs(amount * possible - np.rint(amount * possible)) < 1e-6]
+    for whole in possible.tolist():
         counts = np.rint(amounts * whole)
-        if (abs(amounts * whole - counts) < 1e-6).all() and counts.sum() == whole:
+        if counts.sum() == whole:
             return counts
     whole = _FINE // parts * parts
     counts = np.floor(amounts * whole)
