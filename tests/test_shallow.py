@@ -158,7 +158,7 @@ def test_reductions_take_as_long_as_copies(name):
                 cr.plan(topology, kind, nbytes, operation_s=0, root=0 if "_" not in kind else None).seconds
                 for kind in (one, other)
             ]
-            assert times[0] == pytest.approx(times[1], rel=0.06)
+            assert times[0] == pytest.approx(times[1], rel=0.1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -174,13 +174,13 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
     slow = cr.plan(topology, collective, 1 << power, "one_device", root=rooted[0] if "_" not in collective else None)
     found = forests.faster(request, Pieces(slow.schedule, slow.seconds))
     assert found.seconds <= slow.seconds
-    cr.verify(found)
-    assert found.seconds == simulate(found, topology, 1 << power).seconds
-    assert fluid_rate(found, topology) is not None
+    cr.verify(found.schedule)
+    assert found.seconds == simulate(found.schedule, topology, 1 << power).seconds
+    assert fluid_rate(found.schedule, topology) is not None
     ends = {(link.src, link.dst) for link in topology.links}
-    if found.algorithm == "forest":
-        names = found.devices
-        for steps in found.rounds:
+    if found.schedule.algorithm == "forest":
+        names = found.schedule.devices
+        for steps in found.schedule.rounds:
             for _, dst, srcs in steps:
                 assert all((names[src], names[dst]) in ends for src in srcs if src != dst)
 

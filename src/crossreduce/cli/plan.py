@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,6 +19,7 @@ from .. import plan as planned
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
 from ..export.exportable import check_exportable
+from ..export.fitting import Fitting, fitting
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
@@ -152,10 +154,15 @@ def plan(
                 stated = replace(stated, operation_s=0)
             part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
             found = planned(chosen, collective, size, algorithm, root=main, packs=packs, costs=stated, granularity=part)
+            advance("exporting")
+            content, refused = "", ""
+            if exported is not None and exporter is not None:
+                write = partial(_written, exporter)
+                free = algorithm == "auto" and packs == 1
+                found, content, refused = fitting(found, write) if free else Fitting(found, write(found), "")
             advance("comparing")
             report, multiple = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
-            advance("exporting")
             lines = (
                 {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
             )
@@ -167,9 +174,10 @@ def plan(
                 report["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
             elif exported is not None and exporter is not None:
-                content = str(exporter.write(found))
                 exported.write_text(content, "utf-8")
                 multiple = exporter.multiple_of(found, content)
+            if refused:
+                lines["format"] = report["format"] = refused
             if mapped is not None and export is not None:
                 counts = exporter.counts if exporter else "elements"
                 about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": found.root}
@@ -185,6 +193,10 @@ def plan(
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
+
+
+def _written(exporter: Exporter, found: Plan) -> str:
+    return str(exporter.write(found))
 
 
 def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, str]:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from ..errors import PlanError
-from ..planning import COLLECTIVES, REGISTRY, Plan, plan
+from ..planning import COLLECTIVES, Plan, plan
 from ..planning.explain import size
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..schedule import Costs, pipelined
 from ..topology import Topology
 from . import EXPORTERS
 from .exportable import check_exportable
+from .fitting import fitting
 from .msccl.format import read_msccl_xml
 from .mscclpp.format import read_mscclpp_json
 from .mscclpp.layout import unit_bytes
@@ -99,11 +100,12 @@ def bundle(
             continue
         planned = planned or _windows(topology, collective, root, granularity, costs, advance)
         for window in planned:
-            written = _written(name, window, len(found))
-            if isinstance(written, PlanError):
-                left_out.append(f"{name}, {_range(window)}: {str(written).partition(chr(10))[0]}")
+            try:
+                fit = fitting(window.plan, partial(_text, name, window, len(found)))
+            except PlanError as error:
+                left_out.append(f"{name}, {_range(window)}: {str(error).partition(chr(10))[0]}")
                 continue
-            window, text = written
+            window, text = window._replace(plan=fit.plan), fit.text
             facts = facts_of(name, text)
             window = window._replace(most_bytes=facts["most_bytes"])  # MSCCL++ limits the sizes of pipelines
             path = f"{name}/{collective}_{len(found)}.{SUFFIXES[name]}"
@@ -192,45 +194,12 @@ def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
     return high
 
 
-def _written(name: str, window: Window, number: int) -> tuple[Window, str] | PlanError:
-    """Return the text of a window's file, with another algorithm's plan if the best one does not fit the format."""
-    tried = [window.plan]
-    first: PlanError | None = None
-    while tried:
-        chosen = tried.pop(0)
-        try:
-            return window._replace(plan=chosen), _text(name, window._replace(plan=chosen), number)
-        except PlanError as error:
-            if first is None:
-                first = error
-                for algorithm in REGISTRY:
-                    with suppress(PlanError):
-                        tried.append(_by_name(window.plan, algorithm))
-                tried.sort(key=lambda other: other.seconds)
-    assert first is not None
-    return first
-
-
-def _by_name(like: Plan, algorithm: str) -> Plan:
-    request = like.request
-    assert request.topology is not None
-    return plan(
-        request.topology,
-        like.collective,
-        like.nbytes,
-        algorithm,
-        root=like.root,
-        costs=request.costs,
-        granularity=request.granularity,
-    )
-
-
-def _text(name: str, window: Window, number: int) -> str:
-    """Return the text of a file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
+def _text(name: str, window: Window, number: int, made: Plan) -> str:
+    """Return a plan as the text of a window's file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
     most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
-    title = f"{window.plan.collective}_{window.plan.algorithm}_{number}"
-    text = str(EXPORTERS[name].write(window.plan, name=title, min_bytes=window.least_bytes, max_bytes=most))
-    multiple = EXPORTERS[name].multiple_of(window.plan, text)
+    title = f"{made.collective}_{made.algorithm}_{number}"
+    text = str(EXPORTERS[name].write(made, name=title, min_bytes=window.least_bytes, max_bytes=most))
+    multiple = EXPORTERS[name].multiple_of(made, text)
     if window.most_bytes and window.most_bytes // multiple * multiple < max(window.least_bytes, 1):
         problem = (
             f"the sizes of the file are multiples of {multiple} {EXPORTERS[name].counts}, none of them in its range."

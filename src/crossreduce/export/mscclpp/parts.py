@@ -43,6 +43,7 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
     if pipelines and needed(dict(enumerate(parts))) <= min(FEW, most // 2):
         parts = [2 * count for count in parts]
     longest = max(size / parts[chunk] for chunk, size in sizes.items())
+
     def uneven(counts: dict[int, int]) -> float:
         top = max(sizes[chunk] / counts[chunk] for chunk in sizes)
         return sum(size * (1 - size / counts[chunk] / top) for chunk, size in sizes.items()) / sum(sizes.values())

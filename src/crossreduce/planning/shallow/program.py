@@ -30,7 +30,7 @@ from .hops import hops
 from .units import in_units
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-_WARM: Final = 8  # sets of trees that are found before the first linear program
+_WARM: Final = 12  # sets of trees that are found before the first linear program
 _WARM_GREEDY: Final = 5  # the same, if trees are not exact
 _WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree; 2, if it is not exact
 REFINED: Final = 0.95  # the part of the time after the first program that the later ones mostly end with
