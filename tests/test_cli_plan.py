@@ -116,6 +116,19 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     assert {path.name for path in tmp_path.iterdir()} == {file} | ({f"{file}.ranks.json"} if by_rank else set())
 
 
+def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, tmp_path):
+    """With "auto" the fastest plan that the format can hold is exported and explained; a named algorithm is refused."""
+    file = tmp_path / "a.xml"
+    line = ["plan", "hgx-h100", "--nbytes", "256M", "--format", "nccl-graph", "--export", file]
+    out = printed(*line)
+    assert out.startswith("all_reduce of 256 MiB by ring on 8 devices")
+    assert "\n  format    the plan of direct is faster, but does not fit: " in out
+    assert file.read_text().startswith("<graphs")
+    code, out, error = crossreduce(*map(str, line), "--algorithm", "direct")
+    assert (code, out) == (2, "")
+    assert "can only have rings" in error
+
+
 @pytest.mark.parametrize(
     ("command", "name", "start", "words"),
     [

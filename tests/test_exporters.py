@@ -11,7 +11,9 @@ import pytest
 
 import crossreduce as cr
 from crossreduce.export import EXPORTERS, format_of
+from crossreduce.export.fitting import fitting
 from crossreduce.export.msccl.verifier import verify_msccl_xml
+from crossreduce.export.mscclpp import verify_mscclpp_json
 from crossreduce.export.nccl_graph import rings
 
 GPUS = tuple(f"cuda:{k}" for k in range(4))
@@ -86,3 +88,36 @@ def test_suffixes_determine_the_format():
     for suffix, name in suffixes.items():
         assert format_of("a" + suffix) == format_of("A" + suffix.upper()) == name
     assert format_of("a.txt") is None
+
+
+def test_a_plan_that_does_not_fit_is_replaced():
+    """The fastest plan that a format can hold is written, and the reason is given; other plans are kept as they are."""
+    star = cr.Topology.star(24, 450)
+    best = cr.plan(star, "all_reduce", "1 MiB", operation_s=0, granularity=0.02)
+    tried = []
+
+    def write(plan):
+        tried.append(plan.seconds)
+        return str(EXPORTERS["mscclpp"].write(plan))
+
+    found = fitting(best, write)
+    with pytest.raises(cr.PlanError, match="16 channels per threadblock"):
+        write(best)
+    assert "direct" in found.refused
+    assert "16 channels per threadblock" in found.refused
+    assert found.plan.seconds == pytest.approx(min(tried[1:]))
+    assert found.plan.seconds >= best.seconds * (1 - 1e-9) > 0
+    assert verify_mscclpp_json(found.text).collective == "allreduce"
+    small = cr.plan(TOPOLOGY, "all_reduce", "1 MiB", operation_s=0)
+    assert fitting(small, write) == (small, str(EXPORTERS["mscclpp"].write(small)), "")
+
+
+def test_a_collective_that_no_plan_fits_keeps_its_error():
+    """If no algorithm's plan can be written, the error is that of the fastest plan."""
+
+    def write(plan):
+        raise cr.PlanError(plan.algorithm)
+
+    best = cr.plan(TOPOLOGY, "all_reduce", "1 MiB")
+    with pytest.raises(cr.PlanError, match=f"^{best.algorithm}$"):
+        fitting(best, write)

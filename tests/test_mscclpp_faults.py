@@ -302,7 +302,7 @@ NOTES = {
     ),
     "threadblocks": (
         alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, *["nop"] * 99),
-        "100 threadblocks of a GPU must run at the same time, one per multiprocessor; not on GPUs with fewer",
+        "100 threadblocks of a GPU must run at the same time, 1 per multiprocessor; not on GPUs with fewer",
     ),
     "switch": (switched(2), "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"),
     "flush": (gathered_by_ports(2), "the plan needs its flushes, but flushes do nothing (the executor's handleFlush"),

@@ -38,6 +38,8 @@ TIMED = [
     ("hgx-h100", 2, "all_reduce"),
     ("hgx-h100", 2, "all_gather"),
     ("mi300x", 1, "broadcast"),
+    ("dgx-1p", 2, "all_reduce"),
+    ("pcie-8", 1, "reduce"),
 ]
 
 
@@ -193,6 +195,35 @@ def test_threadblocks_are_shared_if_there_are_too_many():
     assert max(len(gpu["threadblocks"]) for gpu in json.loads(text)["gpus"]) == most - 3
     assert verify_mscclpp_json(text).notes == ()
     assert fault(text, 0, 3, 0, 4) is None
+
+
+def test_more_threadblocks_have_fewer_threads():
+    """All threadblocks of a GPU must run at the same time, so a plan of more than 80 has 512 threads in each, or 256. A
+    plan of fewer has 1024, as has one whose threadblocks or threads are given."""
+    wide = Topology.machine("dgx-1p", 2)
+    for schedule, topology, threads, most in (
+        (planned(Topology.machine("ncv4"), "all_reduce").schedule, Topology.machine("ncv4"), 1024, 80),
+        (planned(wide, "all_reduce").schedule, wide, 512, 160),
+    ):
+        for options, each in (({}, threads), ({"threadblocks": 80}, 1024), ({"threads": 1024}, 1024)):
+            content = json.loads(to_mscclpp_json(schedule, topology, SIZE, **options))
+            counts = [len(gpu["threadblocks"]) for gpu in content["gpus"]]
+            assert content["num_threads_per_block"] == each
+            assert max(counts) <= (most if each == threads else 80)
+            assert (max(counts) > 80) == (each == 512)
+    text = to_mscclpp_json(schedule, wide, SIZE)
+    assert verify_mscclpp_json(text).notes == ()
+    alone = text.replace('"num_threads_per_block": 512', '"num_threads_per_block": 1024')
+    assert any("1 per multiprocessor; not on GPUs with fewer" in note for note in verify_mscclpp_json(alone).notes)
+
+
+def test_few_threadblocks_are_doubled():
+    """Where a GPU would have up to 4 threadblocks, each chunk has two parts, so that links are busy while one waits."""
+    schedule = planned(Topology.machine("pcie-8"), "reduce").schedule
+    made = collective(schedule)
+    assert even_parts(made, (1,) * 4, 80, pipelines=True) == (2,) * 4
+    assert even_parts(made, (1,) * 4, 4, pipelines=True) == (1,) * 4
+    assert even_parts(made, (1,) * 4, 80, pipelines=False) == (1,) * 4
 
 
 @pytest.mark.parametrize("machine", ["hgx-h100", "mi300x", "dgx-1v"])

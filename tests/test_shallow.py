@@ -18,7 +18,7 @@ from crossreduce.planning import COLLECTIVES, Request
 from crossreduce.planning.shallow import cheapest, forests, units
 from crossreduce.planning.shallow.cheapest import cheapest_trees
 from crossreduce.planning.shallow.hops import MOST_ROUTES, hops
-from crossreduce.planning.shallow.program import GAP, shared
+from crossreduce.planning.shallow.program import GAP, expected, shared
 from crossreduce.planning.topologies import neutral
 from crossreduce.schedule import Pieces, fluid_rate, simulate
 
@@ -196,6 +196,27 @@ def test_exact_times_of_steps():
     star = neutral(Topology.star(8, 450), Topology.star(8, 450).devices).topology
     assert 1 / shared(star, 3, 2, many=False).limit == pytest.approx(450 * 8 / 14)
     assert 1 / shared(star, 3, 2, many=True).time == pytest.approx(450)
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "pcie-8", "mi300x"])
+def test_expected_times(name):
+    """The time that decides which forests are planned is near the one that the search ends with. More steps never take
+    longer, since a search begins with the trees of fewer steps."""
+    topology = Topology.machine(name)
+    seen = neutral(topology, topology.devices).topology
+    for roots, paired, numbers in ((0, False, (2, 3, 4)), (-1, False, (2, 3)), (None, True, (4, 6))):
+        times = []
+        for steps in numbers:
+            early = expected(seen, roots, steps, many=False, paired=paired)
+            found = shared(seen, roots, steps, many=False, paired=paired)
+            if early is not None:
+                assert 0.93 * found.time <= early <= 1.1 * found.time
+                times.append(early)
+        assert times == sorted(times, reverse=True)
+        assert len(times) > 1
+    assert expected(seen, 0, 3, many=True) == shared(seen, 0, 3, many=True).time
+    line = Topology([f"cpu:{k}" for k in range(3)], [(f"cpu:{k}", f"cpu:{k + 1}", 1) for k in range(2)])
+    assert expected(neutral(line, line.devices).topology, 0, 1, many=False) is None
 
 
 def test_routes_through_switches_are_those_of_the_hops():

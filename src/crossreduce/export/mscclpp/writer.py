@@ -36,8 +36,8 @@ ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a m
 LARGEST: Final = 2**64 - 1
 PIECES: Final = 32  # the least number of pieces of long blocks
 LEAST_PIECE: Final = 1 << 18  # bytes: blocks are not cut into shorter pieces than this only to have more of them
-FEW_PIECES: Final = 4  # of long blocks of plans with one piece
-LONG_BLOCK: Final = 1 << 17  # bytes
+SHORT_PIECE: Final = 1 << 14  # the same, if the plan has one piece
+LONG_BLOCK: Final = 1 << 17  # bytes; plans with one piece and such blocks have pipelines, too
 PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 
@@ -149,13 +149,13 @@ def _threadblocks(
     made = collective(schedule)
     # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
     longest_block = max(block.size for block in made.blocks) * nbytes / made.units
-    pieces = FEW_PIECES if schedule.pieces == 1 and topology and longest_block >= LONG_BLOCK else schedule.pieces
-    for cut in (pieces, 1) if pieces > 1 else (1,):
+    is_cut = schedule.pieces > 1 or (topology is not None and longest_block >= LONG_BLOCK)
+    for pipelines in (True, False) if is_cut else (False,):
         found, failure = None, None
         for threads, allowed in most.items():
             try:
                 found, crowded = _in_threadblocks(
-                    schedule, made, topology, nbytes, cut, threads, allowed, inplace=inplace
+                    schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
                 break
@@ -166,7 +166,7 @@ def _threadblocks(
                     break
         if found is not None:
             return found
-        if failure is not None and (cut == 1 or schedule.pieces > 1):
+        if failure is not None and (not pipelines or schedule.pieces > 1):
             raise failure
     raise AssertionError("a schedule always has threadblocks without pipelines")
 
@@ -176,10 +176,10 @@ def _in_threadblocks(
     made: Collective,
     topology: Topology | None,
     nbytes: int,
-    pieces: int,
     threads: int,
     most: int,
     *,
+    pipelines: bool,
     inplace: bool,
 ) -> tuple[_Made, bool]:
     """Return the GPUs with at most so many threadblocks, and whether blocks share them or differ much in size.
@@ -188,12 +188,12 @@ def _in_threadblocks(
     """
     parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
     if topology is not None:
-        parts = even_parts(made, parts, most, pipelines=pieces > 1)
+        parts = even_parts(made, parts, most, pipelines=pipelines)
     divisions = divided(made, parts)
     gpus = [GpuPlan(rank) for rank in range(made.ranks)]
     longest = LARGEST
-    if pieces > 1:
-        unit_of = _pieces(divisions, pieces, nbytes)
+    if pipelines:
+        unit_of = _pieces(divisions, schedule.pieces, nbytes)
         crowded = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
         longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
     else:
@@ -209,9 +209,9 @@ def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:
     If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the
     planner assumes, and wait for each other less if pieces are many.
     """
-    unit_of = {}
+    unit_of, least = {}, LEAST_PIECE if pieces > 1 else SHORT_PIECE
     for size in {block.size for block in made.blocks}:
         nbytes_of_block = size * nbytes / made.units
-        piece = min(nbytes_of_block / pieces, max(nbytes_of_block / PIECES, LEAST_PIECE))
+        piece = min(nbytes_of_block / pieces, max(nbytes_of_block / PIECES, least))
         unit_of[size] = max(1, math.ceil(piece / WORD)) * WORD
     return unit_of
