@@ -4,7 +4,7 @@ All results except the times are the same on every machine. Expected values were
 all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times are medians
 of cold runs in one process, with empty caches and SciPy loaded, except those of cached plans. The limits of times are
 for wall time; CPU time is also reported, since machines that run benchmarks are often shared.
-Run: python benchmarks/planning.py [--quick] [--json PATH]
+Run: python benchmarks/planning.py [--quick] [--only TABLES] [--json PATH]
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SIZES = {
     "1 GiB": 1 << 30,
 }
 CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
-MOST_SIZED = 16  # devices up to which all sizes are planned; files are timed for up to 8, and two hosts of H100
+MOST_SIZED = 16  # devices up to which all sizes are planned
 MOST_MIXED = 8  # all directed rings are listed for at most so many devices: 8 have 5,040
 
 # Expected values in GB/s. A result equals an expected decimal if it rounds to it.
@@ -609,8 +609,8 @@ def laid_out(value: object, margin: str = "\n") -> str:
     return "[" + deeper + f",{deeper}".join(laid_out(part, deeper) for part in value) + margin + "]"
 
 
-def sized(quick: bool) -> dict[str, object]:
-    """Return and print the tables of plans by size, of published plans, and of exported files."""
+def by_size(quick: bool) -> dict[str, object]:
+    """Return and print the tables of plans by size and of published plans."""
     names = [name for name, _ in machine_names() if len(box(name).devices) <= MOST_SIZED]
     names += [f"{name} x 2" for name in names if joins_hosts(name) and len(box(name).devices) <= 8]
     names = ["ncv4"] if quick else names
@@ -621,8 +621,14 @@ def sized(quick: bool) -> dict[str, object]:
         "published": published(),
     }
     show_sizes(found["sizes"], found["published"])
-    timed = [name for name in names if len(box_of(name).devices) <= 8] + ([] if quick else ["hgx-h100 x 2"])
-    found["files"] = [line for name in timed for line in files(name, box_of(name))]
+    return found
+
+
+def exported(quick: bool) -> dict[str, object]:
+    """Return and print the table of exported files, of one and two hosts."""
+    names = [name for name, _ in machine_names()]
+    names += [f"{name} x 2" for name in names if joins_hosts(name) and len(box(name).devices) <= 16]
+    found = {"files": [line for name in (["ncv4"] if quick else names) for line in files(name, box_of(name))]}
     show_files(found["files"])
     return found
 
@@ -632,11 +638,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one machine of each kind, each time measured once")
     parser.add_argument("--json", type=Path, default=RESULTS / "planning.json")
-    parser.add_argument("--sizes-only", action="store_true", help="replace only the tables of sizes and files")
+    parser.add_argument("--only", choices=["sizes", "files"], help="replace only these tables of the stored ones")
     options = parser.parse_args()
-    if options.sizes_only:
+    if options.only is not None:
         kept = json.loads(options.json.read_text())
-        options.json.write_text(laid_out(kept | sized(options.quick)) + "\n")
+        made = by_size(options.quick) if options.only == "sizes" else exported(options.quick)
+        options.json.write_text(laid_out(kept | made) + "\n")
         return
     quick, runs = options.quick, 1 if options.quick else 3
 
@@ -680,7 +687,7 @@ def main() -> None:
     result["large"] = [on_many_devices(name, topology) for name, topology in large]
 
     clear_caches()
-    result |= sized(quick)
+    result |= by_size(quick) | exported(quick)
 
     tabled = names if quick else [*sixteens, "gb200-nvl72", "tpu-v4"]
     result["auto"] = [line for name in tabled for line in chosen(name, box(name))]

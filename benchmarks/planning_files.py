@@ -8,10 +8,12 @@ each file at 256 MiB, with rank k on the topology's k-th device; operations are 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import crossreduce as cr
 from crossreduce.export import EXPORTERS
+from crossreduce.export.fitting import fitting
 from crossreduce.planning import COLLECTIVES
 from crossreduce.planning.granularity import TOLERANCE, is_power_of_two
 
@@ -37,28 +39,35 @@ def parts_of(form: str, multiple: int) -> int:
 
 
 def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
-    """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one."""
+    """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one.
+
+    A plan that does not fit the format is replaced, as ``crossreduce plan --export`` does: see ``replaced``.
+    """
     lines = []
     for collective in COLLECTIVES:
-        plan = cr.plan(topology, collective, NBYTES, costs=FREE, granularity=TOLERANCE)
+        best = cr.plan(topology, collective, NBYTES, costs=FREE, granularity=TOLERANCE)
         for form in ("msccl", "mscclpp"):
-            line: dict[str, object] = {"name": name, "collective": collective, "format": form}
-            line["planned_gb_per_s"] = round(plan.algbw, 3)
-            line["plan_units"] = plan.schedule.units
-            try:
-                text = str(EXPORTERS[form].write(plan))
-            except cr.PlanError as error:
-                lines.append(line | {"refused": str(error).partition("\n")[0]})
-                continue
-            units = parts_of(form, EXPORTERS[form].multiple_of(plan, text))
-            ratio = plan.seconds / seconds_of(form, text, plan)
-            lines.append(line | {"units": units, "power_of_two": is_power_of_two(units), "ratio": round(ratio, 4)})
+            found = fitting(best, partial(_text, form))
+            plan, units = found.plan, parts_of(form, EXPORTERS[form].multiple_of(found.plan, found.text))
+            lines.append(
+                {
+                    "name": name, "collective": collective, "format": form, "algorithm": plan.algorithm,
+                    "replaced": best.algorithm if found.refused else "", "planned_gb_per_s": round(plan.algbw, 3),
+                    "plan_units": plan.schedule.units, "units": units, "power_of_two": is_power_of_two(units),
+                    "ratio": round(plan.seconds / seconds_of(form, found.text, plan), 4),
+                }
+            )  # fmt: skip
     return lines
+
+
+def _text(form: str, plan: cr.Plan) -> str:
+    return str(EXPORTERS[form].write(plan))
 
 
 def show(lines: list[dict[str, object]]) -> None:
     """Print the table."""
     print("\nFILES at 256 MiB: equal parts of the buffer, and the rate of the file / the planned rate")
     for line in lines:
-        found = line.get("refused") or f"{line['units']:>7} {line['ratio']:.3f}"
-        print(f"  {line['name']:20} {line['collective']:15} {line['format']:8} {found}")
+        found = f"{line['algorithm']:20} {line['units']:>7} {line['ratio']:.3f}"
+        replaced = f", instead of {line['replaced']}" if line["replaced"] else ""
+        print(f"  {line['name']:20} {line['collective']:15} {line['format']:8} {found}{replaced}")

@@ -226,7 +226,7 @@ def plan(
       OSError: the file of the topology cannot be read.
 
     >>> print(plan("dgx-1v", "broadcast", "1M", root=2, operation_s=0))
-    broadcast forest: 8 devices, 54 chunks, 6 rounds, 378 steps; 1048576 bytes in 15.4 us
+    broadcast forest: 8 devices, 78 chunks, 7 rounds, 546 steps; 1048576 bytes in 15.1 us
     >>> square = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
     >>> best.ratio, str(best.bound.algbw)
