@@ -52,8 +52,8 @@ class _Limits(NamedTuple):
     least: int  # steps
     rate: float  # the bound, in GB/s
     transfer: float  # the seconds of the buffer at this rate
-    delay: float  # the seconds of the longest way, and of the shortest hop, without data
-    hop: float
+    delay: float  # the latency of the longest way between two members, in seconds
+    hop: float  # the least latency of a hop, in seconds
     queued: float  # the seconds in which the busiest host queues an operation for each destination
 
     def seconds(self, steps: int, transfer: float, many: bool) -> float:

@@ -9,8 +9,9 @@ all steps are in progress at the same time: there is one t, and a link carries t
 
 There are very many trees, so they are found one by one (column generation): a solution's dual gives each link a price
 in each step, and the cheapest trees at these prices are added. The first ones are found with prices that grow with the
-load of all trees so far (multiplicative weights), which takes less time than to solve the program again and again. At
-any prices the cheapest trees prove a lower limit of the time. The amounts are then rounded to few equal units.
+load of all trees so far (multiplicative weights), which takes less time than to solve the program again and again. A
+search begins with the trees that the search with fewer steps uses. At any prices the cheapest trees prove a lower limit
+of the time. The amounts are then rounded to few equal units.
 
 Source: Garg & Könemann, Faster and simpler algorithms for multicommodity flow, SIAM J. Comput. 37(2), 2007
 (multiplicative weights); Wentges, Weighted Dantzig-Wolfe decomposition for linear mixed-integer programming, ITOR 4(2),
