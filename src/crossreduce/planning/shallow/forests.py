@@ -22,7 +22,6 @@ from ..bounds.bound import bound_of_members
 from ..planners import NO_MORE, Request
 from ..topologies import neutral
 from ..trees.schedule import Through, Tree, TreeShare, listed_routes, trees_to_schedule
-from .cheapest import MOST_EXACT
 from .hops import hops
 from .program import Edge, Shares, expected, shared
 
@@ -34,7 +33,7 @@ LONG: Final = 16_000
 # Beyond this limit they must be faster by more than 1 - WORTH, and if operations are queued they are not searched for:
 # their rate for still larger buffers may be below that of the known schedule.
 FAR: Final = 4000
-MORE_STEPS: Final = 5  # the most steps above the least that are tried; 2, if the trees are not the cheapest
+MORE_STEPS: Final = 5  # the most steps above the least that are tried
 
 
 class _Task(NamedTuple):
@@ -105,7 +104,7 @@ def faster(request: Request, best: Pieces) -> Pieces:
 def _options(request: Request, limits: _Limits, goal: float, many: bool) -> Iterator[tuple[float, int]]:
     """Yield the expected seconds and the steps of forests that may take less than ``goal`` seconds."""
     paired = limits.task.paired
-    more = 4 if paired else MORE_STEPS if len(request.members) <= MOST_EXACT else 2
+    more = 4 if paired else MORE_STEPS
     rates: list[float] = []
     for left in range(more, -1, -1 - paired):
         steps = limits.least + more - left
@@ -130,7 +129,7 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float
         return max(steps * hop + transfer, busy)
 
     def ramp(pieces: float) -> float:
-        return (steps - 1 + pieces) * (hop + transfer / pieces)
+        return max(transfer, _RAMP * (steps - 1 + pieces) * (hop + transfer / pieces))
 
     def queue(pieces: float) -> float:
         return busy + queued * (pieces - 1)
@@ -163,6 +162,7 @@ def _hopeless(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
 
 
 _FEW: Final = 4
+_RAMP: Final = 0.9  # the least part of this time that forests take, measured: not every link is busy all the time
 _NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps
 
 
