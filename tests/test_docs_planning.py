@@ -395,3 +395,21 @@ def test_stored_results_are_complete():
         assert least >= 1
         assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries this with one tree per device
         assert line["over_bound"] >= 1
+
+
+@pytest.mark.parametrize(("form", "page"), [("msccl", "msccl-files.md"), ("mscclpp", "mscclpp-files.md")])
+def test_rates_of_files(form, page):
+    """The tables of the exported files' rates are the stored results: rows of machines, columns of collectives."""
+    (head, _, *rows) = (DOCS / page).read_text().partition("| machine, hosts |")[2].partition("\n\n")[0].split("\n")
+    collectives = head.replace("|", " ").split()
+    shown = {}
+    for row in rows:
+        name, *ratios = row.strip("| ").split(" | ")
+        machine, hosts = name.split(", ")
+        shown[machine if hosts == "1" else f"{machine} x {hosts}"] = ratios
+    kept = {}
+    for line in KEPT["files"]:
+        if line["format"] == form:
+            kept.setdefault(line["name"], {})[line["collective"]] = f"{100 * line['ratio']:.1f}"
+    assert shown == {name: [ratios[kind] for kind in collectives] for name, ratios in kept.items()}
+    assert len(shown) == 29

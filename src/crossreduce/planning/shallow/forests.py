@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ...devices import parse
-from ...schedule import Chunk, Pieces, Schedule, Step, fastest_of, verify
+from ...schedule import Chunk, Pieces, Schedule, Step, fastest_of, fluid_rate, verify
 from ...schedule.costs import OPERATION_S
 from ...schedule.traffic import operations
 from ...topology import Topology
@@ -30,8 +30,8 @@ WORTH: Final = 0.98  # a forest is searched for only if it may take less than th
 # With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
 # pieces, are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# Beyond this limit they must be faster by more than 1 - WORTH, and if operations are queued they are not searched for:
-# their rate for still larger buffers may be below that of the known schedule.
+# Beyond this limit their rate for still larger buffers must be that of the known schedule. If operations are queued,
+# forests for one piece are not searched for.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least that are tried
 
@@ -81,7 +81,7 @@ def faster(request: Request, best: Pieces) -> Pieces:
         task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
     )
     long = limits.transfer > (FAR if limits.queued else LONG) * limits.hop
-    needed = WORTH if limits.transfer > FAR * limits.hop else 1.0
+    least_rate = fluid_rate(best.schedule, topology) if limits.transfer > FAR * limits.hop else None
     kinds = [] if long and task.roots == -1 else [True]
     kinds += [] if long else [False]
     for many in kinds:
@@ -93,9 +93,11 @@ def faster(request: Request, best: Pieces) -> Pieces:
                 continue
             found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
             assert found is not None
+            if least_rate is not None and (fluid_rate(found, topology) or 0) < least_rate:
+                continue
             timed = fastest_of([found], topology, request.nbytes, costs=request.costs)
-            if timed.seconds < best.seconds * needed:
-                best, needed = timed, 1.0
+            if timed.seconds < best.seconds:
+                best = timed
             if limits.queued * operations(found) >= best.seconds * WORTH * len(request.destinations):
                 too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
