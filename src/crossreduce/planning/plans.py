@@ -131,7 +131,7 @@ class Plan:
     @property
     def _way_to_run(self) -> str:
         if self.collective in ("all_reduce", "reduce", "broadcast"):
-            return f'AllReduceCrossDeviceOps("{self.algorithm}", topology=...) plans and runs it for arrays'
+            return f'AllReduceCrossDeviceOps("{self.request.algorithm}", topology=...) plans and runs it for arrays'
         return "export it for another tool (crossreduce plan --export)"
 
     @property

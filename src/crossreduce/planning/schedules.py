@@ -179,10 +179,6 @@ def fastest(request: Request) -> Pieces:
         from .shallow.forests import faster
 
         return faster(request, best)
-    if request.algorithm == "forest" and len(request.members) <= FOREST_DEVICES:
-        any_other = fastest(request._replace(algorithm="auto"))  # its forests of few steps are forests, too
-        if any_other.schedule.algorithm == "forest" and any_other.seconds < best.seconds:
-            return any_other
     return best
 
 

@@ -30,8 +30,8 @@ WORTH: Final = 0.98  # a forest is searched for only if it may take less than th
 # With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
 # pieces, are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# Beyond this limit their rate for still larger buffers must be that of the known schedule. If operations are queued,
-# forests for one piece are not searched for.
+# Beyond this limit they must be faster by more than 1 - WORTH, and their rate for still larger buffers must be that of
+# the known schedule. If operations are queued, forests for one piece are not searched for.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least that are tried
 
@@ -81,7 +81,9 @@ def faster(request: Request, best: Pieces) -> Pieces:
         task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
     )
     long = limits.transfer > (FAR if limits.queued else LONG) * limits.hop
-    least_rate = fluid_rate(best.schedule, topology) if limits.transfer > FAR * limits.hop else None
+    far = limits.transfer > FAR * limits.hop
+    least_rate = fluid_rate(best.schedule, topology) if far else None
+    least_gain = WORTH if far else 1.0
     kinds = [] if long and task.roots == -1 else [True]
     kinds += [] if long else [False]
     for many in kinds:
@@ -96,8 +98,8 @@ def faster(request: Request, best: Pieces) -> Pieces:
             if least_rate is not None and (fluid_rate(found, topology) or 0) < least_rate:
                 continue
             timed = fastest_of([found], topology, request.nbytes, costs=request.costs)
-            if timed.seconds < best.seconds:
-                best = timed
+            if timed.seconds < best.seconds * least_gain:
+                best, least_gain = timed, 1.0
             if limits.queued * operations(found) >= best.seconds * WORTH * len(request.destinations):
                 too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
