@@ -34,6 +34,7 @@ from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import Finished, Message, OpQueue, Works, exclude_from_compile
+from .profiling import entry, is_profiled, lasting
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
 
@@ -226,6 +227,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._message("recv_anysource", writable, tensors, tag)
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
+        """Return the work of a method that sends or receives ``tensors``; see ``_start_message``."""
+        if not is_profiled():
+            return self._start_message(method, plain, tensors, *arguments)
+        with entry(self, method, tensors if method == "send" else [], [] if method == "send" else tensors):
+            return self._start_message(method, plain, tensors, *arguments)
+
+    def _start_message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Return the work of a method that sends or receives ``tensors``, in memory or by the inner backend.
 
         ``plain`` returns for each tensor the one that is used. Ctrl-C ends a wait for the work, and then aborts this
@@ -331,7 +339,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
-        work = self.queue.run(function, tensors if results is None else results, opts.asyncOp)
+        written = tensors if results is None else results
+        if is_profiled():
+            with entry(self, inner, tensors, written):
+                function = lasting(inner, function) if opts.asyncOp else function
+                work = self.queue.run(function, written, opts.asyncOp)
+        else:
+            work = self.queue.run(function, written, opts.asyncOp)
         if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work

@@ -1,0 +1,137 @@
+"""Entries of calls in torch.profiler: names, nesting, shapes, dtypes, facts about the group, durations, errors."""
+
+import json
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import crossreduce.torch  # noqa: F401 - registers the backend
+from crossreduce.errors import MismatchError
+
+SLOW_S = 0.2
+
+
+def join(rendezvous, store):
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    rank, size = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    return rank, size
+
+
+def profiler():
+    return profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+
+
+def ours(found):
+    return [event for event in found.events() if event.name.startswith("crossreduce:")]
+
+
+def entries(rendezvous, store, folder):
+    rank, size = join(rendezvous, store)
+    x, parts = torch.ones(6, 5, dtype=torch.float64), [torch.zeros(6, 5, dtype=torch.float64) for _ in range(size)]
+    dist.all_reduce(x)  # the first call of a group, without a profiler
+    with profiler() as found, record_function("mine"):
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+        dist.all_gather(parts, x)
+        dist.reduce_scatter(x, [part.clone() for part in parts])
+        dist.all_gather_single(torch.zeros(size * 6, 5, dtype=torch.float64), x)
+        dist.barrier()
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+    names = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_gather", "barrier"]
+    names += [["send"], ["recv"], []][min(rank, 2)]
+    made = ours(found)
+    assert [event.name for event in made] == [f"crossreduce:{name}" for name in names]
+    assert {event.cpu_parent.name for event in made} == {"mine"}
+    assert [event.input_shapes for event in made if event.name != "crossreduce:barrier"] == [[[6, 5]]] * (
+        len(names) - 1
+    )
+    found.export_chrome_trace(f"{folder}/{rank}.json")
+    with open(f"{folder}/{rank}.json") as file:
+        events = json.load(file)["traceEvents"]
+    facts = [event["args"] for event in events if event.get("name", "").startswith("crossreduce:")]
+    assert [fact["Collective name"] for fact in facts[:3]] == ["allreduce", "broadcast", "allgather"]
+    assert {fact["dtype"] for fact in facts if fact["Collective name"] != "barrier"} == {"float64"}
+    assert {fact["Group size"] for fact in facts} == {size}
+    assert {fact["Process Group Description"] for fact in facts} == {"default_pg"}
+    assert (facts[2]["In msg nelems"], facts[2]["Out msg nelems"]) == (30, 30 * size)
+    assert (facts[3]["In msg nelems"], facts[3]["Out msg nelems"]) == (30, 30)
+    dist.all_reduce(x)  # the profiler is off
+    assert ours(found) == made
+    dist.destroy_process_group()
+
+
+def test_calls_have_entries(tmp_path):
+    """Each call has an entry with its shapes, dtype and group, inside of the range that calls it; none if it is off."""
+    ranks(3, entries, tmp_path / "store", tmp_path)
+
+
+def lasting(rendezvous, store):
+    rank, _ = join(rendezvous, store)
+    x = torch.ones(100)
+    with profiler() as found, record_function("mine"):
+        if rank == 1:
+            time.sleep(SLOW_S)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        assert x[0].item() == 2
+    start, whole = sorted(ours(found), key=lambda event: event.is_async)
+    assert (start.name, whole.name) == ("crossreduce:all_reduce",) * 2
+    assert (start.cpu_parent.name, start.is_async, whole.is_async) == ("mine", False, True)
+    assert start.input_shapes == [[100]]
+    if rank == 0:  # waits for rank 1
+        assert whole.time_range.elapsed_us() >= 0.9 * SLOW_S * 1e6
+    assert start.time_range.start <= whole.time_range.start
+    assert whole.time_range.end >= start.time_range.end
+    dist.destroy_process_group()
+
+
+def test_an_asynchronous_call_lasts_until_it_has_run(tmp_path):
+    """An asynchronous call has a second entry, which ends when the op has run, whichever thread runs it."""
+    ranks(2, lasting, tmp_path / "store")
+
+
+def failing(rendezvous, store):
+    rank, _ = join(rendezvous, store)
+    with profiler() as found:
+        with pytest.raises(MismatchError):
+            dist.all_reduce(torch.ones(10 + rank))
+        work = dist.all_reduce(torch.ones(10 + rank), async_op=True)
+        with pytest.raises(MismatchError):
+            work.wait()
+    assert [event.is_async for event in sorted(ours(found), key=lambda event: event.is_async)] == [False, False, True]
+    with profiler() as found:
+        dist.all_reduce(torch.ones(10))
+    assert len(ours(found)) == 1
+    dist.destroy_process_group()
+
+
+def test_failed_calls_have_entries(tmp_path):
+    """A call that raises, at once or in ``wait``, has its entries, and the next profile is not disturbed."""
+    ranks(2, failing, tmp_path / "store")
+
+
+def training(rendezvous, store):
+    join(rendezvous, store)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    model(torch.ones(4, 10)).sum().backward()
+    with profiler() as found:
+        model(torch.ones(4, 10)).sum().backward()
+    names = [event.name for event in ours(found)]
+    assert names.count("crossreduce:all_reduce") >= 1
+    assert any(event.is_async for event in ours(found))
+    dist.destroy_process_group()
+
+
+def test_the_reductions_of_ddp_have_entries(tmp_path):
+    """DDP's reductions, which C++ starts in the backward pass, have entries."""
+    ranks(2, training, tmp_path / "store")
