@@ -54,9 +54,8 @@ def entries(rendezvous, store, folder):
     assert [event.input_shapes for event in made if event.name != "crossreduce:barrier"] == [[[6, 5]]] * (
         len(names) - 1
     )
-    found.export_chrome_trace(f"{folder}/{rank}.json")
-    with open(f"{folder}/{rank}.json") as file:
-        events = json.load(file)["traceEvents"]
+    found.export_chrome_trace(str(folder / f"{rank}.json"))
+    events = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
     facts = [event["args"] for event in events if event.get("name", "").startswith("crossreduce:")]
     assert [fact["Collective name"] for fact in facts[:3]] == ["allreduce", "broadcast", "allgather"]
     assert {fact["dtype"] for fact in facts if fact["Collective name"] != "barrier"} == {"float64"}

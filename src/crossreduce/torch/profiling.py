@@ -1,11 +1,11 @@
 """Entries of a group's calls in ``torch.profiler``.
 
-Input: calls, while a profiler is on. Output: an entry ``crossreduce:all_reduce`` (and so on) in the thread of the caller,
-with the shapes and dtypes of the tensors and facts about the group. For an asynchronous call this is the time until it is
-queued, and a second entry of the same name lasts until the op has run, as ``gloo:all_reduce`` does.
+Input: calls, while a profiler is on. Output: an entry such as ``crossreduce:all_reduce`` in the thread of the caller,
+with the shapes and dtypes of the tensors and facts about the group. For an asynchronous call this is the time until it
+is queued, and a second entry of the same name lasts until the op has run, as ``gloo:all_reduce`` does.
 
-The names of the facts are those that ``record_param_comms`` has for NCCL, so tools such as Holistic Trace Analysis find
-them. Source: torch/csrc/distributed/c10d/ParamCommsUtils.hpp and torch/csrc/profiler/util.h in github.com/pytorch/pytorch.
+The names of the facts are those of ``record_param_comms`` for NCCL, so tools such as Holistic Trace Analysis find them.
+Source: torch/csrc/distributed/c10d/ParamCommsUtils.hpp and torch/csrc/profiler/util.h in github.com/pytorch/pytorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _NAMES: Final = {
 
 
 def entry(group: Any, method: str, tensors: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Return a context manager: the entry of a call of a group's method that reads ``tensors`` and writes ``results``."""
+    """Return the entry of a call of a group's method, as a context manager.
+
+    ``tensors`` are read, ``results`` written; both may be empty.
+    """
     facts = {
         "Collective name": method,
         "dtype": str((*tensors, *results)[0].dtype).removeprefix("torch.") if tensors or results else "",
@@ -50,7 +53,7 @@ def entry(group: Any, method: str, tensors: Sequence[Any], results: Sequence[Any
 
 
 def lasting(method: str, function: Callable[[], None]) -> Callable[[], None]:
-    """Begin the entry of an asynchronous call; return a function that calls ``function``, in any thread, and ends it."""
+    """Begin the entry of an asynchronous call; return a function that calls ``function`` and ends it, in any thread."""
     operators, ended = torch.ops.profiler, torch.futures.Future()
     handle = operators._record_function_enter_new(_name(method), None)
     operators._call_end_callbacks_on_jit_fut._RecordFunction(handle, ended)
