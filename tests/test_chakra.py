@@ -162,7 +162,7 @@ def test_switches_that_combine_cannot_be_exported():
 
 @pytest.mark.parametrize(
     ("limit", "parts"),
-    [(100_000, (21, 16)), (20_000, (11, 16)), (7000, (3, 16)), (1000, (1, 8)), (300, (1, 2)), (1, (1, 1))],
+    [(100_000, (51, 16)), (7000, (26, 16)), (1000, (4, 16)), (120, (1, 4)), (30, (1, 1)), (1, (1, 1))],
 )
 def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
     """Fewer pieces, and then fewer packets, keep the nodes below the limit where that is possible."""
@@ -171,7 +171,7 @@ def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
     monkeypatch.setattr(writer, "MOST_NODES", limit)
     made = writer.traces(schedule, star, "256M")
     assert (made.pieces, made.packets) == parts
-    assert sum(map(len, made.nodes)) <= max(limit, 96)
+    assert sum(map(len, made.nodes)) <= max(limit, 28)
     files = to_chakra(schedule, star, "256M")
     chakra_reader.check(schedule, 256 << 20, files.values(), random.Random(1), made.pieces)
     if made.pieces < schedule.pieces:

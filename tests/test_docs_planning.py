@@ -412,4 +412,4 @@ def test_rates_of_files(form, page):
         if line["format"] == form:
             kept.setdefault(line["name"], {})[line["collective"]] = f"{100 * line['ratio']:.1f}"
     assert shown == {name: [ratios[kind] for kind in collectives] for name, ratios in kept.items()}
-    assert len(shown) == 29
+    assert len(shown) == 28
