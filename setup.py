@@ -1,7 +1,8 @@
 """Build the compiled modules. If that fails, the package is installed without them and computes in NumPy.
 
-Two environment variables change this, for wheels that are published: with CROSSREDUCE_REQUIRE_KERNELS=1 a build fails
-if a module, or an instruction set of the kernels, cannot be compiled; with CROSSREDUCE_NO_KERNELS=1 nothing is compiled.
+Two environment variables change this, for wheels that are published. With CROSSREDUCE_REQUIRE_KERNELS=1, a build
+fails if a module, or an instruction set of the kernels, cannot be compiled. With CROSSREDUCE_NO_KERNELS=1, nothing is
+compiled.
 
 Two builds of the same files with the same compiler give the same wheel, in any folder and at any time.
 """
