@@ -1,5 +1,9 @@
 """Build the compiled modules. If that fails, the package is installed without them and computes in NumPy.
 
+Two environment variables change this, for wheels that are published. With CROSSREDUCE_REQUIRE_KERNELS=1, a build
+fails if a module, or an instruction set of the kernels, cannot be compiled. With CROSSREDUCE_NO_KERNELS=1, nothing is
+compiled.
+
 Two builds of the same files with the same compiler give the same wheel, in any folder and at any time.
 """
 
@@ -13,7 +17,7 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
 # The stable ABI does not support these interpreters: their modules are compiled for one version of Python.
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -32,6 +36,19 @@ SETS = {
 }
 
 
+def flag(name):
+    """Return whether an environment variable is 1; it may also be 0, empty or missing."""
+    value = os.environ.get(name) or "0"
+    if value not in ("0", "1"):
+        sys.exit(f"setup.py: {name} must be 0 or 1, but is {value!r}")
+    return value == "1"
+
+
+REQUIRED, OMITTED = flag("CROSSREDUCE_REQUIRE_KERNELS"), flag("CROSSREDUCE_NO_KERNELS")
+if REQUIRED and OMITTED:
+    sys.exit("setup.py: only one of CROSSREDUCE_REQUIRE_KERNELS and CROSSREDUCE_NO_KERNELS can be 1")
+
+
 class Build(build_ext):
     """Compiles the kernels' passes over the data once for each instruction set."""
 
@@ -39,7 +56,12 @@ class Build(build_ext):
         for name in ("linker_so", "linker_so_cxx"):  # Python's own flags may contain the path of its libraries
             command = getattr(self.compiler, name, None) or []
             setattr(self.compiler, name, [flag for flag in command if not flag.startswith("-Wl,-rpath")])
-        super().build_extensions()
+        try:
+            super().build_extensions()
+        except (CCompilerError, BaseError) as error:
+            if REQUIRED:  # no module is optional
+                sys.exit(f"setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: {error}")
+            raise
 
     def build_extension(self, ext):
         if ext.name.endswith("kernels._native"):
@@ -52,7 +74,7 @@ class Build(build_ext):
         try:
             return self.compiler.compile([source], extra_postargs=FLAGS + flags, **options)
         except CompileError:
-            if not flags:
+            if not flags or REQUIRED:
                 raise
             # The compiler lacks the instruction set. Without its flags, the source defines null: the set is not used.
             return self.compiler.compile([source], extra_postargs=FLAGS, **options)
@@ -81,7 +103,7 @@ def extension(name, sources, **options):
         language="c++",
         py_limited_api=not FREE_THREADED,
         define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")],
-        optional=True,
+        optional=not REQUIRED,
         **options,
     )
 
@@ -112,6 +134,6 @@ cuda = extension(
 )
 setup(
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
-    ext_modules=[kernels, arrays, calls, cuda],
+    ext_modules=[] if OMITTED else [kernels, arrays, calls, cuda],
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

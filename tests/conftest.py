@@ -2,9 +2,11 @@
 
 By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
 skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
+On systems other than Linux, pytest does not collect the files of ``LINUX_ONLY``.
 """
 
 import os
+import sys
 import threading
 
 import pytest
@@ -16,6 +18,29 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(DEVICES))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+# Tests of ranks, which share memory on Linux only, and of libraries that are compiled as on Linux.
+LINUX_ONLY = [
+    *(f"test_bootstrap{part}.py" for part in ("", "_strangers")),
+    *(f"test_cli_{part}.py" for part in ("bench_ranks", "doctor")),
+    *(f"test_communicator{part}.py" for part in ("", "_contexts")),
+    *(f"test_cuda_{part}.py" for part in ("code", "engine", "fake", "jax", "kernels")),
+    *(f"test_rank_{part}.py" for part in ("failures", "interrupts", "mismatches", "prepared", "resources")),
+    *(f"test_torch_{part}.py" for part in ("autoload", "backend", "backend_ends", "backend_start", "ddp", "exits")),
+    *(f"test_torch_{part}.py" for part in ("messages", "overlap", "storm")),
+    "test_discover.py",
+    "test_docs.py",
+    "test_examples.py",
+    "test_measurement.py",
+    "test_mpi.py",
+    "test_multi_host.py",
+    "test_namespaces.py",
+    "test_nccl.py",
+    "test_shared_memory.py",
+    "test_transports.py",
+    "test_watchdog.py",
+]
+collect_ignore = [] if sys.platform == "linux" else LINUX_ONLY
 
 settings.register_profile(
     "dev", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -1,6 +1,7 @@
 """The wheel: two builds of the same files are equal, and without compiled modules it is for every platform."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("src", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+VARIABLES = ("CFLAGS", "CXXFLAGS", "SOURCE_DATE_EPOCH", "CROSSREDUCE_REQUIRE_KERNELS", "CROSSREDUCE_NO_KERNELS")
+# Stand-in for a C++ compiler that supports no instruction set beyond the baseline, and "compiles" all else to nothing.
+OLD_COMPILER = """#!/bin/sh
+case "$*" in
+  *-mavx*) echo "unknown option" >&2; exit 1;;
+esac
+while [ $# -gt 0 ]; do
+  if [ "$1" = -o ]; then : > "$2"; fi
+  shift
+done
+"""
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the modules are built as on Linux")
 
 
@@ -28,13 +40,18 @@ def copy(folder):
     return folder
 
 
-def build(folder, **environment):
-    """Build the wheel of a folder and return its file."""
-    kept = {name: text for name, text in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS", "SOURCE_DATE_EPOCH")}
-    done = subprocess.run(
+def run_build(folder, environment):
+    """Build the wheel of a folder; return the finished process."""
+    kept = {name: text for name, text in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(
         [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", "wheels"],
         cwd=folder, capture_output=True, text=True, timeout=250, check=False, env={**kept, **environment},
     )  # fmt: skip
+
+
+def build(folder, **environment):
+    """Build the wheel of a folder and return its file."""
+    done = run_build(folder, environment)
     assert done.returncode == 0, done.stderr
     (wheel,) = (folder / "wheels").iterdir()
     return wheel
@@ -78,3 +95,52 @@ def test_a_wheel_without_compiled_modules_is_for_every_platform(tmp_path):
         assert "[torch.backends]\ncrossreduce = _crossreduce_torch:register\n" in content.read(entry_points).decode()
     assert {"crossreduce/__init__.py", "_crossreduce_torch.py"} <= set(names)
     assert not [name for name in names if name.endswith(".so") or "purelib" in name or "platlib" in name]
+
+
+def test_a_build_that_requires_the_kernels_fails_without_them(tmp_path):
+    """With CROSSREDUCE_REQUIRE_KERNELS=1, a build without a working compiler fails and makes no wheel."""
+    folder = copy(tmp_path / "folder")
+    done = run_build(folder, {"CC": "false", "CXX": "false", "CROSSREDUCE_REQUIRE_KERNELS": "1"})
+    assert done.returncode == 1
+    assert "setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: " in done.stderr
+    assert not (folder / "wheels").exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no further instruction sets")
+def test_a_build_that_requires_the_kernels_requires_every_instruction_set(tmp_path):
+    """If the compiler lacks an instruction set, the set is left out; with CROSSREDUCE_REQUIRE_KERNELS=1 this fails."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(OLD_COMPILER)
+    compiler.chmod(0o755)
+    tools = {"CC": str(compiler), "CXX": str(compiler), "LDSHARED": str(compiler), "LDCXXSHARED": str(compiler)}
+    assert "-none-any" not in build(copy(tmp_path / "one"), **tools).name
+    done = run_build(copy(tmp_path / "two"), {**tools, "CROSSREDUCE_REQUIRE_KERNELS": "1"})
+    assert done.returncode == 1
+    assert "setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: " in done.stderr
+
+
+def test_a_build_can_omit_the_kernels(tmp_path):
+    """With CROSSREDUCE_NO_KERNELS=1 nothing is compiled, and the wheel is for every platform."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\n: > "{tmp_path}/was_called"\n')
+    compiler.chmod(0o755)
+    wheel = build(copy(tmp_path / "folder"), CC=str(compiler), CXX=str(compiler), CROSSREDUCE_NO_KERNELS="1")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not (tmp_path / "was_called").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"CROSSREDUCE_REQUIRE_KERNELS": "yes"}, "CROSSREDUCE_REQUIRE_KERNELS must be 0 or 1, but is 'yes'"),
+        (
+            {"CROSSREDUCE_REQUIRE_KERNELS": "1", "CROSSREDUCE_NO_KERNELS": "1"},
+            "only one of CROSSREDUCE_REQUIRE_KERNELS and CROSSREDUCE_NO_KERNELS can be 1",
+        ),
+    ],
+)
+def test_invalid_variables_end_the_build(tmp_path, variables, problem):
+    """A build ends with an error if a variable is neither 0 nor 1, or if the variables contradict each other."""
+    done = run_build(copy(tmp_path / "folder"), variables)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"setup.py: {problem}\n")

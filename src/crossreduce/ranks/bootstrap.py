@@ -9,7 +9,6 @@ behind however a process ends.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,6 +26,9 @@ from .. import kernels
 from ..errors import MismatchError, ReductionError, message, rank_list
 from ..transports.base import Rendezvous
 from .flight_recorder import version
+
+with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
 
 _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")

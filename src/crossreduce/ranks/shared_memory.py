@@ -9,7 +9,6 @@ process ends, for any reason, so other ranks can detect the end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import time
@@ -21,6 +20,9 @@ from typing import Any, Final
 from .. import kernels
 from ..errors import ReductionError, decoded, encoded
 from .diagnostics import CallSignature
+
+with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take

@@ -8,7 +8,6 @@ ranks of the group can read. The messages themselves are neither encrypted nor a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -26,6 +25,9 @@ from typing import Final
 from .. import kernels
 from .base import PendingMessage
 
+with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
@@ -34,7 +36,7 @@ _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
 _DIGEST: Final = 16
 _HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
 # A host that does not answer for two minutes, while this rank waits for it, is lost: seconds, seconds, number.
-_KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
 _ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
 _UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849); nothing is sent there
 _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
@@ -53,7 +55,7 @@ class TcpTransport:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE:
-                each.setsockopt(socket.IPPROTO_TCP, option, value)
+                each.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
         for each in sockets.values():
             each.detach()
@@ -84,7 +86,8 @@ def _after_fork() -> None:
         transport.connections.close_after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def connect(

@@ -114,7 +114,9 @@ char *read_address(PyObject *object, int64_t size) {
     return static_cast<char *>(data);
 }
 
-void add_strided(const int64_t *shape, const int64_t *strides, int axes, char *data, Operands &operands) {
+// On macOS, Py_ssize_t and int64_t are two types of 8 bytes: long and long long.
+template <class Int>
+void add_strided(const Int *shape, const Int *strides, int axes, char *data, Operands &operands) {
     operands.strided.push_back({axes, {}, {}});
     std::copy(shape, shape + axes, operands.strided.back().shape);
     std::copy(strides, strides + axes, operands.strided.back().strides);
