@@ -27,7 +27,7 @@ LINUX_ONLY = [
     *(f"test_cuda_{part}.py" for part in ("code", "engine", "fake", "jax", "kernels")),
     *(f"test_rank_{part}.py" for part in ("failures", "interrupts", "mismatches", "prepared", "resources")),
     *(f"test_torch_{part}.py" for part in ("autoload", "backend", "backend_ends", "backend_start", "ddp", "exits")),
-    *(f"test_torch_{part}.py" for part in ("messages", "overlap", "storm")),
+    *(f"test_torch_{part}.py" for part in ("messages", "overlap", "profiler", "storm")),
     "test_discover.py",
     "test_docs.py",
     "test_examples.py",
