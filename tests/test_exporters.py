@@ -92,8 +92,8 @@ def test_suffixes_determine_the_format():
 
 def test_a_plan_that_does_not_fit_is_replaced():
     """The fastest plan that a format can hold is written, and the reason is given; other plans are kept as they are."""
-    star = cr.Topology.star(24, 450)
-    best = cr.plan(star, "all_reduce", "1 MiB", operation_s=0, granularity=0.02)
+    star = cr.Topology.star(24, 450, 1e-6)
+    best = cr.plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
     tried = []
 
     def write(plan):
@@ -101,15 +101,35 @@ def test_a_plan_that_does_not_fit_is_replaced():
         return str(EXPORTERS["mscclpp"].write(plan))
 
     found = fitting(best, write)
+    order = list(tried)
     with pytest.raises(cr.PlanError, match="16 channels per threadblock"):
         write(best)
     assert "direct" in found.refused
     assert "16 channels per threadblock" in found.refused
-    assert found.plan.seconds == pytest.approx(min(tried[1:]))
-    assert found.plan.seconds >= best.seconds * (1 - 1e-9) > 0
+    assert order[0] == best.seconds
+    assert order[1:] == sorted(order[1:])
+    assert order[-1] == found.plan.seconds
+    assert found.plan.seconds > best.seconds
+    assert found.plan.request == best.request._replace(algorithm=found.plan.algorithm)
     assert verify_mscclpp_json(found.text).collective == "allreduce"
     small = cr.plan(TOPOLOGY, "all_reduce", "1 MiB", operation_s=0)
     assert fitting(small, write) == (small, str(EXPORTERS["mscclpp"].write(small)), "")
+
+
+def test_a_replacement_is_for_the_same_request():
+    """Algorithms that cannot use the root of the request, or its devices, do not replace a plan."""
+    for options in ({"root": 2}, {"sources": GPUS[:3], "destinations": GPUS[:3]}):
+        best = cr.plan(TOPOLOGY, "all_reduce", "1 MiB", **options)
+
+        def write(plan, best=best):
+            if plan == best:
+                raise cr.PlanError("the first one")
+            return "text"
+
+        found = fitting(best, write)
+        assert found.plan.request == best.request._replace(algorithm=found.plan.algorithm)
+        assert found.plan.root == best.root
+        assert found.plan.schedule != best.schedule
 
 
 def test_a_collective_that_no_plan_fits_keeps_its_error():

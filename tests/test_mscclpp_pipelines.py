@@ -199,10 +199,11 @@ def test_threadblocks_are_shared_if_there_are_too_many():
 
 def test_more_threadblocks_have_fewer_threads():
     """All threadblocks of a GPU must run at the same time, so a plan of more than 80 has 512 threads in each, or 256. A
-    plan of fewer has 1024, as has one whose threadblocks or threads are given."""
-    wide = Topology.machine("dgx-1p", 2)
+    plan of fewer has 1024, also if its blocks differ in size whatever their number, as on nvlink-pairs-4."""
+    wide, small_machine, uneven = (Topology.machine(*of) for of in (("dgx-1p", 2), ("ncv4",), ("nvlink-pairs-4",)))
     for schedule, topology, threads, most in (
-        (planned(Topology.machine("ncv4"), "all_reduce").schedule, Topology.machine("ncv4"), 1024, 80),
+        (planned(small_machine, "all_reduce").schedule, small_machine, 1024, 80),
+        (plan(uneven, "all_reduce", SIZE, costs=FREE, granularity=0.02).schedule, uneven, 1024, 80),
         (planned(wide, "all_reduce").schedule, wide, 512, 160),
     ):
         for options, each in (({}, threads), ({"threadblocks": 80}, 1024), ({"threads": 1024}, 1024)):

@@ -27,8 +27,8 @@ NBYTES = 256 << 20
 PLANS = {
     ("dgx-1v", "forest"): """
         all_reduce      41 1333  79.62  79.72
-        reduce          58  760 139.46 139.46
-        broadcast       61  444 139.64 139.64
+        reduce          89  738 135.80 135.80
+        broadcast       90  662 135.84 135.84
         reduce_scatter  31  739 158.43 158.43
         all_gather      44  373 161.24 161.24""",
     ("dgx-1v", "auto"): """

@@ -150,7 +150,8 @@ def test_plans_are_as_fast_as_those_of_sccl(collective):
 @pytest.mark.parametrize("name", ["dgx-1v", "pcie-8", "ncv4", "hgx-h100"])
 def test_reductions_take_as_long_as_copies(name):
     """On machines whose links are equal in both directions, a reduce takes as long as a broadcast from the same device,
-    and a reduce-scatter as long as an all-gather. (Not exactly: transfers wait for each other in other places.)"""
+    and a reduce-scatter as long as an all-gather. Not exactly, since transfers wait for each other in other places: on
+    ncv4 a reduce of 256 KiB takes 7.7 us, a broadcast along the same trees 8.5 us."""
     topology = Topology.machine(name)
     for nbytes in (1 << 14, 1 << 18, 1 << 22):
         for one, other in (("reduce", "broadcast"), ("reduce_scatter", "all_gather")):
@@ -212,7 +213,7 @@ def test_expected_times(name):
             if early is not None:
                 assert 0.93 * found.time <= early <= 1.1 * found.time
                 times.append(early)
-        assert times == sorted(times, reverse=True)
+        assert all(after <= before * (1 + 1e-9) for before, after in pairwise(times))
         assert len(times) > 1
     assert expected(seen, 0, 3, many=True) == shared(seen, 0, 3, many=True).time
     line = Topology([f"cpu:{k}" for k in range(3)], [(f"cpu:{k}", f"cpu:{k + 1}", 1) for k in range(2)])

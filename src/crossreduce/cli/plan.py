@@ -26,6 +26,7 @@ from ..planning.bounds import COLLECTIVES
 from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
+from ..planning.schedules import CHOICES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
 from .bundle import check_bundle, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
@@ -158,7 +159,7 @@ def plan(
             content, refused = "", ""
             if exported is not None and exporter is not None:
                 write = partial(_written, exporter)
-                free = algorithm == "auto" and packs == 1
+                free = algorithm in CHOICES and packs == 1
                 found, content, refused = fitting(found, write) if free else Fitting(found, write(found), "")
             advance("comparing")
             report, multiple = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
@@ -177,7 +178,7 @@ def plan(
                 exported.write_text(content, "utf-8")
                 multiple = exporter.multiple_of(found, content)
             if refused:
-                lines["format"] = report["format"] = refused
+                lines["format"] = report["replaced"] = refused
             if mapped is not None and export is not None:
                 counts = exporter.counts if exporter else "elements"
                 about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": found.root}

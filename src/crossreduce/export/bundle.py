@@ -112,7 +112,8 @@ def bundle(
             found.append(window)
             files[path] = text
             multiple = f"{EXPORTERS[name].counts}_multiple_of"
-            listed.append(_entry(path, name, window) | {multiple: facts[multiple]})
+            replaced = {"replaced": fit.refused} if fit.refused else {}
+            listed.append(_entry(path, name, window) | {multiple: facts[multiple]} | replaced)
         windows[name] = tuple(found)
     if not files:
         problem = "no plan of this collective fits the limits of the formats."

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..planning import REGISTRY, Plan, plan
+from ..planning import REGISTRY, Plan
+from ..planning.plans import planned
 
 
 class Fitting(NamedTuple):
@@ -21,41 +22,34 @@ class Fitting(NamedTuple):
 def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
     """Return a plan's text, or that of the fastest plan of another algorithm that can be written.
 
+    The other plans are for the same request. Algorithms that cannot plan it are left out, as are those that ``"auto"``
+    does not try for so many devices.
+
     Raises:
       PlanError: none can be written; the error is that of ``best``.
 
-    >>> from crossreduce import Topology
+    >>> from crossreduce import Topology, plan
     >>> from crossreduce.export import EXPORTERS
-    >>> star = Topology.star(24, gb_per_s=450)
-    >>> best = plan(star, "all_reduce", "1 MiB", operation_s=0, granularity=0.02)
+    >>> star = Topology.star(24, gb_per_s=450, latency_s=1e-6)
+    >>> best = plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
     >>> found = fitting(best, lambda made: str(EXPORTERS["mscclpp"].write(made)))
     >>> print(f"{found.plan.algorithm}; {found.refused}")  # doctest: +ELLIPSIS
-    ring; the plan of direct is faster, but does not fit: MSCCL++ allows ...
+    halving_doubling; the plan of direct is faster, but does not fit: MSCCL++ allows ...
     """
     try:
         return Fitting(best, write(best), "")
     except PlanError as error:
         first = error
-    others = []
-    for algorithm in REGISTRY:
+    others: dict[object, Plan] = {}
+    for algorithm, entry in REGISTRY.items():
+        if entry.most_devices is None or len(best.request.members) <= entry.most_devices:
+            with suppress(PlanError):
+                made = planned(best.request._replace(algorithm=algorithm))
+                others.setdefault(made.schedule, made)
+    others.pop(best.schedule, None)
+    for other in sorted(others.values(), key=lambda other: other.seconds):
         with suppress(PlanError):
-            others.append(_by_name(best, algorithm))
-    for other in sorted(others, key=lambda other: other.seconds):
-        with suppress(PlanError):
+            faster = " is faster, but" if best.seconds < other.seconds * (1 - 1e-9) else ""
             reason = str(first).partition("\n")[0]
-            return Fitting(other, write(other), f"the plan of {best.algorithm} is faster, but does not fit: {reason}")
+            return Fitting(other, write(other), f"the plan of {best.algorithm}{faster} does not fit: {reason}")
     raise first
-
-
-def _by_name(like: Plan, algorithm: str) -> Plan:
-    request = like.request
-    assert request.topology is not None
-    return plan(
-        request.topology,
-        like.collective,
-        like.nbytes,
-        algorithm,
-        root=like.root,
-        costs=request.costs,
-        granularity=request.granularity,
-    )

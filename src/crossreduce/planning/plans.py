@@ -19,7 +19,7 @@ from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
-from .schedules import NAMES, fastest
+from .schedules import CHOICES, NAMES, fastest
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Plan:
     @property
     def _way_to_run(self) -> str:
         if self.collective in ("all_reduce", "reduce", "broadcast"):
-            return f'AllReduceCrossDeviceOps("{self.request.algorithm}", topology=...) plans and runs it for arrays'
+            name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
+            return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
         return "export it for another tool (crossreduce plan --export)"
 
     @property

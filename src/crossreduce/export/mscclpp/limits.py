@@ -56,10 +56,11 @@ def broken_limits(plan: MscclppPlan) -> Iterator[str]:
 def resident(threads: int) -> int:
     """Return how many threadblocks of so many threads a multiprocessor runs at the same time.
 
-    >>> resident(1024), resident(512), resident(32)
-    (1, 2, 4)
+    >>> resident(1024), resident(512), resident(340), resident(32)
+    (1, 2, 2, 4)
     """
-    return min(MOST_RESIDENT, REGISTERS // threads)
+    warps = -(-threads // 32)
+    return min(MOST_RESIDENT, REGISTERS // (32 * warps))
 
 
 def _residency(plan: MscclppPlan) -> Iterator[str]:

@@ -69,8 +69,8 @@ def to_mscclpp_json(
       inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
       threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80 of 1024 threads
         each, 160 of 512, or 320 of 256, since all run at the same time, also on a V100.
-      threads: the number of threads per threadblock; ``None``: the first one of 1024, 512 and 256 with which pipelines
-        need not share threadblocks, else 256.
+      threads: the number of threads per threadblock; ``None``: 1024, or 512 or 256 if then pipelines need not share
+        threadblocks, or are of more even size.
       min_bytes: the smallest message that the plan is for.
       max_bytes: the largest; with pipelines at most what their 65535 iterations allow.
     Raises:
@@ -95,8 +95,7 @@ def to_mscclpp_json(
         if not 1 <= threadblocks <= allowed:
             problem = f"threadblocks, the number per GPU, must be 1 to {allowed}."
             raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={allowed}")
-        width = next(width for width, count in most.items() if count >= threadblocks)
-        most = {width: threadblocks}
+        most = {width: min(count, threadblocks) for width, count in most.items()}
     if not 0 <= min_bytes <= max_bytes <= LARGEST:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
@@ -106,7 +105,7 @@ def to_mscclpp_json(
         gpus, inputs = switch_threadblocks(schedule, wiring, allowed, inplace=inplace)
         kind, outputs = "allreduce", inputs
     else:
-        width, gpus, made, longest = _threadblocks(schedule, wiring, size, most, inplace=inplace)
+        width, gpus, made, longest, _ = _threadblocks(schedule, wiring, size, most, inplace=inplace)
         kind, inputs, outputs = made.kind, made.inputs, made.outputs
     if longest < min_bytes:
         problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."
@@ -137,12 +136,13 @@ class _Made(NamedTuple):
     gpus: list[GpuPlan]
     made: Collective  # in parts
     longest: int  # bytes of a message
+    loss: tuple[bool, bool]  # whether blocks share threadblocks; whether they differ much in size
 
 
 def _threadblocks(
     schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
 ) -> _Made:
-    """Return the GPUs with their threadblocks: the first of ``most``, by threads, that none must share, else the last.
+    """Return the GPUs with their threadblocks, of as many threads as possible without a loss; see ``_Made``.
 
     A schedule whose stages cannot run in threadblocks of their own has no pipelines.
     """
@@ -151,19 +151,22 @@ def _threadblocks(
     longest_block = max(block.size for block in made.blocks) * nbytes / made.units
     is_cut = schedule.pieces > 1 or (topology is not None and longest_block >= LONG_BLOCK)
     for pipelines in (True, False) if is_cut else (False,):
-        found, failure = None, None
+        found: _Made | None = None
+        failure: PlanError | None = None
         for threads, allowed in most.items():
             try:
-                found, crowded = _in_threadblocks(
+                made_so = _in_threadblocks(
                     schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
                 break
             except PlanError as error:
                 failure = error
-            else:
-                if not crowded:
-                    break
+                continue
+            if found is None or made_so.loss < found.loss:
+                found = made_so
+            if found.loss == (False, False):
+                break
         if found is not None:
             return found
         if failure is not None and (not pipelines or schedule.pieces > 1):
@@ -181,8 +184,8 @@ def _in_threadblocks(
     *,
     pipelines: bool,
     inplace: bool,
-) -> tuple[_Made, bool]:
-    """Return the GPUs with at most so many threadblocks, and whether blocks share them or differ much in size.
+) -> _Made:
+    """Return the GPUs with at most so many threadblocks.
 
     Raises NotSeparableError for pipelines that cannot be, and PlanError for what exceeds a limit of the executor.
     """
@@ -194,13 +197,13 @@ def _in_threadblocks(
     longest = LARGEST
     if pipelines:
         unit_of = _pieces(divisions, schedule.pieces, nbytes)
-        crowded = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
+        shares = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
         longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
     else:
         add_blocks(divisions, gpus, Hosts(schedule.devices), most, inplace=inplace)
-        crowded = len(divisions.blocks) > most
+        shares = len(divisions.blocks) > most
     check_limits(schedule, gpus, most)
-    return _Made(threads, gpus, divisions, longest), crowded or (topology is not None and is_uneven(divisions))
+    return _Made(threads, gpus, divisions, longest, (shares, topology is not None and is_uneven(divisions)))
 
 
 def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:

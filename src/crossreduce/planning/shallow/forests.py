@@ -80,8 +80,9 @@ def faster(request: Request, best: Pieces) -> Pieces:
     limits = _Limits(
         task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
     )
-    long = limits.transfer > (FAR if limits.queued else LONG) * limits.hop
-    far = limits.transfer > FAR * limits.hop
+    delay = max(limits.hop, limits.queued / _QUEUE)
+    far = limits.transfer > FAR * delay > 0
+    long = far if limits.queued else limits.transfer > LONG * delay > 0
     least_rate = fluid_rate(best.schedule, topology) if far else None
     least_gain = WORTH if far else 1.0
     kinds = [] if long and task.roots == -1 else [True]
@@ -166,6 +167,7 @@ def _hopeless(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
 
 
 _FEW: Final = 4
+_QUEUE: Final = 32  # latencies below this part of the time to queue the operations of all devices do not matter
 _RAMP: Final = 0.9  # the least part of this time that forests take, measured: not every link is busy all the time
 _NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps
 

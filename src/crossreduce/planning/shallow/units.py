@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 _LOSS: Final = 0.02  # the part of the time that rounding may cost
-_UNITS: Final = (1, 2, 4, 8, 16, 32)  # into how many units each group's part is divided
+_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # into how many units each group's part is divided
 _COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
 _MOST_MOVED: Final = 16  # with more units, none are moved afterwards
 _MOST_PASSES: Final = 10
