@@ -101,10 +101,10 @@ def test_an_asynchronous_call_lasts_until_it_has_run(tmp_path):
 def failing(rendezvous, store):
     rank, _ = join(rendezvous, store)
     with profiler() as found:
-        with pytest.raises(MismatchError):
+        with pytest.raises(MismatchError, match="all_reduce"):
             dist.all_reduce(torch.ones(10 + rank))
         work = dist.all_reduce(torch.ones(10 + rank), async_op=True)
-        with pytest.raises(MismatchError):
+        with pytest.raises(MismatchError, match="all_reduce"):
             work.wait()
     assert [event.is_async for event in sorted(ours(found), key=lambda event: event.is_async)] == [False, False, True]
     with profiler() as found:
