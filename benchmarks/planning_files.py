@@ -8,7 +8,6 @@ each file at 256 MiB, with rank k on the topology's k-th device; operations are 
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import crossreduce as cr
@@ -47,7 +46,7 @@ def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     for collective in COLLECTIVES:
         best = cr.plan(topology, collective, NBYTES, costs=FREE, granularity=TOLERANCE)
         for form in ("msccl", "mscclpp"):
-            found = fitting(best, partial(_text, form))
+            found = fitting(best, EXPORTERS[form].text)
             plan, units = found.plan, parts_of(form, EXPORTERS[form].multiple_of(found.plan, found.text))
             lines.append(
                 {
@@ -58,10 +57,6 @@ def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
                 }
             )  # fmt: skip
     return lines
-
-
-def _text(form: str, plan: cr.Plan) -> str:
-    return str(EXPORTERS[form].write(plan))
 
 
 def show(lines: list[dict[str, object]]) -> None:

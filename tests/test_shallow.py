@@ -159,7 +159,8 @@ def test_reductions_take_as_long_as_copies(name):
                 cr.plan(topology, kind, nbytes, operation_s=0, root=0 if "_" not in kind else None).seconds
                 for kind in (one, other)
             ]
-            assert times[0] == pytest.approx(times[1], rel=0.1)
+            known = (name, nbytes, one) == ("ncv4", 1 << 18, "reduce")
+            assert times[0] == pytest.approx(times[1], rel=0.1 if known else 0.06)
 
 
 @settings(max_examples=25, deadline=None)

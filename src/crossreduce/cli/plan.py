@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -158,9 +157,9 @@ def plan(
             advance("exporting")
             content, refused = "", ""
             if exported is not None and exporter is not None:
-                write = partial(_written, exporter)
                 free = algorithm in CHOICES and packs == 1
-                found, content, refused = fitting(found, write) if free else Fitting(found, write(found), "")
+                fit = fitting(found, exporter.text) if free else Fitting(found, exporter.text(found), "")
+                found, content, refused = fit
             advance("comparing")
             report, multiple = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
@@ -194,10 +193,6 @@ def plan(
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
-
-
-def _written(exporter: Exporter, found: Plan) -> str:
-    return str(exporter.write(found))
 
 
 def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, str]:

@@ -38,6 +38,12 @@ class Exporter(NamedTuple):
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
 
+    def text(self, plan: Plan, **options: Any) -> str:
+        """Return what ``write`` returns, for a format whose exports are single files."""
+        content = self.write(plan, **options)
+        assert isinstance(content, str)
+        return content
+
     def multiple_of(self, plan: Plan, text: str) -> int:
         """Return of what number a message's size, in ``counts``, must be a multiple so that a file can be used."""
         found: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units

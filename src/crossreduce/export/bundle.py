@@ -199,7 +199,7 @@ def _text(name: str, window: Window, number: int, made: Plan) -> str:
     """Return a plan as the text of a window's file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
     most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
     title = f"{made.collective}_{made.algorithm}_{number}"
-    text = str(EXPORTERS[name].write(made, name=title, min_bytes=window.least_bytes, max_bytes=most))
+    text = EXPORTERS[name].text(made, name=title, min_bytes=window.least_bytes, max_bytes=most)
     multiple = EXPORTERS[name].multiple_of(made, text)
     if window.most_bytes and window.most_bytes // multiple * multiple < max(window.least_bytes, 1):
         problem = (

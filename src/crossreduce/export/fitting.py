@@ -32,7 +32,7 @@ def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
     >>> from crossreduce.export import EXPORTERS
     >>> star = Topology.star(24, gb_per_s=450, latency_s=1e-6)
     >>> best = plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
-    >>> found = fitting(best, lambda made: str(EXPORTERS["mscclpp"].write(made)))
+    >>> found = fitting(best, EXPORTERS["mscclpp"].text)
     >>> print(f"{found.plan.algorithm}; {found.refused}")  # doctest: +ELLIPSIS
     halving_doubling; the plan of direct is faster, but does not fit: MSCCL++ allows ...
     """

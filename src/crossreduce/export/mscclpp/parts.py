@@ -45,8 +45,7 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
     longest = max(size / parts[chunk] for chunk, size in sizes.items())
 
     def uneven(counts: dict[int, int]) -> float:
-        top = max(sizes[chunk] / counts[chunk] for chunk in sizes)
-        return sum(size * (1 - size / counts[chunk] / top) for chunk, size in sizes.items()) / sum(sizes.values())
+        return _unevenness([(size, size / counts[chunk]) for chunk, size in sizes.items()])
 
     best: dict[int, int] | None = None
     if len(set(sizes.values())) == 1:  # exact divisions have the fewest units, so they fit the most messages
@@ -72,8 +71,16 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
 
 def is_uneven(made: Collective) -> bool:
     """Return whether the blocks of a collective differ much in size."""
-    top, total = max(block.size for block in made.blocks), sum(block.size for block in made.blocks)
-    return sum(block.size * (top - block.size) for block in made.blocks) > UNEVEN * top * total
+    return _unevenness([(block.size, block.size) for block in made.blocks]) > UNEVEN
+
+
+def _unevenness(sizes: Sequence[tuple[float, float]]) -> float:
+    """Return by what part blocks are shorter than the longest one, on average over the buffer.
+
+    ``sizes``: how much of the buffer is in blocks of a size, and this size.
+    """
+    top = max(size for _, size in sizes)
+    return sum(units * (1 - size / top) for units, size in sizes) / sum(units for units, _ in sizes)
 
 
 def _senders(made: Collective, number: int, rank: int) -> int:

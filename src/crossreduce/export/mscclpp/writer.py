@@ -155,7 +155,7 @@ def _threadblocks(
         failure: PlanError | None = None
         for threads, allowed in most.items():
             try:
-                made_so = _in_threadblocks(
+                tried = _in_threadblocks(
                     schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
@@ -163,8 +163,8 @@ def _threadblocks(
             except PlanError as error:
                 failure = error
                 continue
-            if found is None or made_so.loss < found.loss:
-                found = made_so
+            if found is None or tried.loss < found.loss:
+                found = tried
             if found.loss == (False, False):
                 break
         if found is not None:

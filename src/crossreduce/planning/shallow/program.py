@@ -68,7 +68,7 @@ class _Begun(NamedTuple):
     limit: float  # the greatest limit
     best: Any  # the prices that prove it
     solved: tuple[float, Any, Any, list[float]]  # see ``_Search.solved``
-    scale: float  # 1 GB takes the program's time / ``scale`` seconds
+    time: float  # of the program, for 1 GB, in seconds
 
 
 @lru_cache(maxsize=512)
@@ -102,7 +102,7 @@ def expected(topology: Topology, roots: int | None, steps: int, *, many: bool, p
         found = shared(topology, roots, steps, many=many, paired=paired)
         return found and found.time
     begun = _begun(topology, roots, steps, many, paired)
-    return begun and begun.solved[0] / begun.scale * REFINED
+    return begun and begun.time * REFINED
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +155,7 @@ class _Search:
         if solved is None:
             return None
         used = [column for column, amount in zip(self.columns, solved[1], strict=True) if amount > _LEAST]
-        return _Begun(self.columns, used, self.limit, self.best, solved, self.scale)
+        return _Begun(self.columns, used, self.limit, self.best, solved, solved[0] / self.scale)
 
     def shares(self, begun: _Begun) -> Shares:
         """Return the solution."""
