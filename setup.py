@@ -8,7 +8,6 @@ Two builds of the same files with the same compiler give the same wheel, in any 
 """
 
 import os
-import platform
 import sys
 import sysconfig
 from pathlib import Path
@@ -21,7 +20,9 @@ from setuptools.errors import BaseError, CCompilerError, CompileError
 
 # The stable ABI does not support these interpreters: their modules are compiled for one version of Python.
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
+# Not platform.machine(): a cross-compilation sets _PYTHON_HOST_PLATFORM, which this function returns.
+PLATFORM = sysconfig.get_platform()
+X86 = PLATFORM.endswith(("-x86_64", "-amd64")) and not PLATFORM.startswith("macosx")
 NATIVE = "src/crossreduce/kernels/native"
 # With contraction, a * b + c would be rounded once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]

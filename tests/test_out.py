@@ -413,6 +413,7 @@ except cr.ReductionError as error:
 """
 
 
+@pytest.mark.usefixtures("torch_")
 @pytest.mark.parametrize("kind", ["zero", "fake"])
 def test_tensors_without_memory_are_rejected(kind):
     """Tensors with a shape but without memory are rejected as out, without a crash."""

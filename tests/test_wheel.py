@@ -57,6 +57,14 @@ def build(folder, **environment):
     return wheel
 
 
+def old_compiler(folder):
+    """Write the stand-in for a compiler; return the variables that select it."""
+    compiler = folder / "compiler"
+    compiler.write_text(OLD_COMPILER)
+    compiler.chmod(0o755)
+    return dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
+
+
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_two_builds_give_the_same_wheel(tmp_path):
     """Wheels built from the same files, in folders of other names and at other times, are equal byte by byte; compiled
@@ -109,14 +117,18 @@ def test_a_build_that_requires_the_kernels_fails_without_them(tmp_path):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no further instruction sets")
 def test_a_build_that_requires_the_kernels_requires_every_instruction_set(tmp_path):
     """If the compiler lacks an instruction set, the set is left out; with CROSSREDUCE_REQUIRE_KERNELS=1 this fails."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(OLD_COMPILER)
-    compiler.chmod(0o755)
-    tools = {"CC": str(compiler), "CXX": str(compiler), "LDSHARED": str(compiler), "LDCXXSHARED": str(compiler)}
+    tools = old_compiler(tmp_path)
     assert "-none-any" not in build(copy(tmp_path / "one"), **tools).name
     done = run_build(copy(tmp_path / "two"), {**tools, "CROSSREDUCE_REQUIRE_KERNELS": "1"})
     assert done.returncode == 1
     assert "setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: " in done.stderr
+
+
+def test_a_build_for_another_processor_has_no_instruction_sets_of_this_one(tmp_path):
+    """A cross-compilation for arm64 requires no instruction set of x86-64, and the wheel is for arm64."""
+    tools = old_compiler(tmp_path)
+    tools |= {"_PYTHON_HOST_PLATFORM": "linux-aarch64", "CROSSREDUCE_REQUIRE_KERNELS": "1"}
+    assert build(copy(tmp_path / "folder"), **tools).name.endswith("-linux_aarch64.whl")
 
 
 def test_a_build_can_omit_the_kernels(tmp_path):

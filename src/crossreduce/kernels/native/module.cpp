@@ -106,11 +106,20 @@ PyObject *new_memory(size_t nbytes, char **data) {
 KernelApi api = {kernel_of,       traffic_nbytes, run_kernel, new_memory,    allocate_memory,
                  free_memory, can_begin,      set_caller, is_unfinished, begin};
 
+// Whether a sum of several NaNs has the payload of the first one. Clang may swap the operands of an addition, and arm64
+// prefers a signaling NaN.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+constexpr long FIRST_PAYLOAD = 1;
+#else
+constexpr long FIRST_PAYLOAD = 0;
+#endif
+
 int fill(PyObject *module) {
     if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;
     memory_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Memory")); // kept for ever
     Ref capsule(PyCapsule_New(&api, KERNEL_API, nullptr));
     if (memory_type == nullptr || !capsule || PyModule_AddObjectRef(module, "API", capsule.object) < 0) return -1;
+    if (PyModule_AddIntMacro(module, FIRST_PAYLOAD) < 0) return -1;
     for (const auto add : {add_kernel, add_shared_memory, add_mailboxes, add_connections})
         if (add(module) < 0) return -1;
     return add_xla_call(module);
