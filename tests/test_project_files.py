@@ -43,6 +43,8 @@ def test_workflows_test_every_supported_version_of_python():
     built = re.findall(r"cp3(\d+t?)-", PROJECT["tool"]["cibuildwheel"]["build"])
     assert {f"3.{minor}" for minor in built} <= set(re.findall(r'3\.\d+t?(?=["\]\s,])', text))
     assert PROJECT["project"]["requires-python"] == f">=3.{built[0]}"
+    stated = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert stated == [minor for minor in built if minor.isdigit()]
 
 
 def test_wheels_with_kernels_require_them():
@@ -91,3 +93,30 @@ def test_every_license_is_in_the_distributions():
     notice = (ROOT / "NOTICE").read_text()
     assert "kernels.bin" in notice
     assert "topology/data" in notice
+
+
+def files_of_others(folder):
+    """Return the names of files that state a copyright, or that have the long lines of minified code."""
+    code = re.compile(rb"copyright|@license|[^\n]{2000}", re.IGNORECASE)
+    ignored = {".bin", ".pyc", ".so"}
+    return {
+        path.name
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in ignored and ".egg-info" not in str(path) and code.search(path.read_bytes())
+    }
+
+
+def test_the_notice_names_the_files_of_other_projects(tmp_path):
+    """NOTICE names each file of another project in the package, and each such file has the text of its license.
+
+    Such a file is minified or states a copyright, so the test finds one that is added without a line in NOTICE.
+    """
+    (tmp_path / "bundled.min.js").write_text("/*! (c) Somebody */" + "var a=1;" * 1000)
+    (tmp_path / "plain.css").write_text("/* Copyright (c) Somebody */\n")
+    (tmp_path / "ours.js").write_text("const a = 1;\n")
+    assert files_of_others(tmp_path) == {"bundled.min.js", "plain.css"}
+    notice = (ROOT / "NOTICE").read_text()
+    found = files_of_others(ROOT / "src")
+    assert [name for name in sorted(found) if name not in notice] == []
+    licenses = {path.name.partition(".")[0] for path in (ROOT / "src").rglob("*.LICENSE")}
+    assert {name.partition(".")[0] for name in found} == licenses
