@@ -102,7 +102,10 @@ def files_of_others(folder):
     return {
         path.name
         for path in folder.rglob("*")
-        if path.is_file() and path.suffix not in ignored and ".egg-info" not in str(path) and code.search(path.read_bytes())
+        if path.is_file()
+        and path.suffix not in ignored
+        and ".egg-info" not in str(path)
+        and code.search(path.read_bytes())
     }
 
 
