@@ -12,6 +12,7 @@ import operator
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -339,6 +340,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
+        if self.communicator.traced is not None:
+            function = partial(self._queued, time.monotonic_ns(), function)
         written = tensors if results is None else results
         if is_profiled():
             with entry(self, inner, tensors, written):
@@ -353,6 +356,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
         return Works(unwrapped(getattr(self, method), arguments), results)
+
+    def _queued(self, since_ns: int, function: Callable[[], None]) -> None:
+        """Run an op; its trace has the time since it was called."""
+        self.communicator.memory.native.trace_queued(since_ns)
+        function()
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s
