@@ -12,7 +12,6 @@ import operator
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -78,7 +77,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
-        self.queue = OpQueue(name, inline=True)
+        self.queue = OpQueue(name, inline=True, communicator=self.communicator)
         self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's on behalf of the main thread
         # A receive from any rank could not be withdrawn from gloo, so with several hosts gloo carries all messages.
         self._in_memory = Messages(self.communicator) if len(self.communicator.hosts) == 1 else None
@@ -340,8 +339,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
-        if self.communicator.traced is not None:
-            function = partial(self._queued, time.monotonic_ns(), function)
         written = tensors if results is None else results
         if is_profiled():
             with entry(self, inner, tensors, written):
@@ -356,11 +353,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
         return Works(unwrapped(getattr(self, method), arguments), results)
-
-    def _queued(self, since_ns: int, function: Callable[[], None]) -> None:
-        """Run an op; its trace has the time since it was called."""
-        self.communicator.memory.native.trace_queued(since_ns)
-        function()
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s
