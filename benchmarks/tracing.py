@@ -1,8 +1,9 @@
 """What does a trace of the collectives cost per call?
 
 The same calls run with and without a trace, in turn: all-reduces of torch.distributed, in place, of several sizes. On
-one rank, the time is that of the CPU, so that other programs count less: this is the cost of the recording. On two ranks
-it is the elapsed time of the slower rank, which also waits for the other one. Run: python benchmarks/tracing.py [--turns N] [--json FILE]
+one rank, the time is that of the CPU, so that other programs count less: this is the cost of the recording. On two
+ranks it is the elapsed time of the slower rank, which also waits for the other one.
+Run: python benchmarks/tracing.py [--turns N] [--json FILE]
 """
 
 import argparse

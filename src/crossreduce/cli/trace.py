@@ -36,6 +36,7 @@ from ..traces.summary import SummaryRow, summarize
 from .output import atomic_file, print_lines, progress, terminal
 
 _TEXT: Final = re.compile(r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))? (?P<dtype>\w+)\[.*\]")
+_COLUMNS: Final = ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan")
 _MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
 _MOST_NOTES: Final = 20
 
@@ -171,15 +172,14 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
     groups = dict.fromkeys((row.group, row.token) for row in rows)
     for name, token in groups:
         table = Table(title=Text(_printable(f'group "{name}" ({token})')), title_justify="left")
-        for title in ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan"):
-            right = title not in ("call", "for whom")
-            table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        for title in _COLUMNS:  # nothing is cut off in a narrow terminal
+            table.add_column(title, justify="left" if title in ("call", "for whom") else "right", overflow="fold")
         for row, seconds in zip(rows, predicted, strict=True):
             if row.token != token:
                 continue
             whom = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row.waited_for[:_MOST_SHOWN])
             whom += ", ..." if row.waited_for[_MOST_SHOWN:] else ""
-            count = f"{row.count}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
+            count = f"{row.calls}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
             rate = "-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}"
             nbytes = "-" if row.nbytes is None else size(row.nbytes)
             times = [_time(each) for each in (row.seconds, row.own_seconds, row.queue_seconds, seconds)]

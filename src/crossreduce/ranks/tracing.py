@@ -87,7 +87,7 @@ def register(group: TracedGroup) -> None:
 
 
 def close(group: TracedGroup) -> None:
-    """End the file of a group; warn if it is incomplete. Compiled code closes it when the next op begins, or earlier."""
+    """End the file of a group, and warn if it is incomplete. Compiled code closes it after the current call."""
     if group.traced is None:
         return
     with suppress(ValueError):
@@ -135,7 +135,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
         _make(settings.directory)
         fd, path = _new_file(settings.directory, f"rank{rank}.{group.token}")
         try:
-            group.memory.native.trace_to(fd, content := facts.encoded(), max(settings.nbytes, 2 * len(content) + (1 << 18)))
+            group.memory.native.trace_to(fd, facts.encoded(), settings.nbytes)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

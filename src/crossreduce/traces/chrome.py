@@ -130,7 +130,11 @@ class _Writer:
             about = {"op": call.number, "stage": part.stage}
             self._slice(process, _PHASES, name, begin, end - begin, "phase", about, _COLOURS.get(part.phase))
         if call.queued_ns is not None:  # these may overlap, so they are asynchronous events
-            event = {"name": f"queue: {call.collective}", "cat": "queue", "id": f"{group.token}.{rank}.{call.number}"}
+            event: dict[str, Any] = {
+                "name": f"queue: {call.collective}",
+                "cat": "queue",
+                "id": f"{group.token}.{rank}.{call.number}",
+            }
             event |= {"pid": process, "tid": _tid(process, _QUEUE)}
             self.events.append({"ph": "b", **event, "ts": self._us(call.queued_ns + add), "args": {"op": call.number}})
             self.events.append({"ph": "e", **event, "ts": self._us(call.begin_ns + add)})
@@ -159,7 +163,8 @@ class _Writer:
         middle = max(begin + shift, last - 1)  # within the events that it joins
         self.events.append({"ph": "s", **event, **source, "ts": self._us(middle), "args": {"op": call.number}})
         ended = max(part.end_ns + add - 1, part.begin_ns + add, middle)
-        self.events.append({"ph": "f", "bp": "e", **event, **target, "ts": self._us(ended), "args": {"op": call.number}})
+        event |= {"ph": "f", "bp": "e", "args": {"op": call.number}}
+        self.events.append({**event, **target, "ts": self._us(ended)})
 
     def _slice(
         self,
@@ -185,6 +190,4 @@ def _tid(process: int, row: int) -> int:
 def _work(calls: Sequence[Call]) -> list[tuple[int, int]]:
     """Return when a rank did something else than to wait in its calls, in order."""
     waits = (Phase.WAIT, Phase.AGREE)
-    return sorted(
-        (part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in waits
-    )
+    return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in waits)

@@ -42,7 +42,7 @@ class Phase(IntEnum):
 
 
 class Record(NamedTuple):
-    """A record: see ``TraceRecord`` in the native ``trace_file.hpp``. Times are in nanoseconds of the monotonic clock."""
+    """A record, as in the native ``trace_file.hpp``. Times are nanoseconds of the monotonic clock."""
 
     phase: Phase
     outcome: int

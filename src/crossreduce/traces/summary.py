@@ -33,7 +33,7 @@ class SummaryRow(NamedTuple):
     token: str
     text: str
     nbytes: int | None
-    count: int
+    calls: int
     unfinished: int
     seconds: float | None
     own_seconds: float | None
@@ -56,7 +56,7 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
             for call in trace.calls:
                 calls.setdefault(call.text, {}).setdefault(call.number, {})[rank] = call
         made = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
-        rows += sorted(made, key=lambda row: -(row.seconds or 0.0) * row.count)
+        rows += sorted(made, key=lambda row: -(row.seconds or 0.0) * row.calls)
     return rows
 
 
@@ -85,7 +85,7 @@ def _row(
         token=group.token,
         text=text,
         nbytes=every[0].nbytes,
-        count=len(calls),
+        calls=len(calls),
         unfinished=sum(any(call.end_ns is None for call in ranks.values()) for ranks in calls),
         seconds=median(seconds) / 1e9 if seconds else None,
         own_seconds=median(own) / 1e9 if own else None,

@@ -348,8 +348,7 @@ PyObject *memory_trace_to(PyObject *object, PyObject *args) {
     try {
         std::shared_ptr<TraceFile> file;
         if (fd >= 0) {
-            if (limit < TraceFile::least_nbytes(length) || limit > MAX_NBYTES)
-                return value_error("the limit of the trace is out of range"), nullptr;
+            if (limit < 0 || limit > MAX_NBYTES) return value_error("the limit of the trace is out of range"), nullptr;
             file = TraceFile::open(fd, {json, static_cast<size_t>(length)}, limit);
             if (!file) return PyErr_SetFromErrno(PyExc_OSError);
         }

@@ -10,11 +10,6 @@ constexpr int64_t PAGE = 4096, TEXTS_NBYTES = 1 << 16, FIRST_NBYTES = 1 << 18;
 constexpr uint8_t RUNNING = 255;
 } // namespace
 
-int64_t TraceFile::least_nbytes(int64_t json_nbytes) {
-    const int64_t before = static_cast<int64_t>(sizeof(TraceHeader)) + json_nbytes;
-    return (before + PAGE - 1) / PAGE * PAGE + TEXTS_NBYTES + 16 * PAGE;
-}
-
 #if defined(__linux__)
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -32,8 +27,8 @@ static void read_clocks(int64_t (&clocks)[3]) {
 
 std::shared_ptr<TraceFile> TraceFile::open(int fd, const std::string &json, int64_t limit) {
     std::shared_ptr<TraceFile> made(new TraceFile());
-    const auto json_nbytes = static_cast<int64_t>(json.size());
-    const int64_t least = least_nbytes(json_nbytes);
+    const auto before = static_cast<int64_t>(sizeof(TraceHeader) + json.size());
+    const int64_t texts_at = (before + PAGE - 1) / PAGE * PAGE, least = texts_at + TEXTS_NBYTES + 16 * PAGE;
     made->limit = std::max(limit, least);
     made->process = getpid();
     if ((made->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) < 0) return nullptr;
@@ -45,8 +40,8 @@ std::shared_ptr<TraceFile> TraceFile::open(int fd, const std::string &json, int6
     if (!made->reserve(std::min(made->limit, std::max(FIRST_NBYTES, least)))) return nullptr;
     auto *header = new (at) TraceHeader();
     header->json_nbytes = json.size();
-    header->records_at = static_cast<uint64_t>(least - 16 * PAGE);
-    header->texts_at = header->records_at - TEXTS_NBYTES;
+    header->texts_at = static_cast<uint64_t>(texts_at);
+    header->records_at = static_cast<uint64_t>(texts_at + TEXTS_NBYTES);
     std::memcpy(made->memory + sizeof(TraceHeader), json.data(), json.size());
     read_clocks(header->clocks[0]);
     read_clocks(header->clocks[1]);

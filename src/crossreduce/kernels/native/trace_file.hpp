@@ -34,9 +34,9 @@ static_assert(sizeof(TraceRecord) == 32 && sizeof(TraceHeader) == 112, "crossred
 
 class TraceFile {
   public:
-    // Use an empty file of at most `limit` bytes, from now on; `fd` is duplicated. Return null and set errno if that fails.
+    // Write to an empty file of at most `limit` bytes, or as many as its start needs; `fd` is duplicated. Return null and
+    // set errno if that fails.
     static std::shared_ptr<TraceFile> open(int fd, const std::string &json, int64_t limit);
-    static int64_t least_nbytes(int64_t json_nbytes);
     ~TraceFile();
     TraceFile(const TraceFile &) = delete;
     TraceFile &operator=(const TraceFile &) = delete;
