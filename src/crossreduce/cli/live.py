@@ -22,6 +22,7 @@ from rich.text import Text
 from .output import print_lines, terminal
 
 ROWS: Final = 6  # of a chart
+LAST: Final = 20  # steps
 DRAWS_PER_S: Final = 8.0  # the view is drawn between two steps, at most so often
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _LETTERS: Final = "    #####"  # for terminals without these characters
@@ -63,8 +64,8 @@ class View:
                 Text(f"loss {last.loss:.4f}  (from {self.seen[0].loss:.4f}; 0 at the bottom)", style="bold"),
                 *(Text(line, style="green") for line in chart(losses, highest(losses), self.blocks)),
                 Text(
-                    f"in reductions {100 * share(self.seen):.1f} % of the time, {100 * shares[-1]:.1f} % of the last "
-                    f"steps  (0 to 100 %)",
+                    f"in reductions {100 * share(self.seen):.1f} % of the time, {100 * share(self.seen[-LAST:]):.1f} % "
+                    f"of that of the last {LAST} steps  (0 to 100 %)",
                     style="bold",
                 ),
                 *(Text(line, style="cyan") for line in chart(shares, 1.0, self.blocks)),
