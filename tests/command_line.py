@@ -29,13 +29,20 @@ def run_python(code, *args, **environment):
     )
 
 
-def in_terminal(*args, **environment):
-    """Run a command line in a new process on a terminal, and return what it prints as plain text."""
+def in_terminal(*args, bars=False, **environment):
+    """Run a command line in a new process on a terminal, and return what it prints as plain text.
+
+    With ``bars`` its standard error is the same terminal.
+    """
     import pty
 
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "crossreduce", *args], stdin=theirs, stdout=theirs, env=os.environ | environment
+        [sys.executable, "-m", "crossreduce", *args],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs if bars else None,
+        env=os.environ | environment,
     )
     os.close(theirs)
     out = b""
