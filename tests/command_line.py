@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 # Matches a row of results in the format of nccl-tests, as parsers of that output do; other lines begin with "#".
@@ -28,13 +29,20 @@ def run_python(code, *args, **environment):
     )
 
 
-def in_terminal(*args, **environment):
-    """Run a command line in a new process on a terminal, and return what it prints as plain text."""
+def in_terminal(*args, bars=False, **environment):
+    """Run a command line in a new process on a terminal, and return what it prints as plain text.
+
+    With ``bars`` its standard error is the same terminal.
+    """
     import pty
 
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "crossreduce", *args], stdin=theirs, stdout=theirs, env=os.environ | environment
+        [sys.executable, "-m", "crossreduce", *args],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs if bars else None,
+        env=os.environ | environment,
     )
     os.close(theirs)
     out = b""
@@ -44,6 +52,34 @@ def in_terminal(*args, **environment):
     os.close(ours)
     assert process.returncode == 0
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
+
+
+def with_bars(*args, **environment):
+    """Run a command line in a new process whose standard error is a terminal, and that writes its output to a pipe.
+
+    Return its exit code, its output, and what it writes to the terminal as plain text.
+    """
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "crossreduce", *map(str, args)]
+    settings = {"TERM": "xterm-256color", "COLUMNS": "100", **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | settings)
+    os.close(theirs)
+    shown, out = [], []
+
+    def read():
+        with suppress(OSError):  # Linux reports the end of a terminal as an error
+            while part := os.read(ours, 4096):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with process:
+        out.append(process.stdout.read())
+    reader.join()
+    os.close(ours)
+    return process.returncode, out[0].decode(), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", b"".join(shown).decode())
 
 
 def run_without(module, *args):

@@ -276,20 +276,3 @@ def test_planning_loads_no_framework(tmp_path):
     assert units is not None
     assert is_power_of_two(int(units[1]))
     assert "\x1b" not in ran.stdout
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_progress_is_shown_on_a_terminal_only(tmp_path):
-    """On a terminal stderr shows the progress, without colours if NO_COLOR is set; stdout is pure JSON."""
-    import pty
-
-    here, there = pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color", "NO_COLOR": "1"}
-    ran = run("plan", "dgx-1v", "--json", stdout=subprocess.PIPE, stderr=there, env=environment)
-    os.close(there)
-    shown = os.read(here, 1 << 16).decode()
-    os.close(here)
-    assert ran.returncode == 0
-    assert json.loads(ran.stdout)["machine"] == "dgx-1v"
-    assert "planning" in shown
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", shown)

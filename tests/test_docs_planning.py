@@ -19,6 +19,8 @@ from test_chakra import WITHIN
 
 import crossreduce as cr
 from crossreduce.export.chakra import writer
+from crossreduce.export.folding import DEVICES_FROM, HOSTS_FROM
+from crossreduce.export.grouping import tree_groups
 from crossreduce.planning import Request, hierarchical_copy, schedules
 from crossreduce.planning.forest import forest
 from crossreduce.planning.shallow.forests import MOST_DEVICES
@@ -130,6 +132,11 @@ def tensorflow():
     yield f"{width} / ({ratio(share)}) = {ratio(rate)} GB/s, about {float(rate):.2f}"
     assert ("cuda:1", "cuda:2") not in used
     yield "the link from 1 to 2 idles"
+    rings = cr.plan(BOX, "all_reduce", nbytes=256 << 20, algorithm="ring")
+    assert len(tree_groups(rings.schedule, BOX)) == 2  # the page: "two panels"
+    yield f"the {len(rings.schedule.chunks)} chunks of the rings of a complete DGX-1V"
+    yield f"more than {HOSTS_FROM} devices in all"
+    yield f"one host with more than {DEVICES_FROM} devices"
 
 
 def limits():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Switch, Topology
+from crossreduce.export.folding import folded
 from crossreduce.export.pictures import draw_topology
 
 
@@ -107,7 +108,7 @@ def test_a_third_dimension_is_drawn_diagonally(tmp_path, topology):
 
 
 @pytest.mark.parametrize(
-    "topology", [PART, Topology.ring(6), Topology.full_mesh(9), Topology.star(16), Topology.star(40)]
+    "topology", [PART, Topology.ring(6), Topology.full_mesh(9), Topology.star(16), Topology.star(24)]
 )
 def test_other_topologies_are_drawn_on_a_circle(tmp_path, topology):
     """Devices without a grid are drawn on a circle; the switch of a star is in its middle."""
@@ -117,6 +118,66 @@ def test_other_topologies_are_drawn_on_a_circle(tmp_path, topology):
     far = [((x - middle[0]) ** 2 + (y - middle[1]) ** 2) ** 0.5 for x, y in found]
     assert far[:n] == pytest.approx([far[0]] * n, rel=0.05)
     assert max(far[n:], default=0) < 0.05 * far[0] + 3
+
+
+@pytest.mark.parametrize(("count", "row"), [(25, 7), (72, 18), (96, 24)])
+def test_a_large_star_is_drawn_as_rows(tmp_path, count, row):
+    """The devices of a large star are in two rows above its switch and two below, and all links are vertical."""
+    found = places(Topology.star(count), tmp_path / "a.svg")
+    heights = Counter(round(y, 1) for _, y in found)
+    above, switch, below = sorted(heights)[:2], sorted(heights)[2], sorted(heights)[3:]
+    assert heights[switch] == 1
+    assert [heights[y] for y in (*above, *below)] == [row] * 3 + [count - 3 * row]
+    lines = re.findall(
+        r'<path d="M ([\d.]+) [\d.]+ \s*L ([\d.]+) [\d.]+ \s*" clip-path', (tmp_path / "a.svg").read_text()
+    )
+    assert len(lines) == count
+    assert all(start == end for start, end in lines)
+    boxes = (
+        sorted(x for x, y in found if round(y, 1) == above[0]),
+        sorted(x for x, y in found if round(y, 1) == above[1]),
+    )
+    assert min(abs(x - other) for x in boxes[0] for other in boxes[1]) > 20  # links pass between the boxes
+
+
+@pytest.mark.parametrize(
+    ("topology", "boxes", "note"),
+    [
+        (Topology.machine("hgx-h100", hosts=4), 0, ""),
+        (Topology.machine("hgx-h100", hosts=16), 16, "each box is a host (with its number of devices)"),
+        (Topology.machine("dgx-1v", hosts=8), 8, "each box is a host (with its number of devices)"),
+        (Topology.star(96), 0, ""),
+        (Topology.star(256), 16, "each box is a range of devices with the same links"),
+        (Topology.full_mesh(100), 15, "each box is a range of devices with the same links"),
+    ],
+    ids=["32", "16 hosts", "8 hosts", "96", "star", "mesh"],
+)
+def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
+    """A box stands for a host, or for devices with the same links; its links have the bandwidth of all of theirs."""
+    draw_topology(topology, tmp_path / "a.svg")
+    found = words(tmp_path / "a.svg")
+    assert (note in found) == bool(note)
+    assert sum(bool(re.search(r" \(\d+\)$|:\d+-\d+$", word)) for word in found) == boxes
+    folding = folded(topology)
+    assert {*folding.boxes} == {*topology.nodes}
+    for link in folding.topology.links:
+        inside = [
+            old for old in topology.links if (folding.boxes[old.src], folding.boxes[old.dst]) == (link.src, link.dst)
+        ]
+        assert link.bandwidth == sum(old.bandwidth for old in inside)
+    apart = [link for link in topology.links if folding.boxes[link.src] != folding.boxes[link.dst]]
+    assert sum(link.bandwidth for link in apart) == sum(link.bandwidth for link in folding.topology.links)
+
+
+def test_devices_with_other_links_are_not_folded_together():
+    """A ring of 100 devices is not folded; a device with one slower link has a box of its own."""
+    assert folded(Topology.ring(100)).topology == Topology.ring(100)
+    star = Topology.star(200, 10)
+    slower = [link._replace(bandwidth=Fraction(5)) if link.src == "cpu:20" else link for link in star.links]
+    labels = folded(Topology(star.devices, slower, star.switches)).labels
+    assert "cpu:20" not in labels
+    assert labels["cpu:13"] == "cpu:13-19"
+    assert labels["cpu:21"].startswith("cpu:21-")
 
 
 @st.composite

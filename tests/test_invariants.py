@@ -29,7 +29,7 @@ PACKAGES = {
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
-    ("errors", "autograph", "threads"),
+    ("errors", "autograph", "threads", "progress"),
     ("ops", "devices"),
     ("kernels",),
     ("values",),

@@ -23,6 +23,7 @@ from crossreduce import (
     ScheduleError,
     Step,
     Topology,
+    plan,
 )
 from crossreduce.export.pictures import PANELS, draw_schedule, draw_topology
 from crossreduce.planning import PLANNERS, hierarchical_copy, one_device, ring
@@ -64,29 +65,35 @@ def drawn(schedule, topology, path):
     """Draw a schedule, and return the panels of its trees and the panel of the use of links."""
     draw_schedule(schedule, topology, path)
     *trees, use, scale = panels(path)
-    assert scale.words[-1] == "% of the busiest link's time"
+    assert scale.words[-1].startswith("% of the busiest link's time")
     return trees, use
 
 
+def numbers(n):
+    """Return the names of devices in the panels of trees."""
+    return [str(k) for k in range(n)]
+
+
 def test_a_schedule_shows_each_tree(tmp_path):
-    """Each of TensorFlow's trees has a panel with its share, its root in black, a blue arrow for each transfer to the
-    root, and an orange one for each transfer from the root."""
-    trees, use = drawn(hierarchical_copy(names(8), packs=8), Topology.full_mesh(8, 25), tmp_path / "a.svg")
-    assert [tree.words for tree in trees] == [["1/8 of the buffer", *names(8)]] * 8
-    assert [tree.white for tree in trees] == [[f"cpu:{k}"] for k in range(8)]
-    assert [tree.heads for tree in trees] == [Counter({BLUE: 7, ORANGE: 7})] * 8
+    """A tree's panel has its share, its root in black, a blue arrow for each transfer to the root, and an orange one
+    for each transfer from the root. The trees of TensorFlow have one shape."""
+    (tree,), use = drawn(hierarchical_copy(names(8), packs=8), Topology.full_mesh(8, 25), tmp_path / "a.svg")
+    assert tree.words == ["8 x 1/8 = the whole buffer", *numbers(8)]
+    assert tree.white == ["0"]
+    assert tree.heads == Counter({BLUE: 7, ORANGE: 7})
     assert use.words == ["use of each link: 32 of 56 carry data", *names(8)]
     assert use.heads.total() == 32
     found = words(tmp_path / "a.svg")
     assert "all_reduce hierarchical_copy: 8 devices, 8 chunks, 4 rounds, 80 steps" in found
     assert "the busiest link allows 50 GB/s" in found
-    assert found[-3:] == ["to the root", "from the root", "root"]
+    assert "% of the busiest link's time, 20 ms per GB" in found
+    assert found[-4:] == ["partial result, to the root", "result, from the root", "root", "link of 25 GB/s"]
 
 
 @pytest.mark.parametrize(
     ("schedule", "topology", "roots", "heads"),
     [
-        (ring(names(5)), Topology.ring(5), [4, 0, 1, 2, 3], (4, 4)),
+        (ring(names(5)), Topology.ring(5), [4], (4, 4)),
         (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # blue: 4 links to the switch, 1 to the root
         (one_device(names(5), destinations=["cpu:3"]), Topology.full_mesh(5), [3], (4, 0)),
         (one_device(names(5), ["cpu:2"], names(4)[3:]), Topology.full_mesh(5), [2], (0, 1)),
@@ -103,7 +110,7 @@ def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
     """A tree's root is the device that produces the result. A link that carries contributions to the root has a blue
     arrow, a link that carries the result an orange one."""
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
-    assert [tree.white for tree in trees] == [[f"cpu:{root}"] for root in roots]
+    assert [tree.white for tree in trees] == [[str(root)] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)
 
 
@@ -114,33 +121,53 @@ def test_forwarded_partial_results_are_blue(tmp_path):
     schedule = Schedule("reduce", "custom", devices, (chunk,), ((Step(0, 1, (0,)),), (Step(0, 2, (1, 2)),)))
     (tree,), _ = drawn(schedule, Topology.ring(3), tmp_path / "a.svg")
     assert tree.heads == {BLUE: 2}
-    assert tree.white == ["cpu:2"]
+    assert tree.white == ["2"]
 
 
-def test_chunks_with_the_same_transfers_share_a_panel(tmp_path):
-    """Chunks with the same transfers are drawn as one tree with the sum of their shares, unless their routes differ."""
+def test_trees_of_one_shape_share_a_panel(tmp_path):
+    """Trees of the same shape are drawn once with the sum of their shares, unless their routes differ in shape."""
     bus = [("cpu:0", "bus", 9), ("bus", "cpu:1", 9)]
     topology = Topology(names(3), [*Topology.full_mesh(3).links, *bus], ["bus"])
     schedule = ring(names(3), packs=3)
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
-    assert [tree.words[0] for tree in trees] == ["1/3 of the buffer"] * 3
+    assert [tree.words[0] for tree in trees] == ["ring: 3 x 1/3 = the whole buffer"]
     trees, _ = drawn(one_device(names(3)), topology, tmp_path / "a.svg")
     assert [tree.words[0] for tree in trees] == ["the whole buffer"]
     routed = replace(schedule, routes=(Route(4, 0, 1, ("bus",)),))
     trees, use = drawn(routed, topology, tmp_path / "a.svg")
-    assert sorted(tree.words[0] for tree in trees) == ["1/3 of the buffer"] * 2 + [
-        "1/9 of the buffer",
-        "2/9 of the buffer",
-    ]
+    assert trees[0].words[:2] == ["ring: 3 trees, 8/9 of the", "buffer"]  # a long title has two lines
+    assert trees[1].words[0] == "1/9 of the buffer"
     assert use.words[0] == "use of each link: 5 of 8 carry data"
 
 
+@pytest.mark.parametrize(
+    ("machine", "algorithm", "panels"),
+    [("dgx-1v", "ring", 2), ("dgx-1v", "halving_doubling", 2), ("hgx-h100", "direct", 1), ("dgx-2", "ring", 1)],
+)
+def test_machines_have_few_panels(tmp_path, machine, algorithm, panels):
+    """The 48 chunks of the rings of a DGX-1V have two panels; the 16 chunks of a switch's machine have one."""
+    found = plan(machine, "all_reduce", nbytes="256M", algorithm=algorithm)
+    trees, _ = drawn(found.schedule, found.topology, tmp_path / "a.svg")
+    assert len(trees) == panels
+    chunks = [tree.words[0].partition(" x ")[0].rpartition(" ")[2] for tree in trees]
+    assert sum(map(int, chunks)) == len(found.schedule.chunks)
+
+
+def shapes(count):
+    """Return a broadcast of ``count`` trees of different shapes, each a path of another length, and its topology."""
+    devices = names(count + 1)
+    chunks = tuple(Chunk(Fraction(1, count), (0,), (k + 1,)) for k in range(count))
+    steps = tuple(Step(k, k + 1, (0,)) for k in range(count))
+    return Schedule("broadcast", "custom", devices, chunks, (steps,)), Topology.mesh(1, count + 1)
+
+
 def test_many_trees_are_counted(tmp_path):
-    """The first PANELS trees are drawn, and the others are counted with their share."""
-    trees, _ = drawn(ring(names(16)), Topology.ring(16), tmp_path / "a.svg")
-    assert len(trees) == PANELS == 12
-    assert "and 4 more trees, 1/4 of the buffer" in words(tmp_path / "a.svg")
-    drawn(ring(names(3), packs=12), Topology.ring(3), tmp_path / "a.svg")
+    """The first PANELS shapes are drawn, and the other trees are counted with their share."""
+    trees, _ = drawn(*shapes(PANELS + 4), tmp_path / "a.svg")
+    assert len(trees) == PANELS == 14
+    assert "and 4 more trees, 2/9 of the buffer" in words(tmp_path / "a.svg")
+    trees, _ = drawn(*shapes(PANELS), tmp_path / "a.svg")
+    assert len(trees) == PANELS
     assert not [word for word in words(tmp_path / "a.svg") if "more" in word]
 
 
@@ -159,20 +186,18 @@ def test_the_use_of_links_is_shaded_by_time(tmp_path):
 @pytest.mark.parametrize("algorithm", [*PLANNERS])
 def test_every_planner_can_be_drawn(tmp_path, algorithm):
     """Every planner's schedules are drawn, between hosts and through a switch, where each tree has a root."""
-    hosts = two_hosts()
-    for topology in (Topology.star(5), hosts):
+    for topology in (Topology.star(5), two_hosts()):
         trees, _ = drawn(PLANNERS[algorithm](topology.devices), topology, tmp_path / "a.svg")
-        if topology is not hosts:  # in pictures of hosts the panels are too small for names
-            assert all(tree.white for tree in trees)
+        assert all(tree.white for tree in trees)
 
 
 def test_a_schedule_may_have_no_transfers(tmp_path):
     """A schedule without rounds has one panel with its roots and no arrow, and no rate."""
     lone = Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ())
     (tree,), use = drawn(lone, Topology.ring(2), tmp_path / "a.svg")
-    assert tree.white == ["cpu:0"]
+    assert tree.white == ["0"]
     assert tree.heads == use.heads == {}
-    assert not [word for word in words(tmp_path / "a.svg") if "GB/s" in word]
+    assert not [word for word in words(tmp_path / "a.svg") if "allows" in word or "ms per GB" in word]
     draw_topology(Topology(names(1), []), tmp_path / "b.svg")
     assert words(tmp_path / "b.svg") == ["cpu:0", "1 device"]
 

@@ -19,7 +19,7 @@ from ..planning.explain import duration, size
 from ..schedule.schedule import many
 from ..topology.measured import LARGEST, Measurement, read_measurements
 from .arguments import one_of
-from .output import rate_json
+from .output import progress, rate_json
 
 Measured = Annotated[
     list[Path] | None,
@@ -54,7 +54,8 @@ def fitted(measured: list[Path] | None, topology: Topology, assumed: str) -> Cal
         except ArgumentError as error:
             error.prefix(f"--measured {path}")
             raise
-    return calibrate(topology, found, assumed)
+    with progress("fitting speeds", 1):
+        return calibrate(topology, found, assumed)
 
 
 def plan_lines(found: Calibration, seconds: float) -> dict[str, str]:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import Bound
 from ..errors import ArgumentError, BackendError
 from ..planning.explain import limited_by
+from ..progress import watched
 
+PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
+"""The environment variable in which a parent process names the descriptor of its terminal, for bars of a child."""
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
@@ -156,14 +159,66 @@ def bound_json(limit: Bound) -> dict[str, Any]:
     }
 
 
+class Bar:
+    """A progress bar on standard error, or nothing if that is not a terminal. Calling it advances it by one step."""
+
+    def __init__(self, progress: Progress, description: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=total)
+        self._detail = progress.add_task("", total=1, visible=False)
+
+    def __call__(self, text: str) -> None:
+        """Advance the bar by one step, and change its text."""
+        self._progress.update(self._task, advance=1, description=text)
+        self._progress.update(self._detail, visible=False)
+        self._progress.refresh()
+
+    def detail(self, text: str, done: int, total: int) -> None:
+        """Show the steps of a part in a second line, until it is complete."""
+        self._progress.update(self._detail, description=text, completed=done, total=total, visible=done < total)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the bar for the time of the block, in which lines can be printed."""
+        if self._progress.disable:
+            yield
+            return
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()
+
+
 @contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on a terminal only; yield the function that advances it by one and changes its text."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
+def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[Bar]:
+    """Show a progress bar on a terminal only, and yield it.
+
+    Long computations of the package show their steps in a second line; see ``progress.py``. With ``quiet`` the bar is
+    drawn only when it advances, and no thread draws it meanwhile, so that it does not disturb what is measured.
+    """
+    with ExitStack() as stack:
+        console = Console(stderr=True)
+        given = os.environ.get(PROGRESS_FD)
+        if given is not None and given.isdigit() and not console.is_terminal:
+            with suppress(OSError):  # the descriptor is not open
+                stream = stack.enter_context(os.fdopen(int(given), "w", encoding="utf-8", closefd=False))
+                console = Console(file=stream)
+        shown = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            auto_refresh=not quiet,
+            redirect_stdout=False,  # rich would send what is printed to standard error
+            redirect_stderr=False,
+        )
+        bar = Bar(shown, description, total)
+        with shown:
+            shown.refresh()
+            if console.is_terminal:
+                stack.enter_context(watched(bar.detail))
+            yield bar
 
 
 def print_lines(lines: Iterable[str]) -> None:

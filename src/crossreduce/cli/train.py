@@ -11,7 +11,8 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,6 +26,8 @@ from .. import AllReduceCrossDeviceOps, __version__, all_reduce
 from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
+from .live import Step, Watch
+from .live import live as live_view
 from .output import atomic_json, progress, terminal
 from .trainers import TRAINERS, Trainer, Tree, load, numbered
 
@@ -52,6 +55,14 @@ def train(
     batch_size: Annotated[int, Option(help="Samples per step, over all replicas.")] = 64,
     seed: Annotated[int, Option(help="Seed of the initial parameters and of the order of samples.")] = 0,
     json: Annotated[Path | None, Option(help="Write the results and all losses to this file.")] = None,
+    live: Annotated[
+        bool,
+        Option(
+            "--live",
+            help="Draw the loss and the share of time in reductions while training. Without a terminal: print a line "
+            "per epoch.",
+        ),
+    ] = False,
 ) -> None:
     """Train a classifier of handwritten digits, data-parallel.
 
@@ -70,8 +81,9 @@ def train(
         images, labels, *test = load_digits()
         first = initial(seed)
         order = list(batches(len(labels), batch_size, epochs, seed))
-        with progress("training", len(order)) as advance:
-            run = fit(trainer, names, ops, images, labels, first, order, advance)
+        title = f"{framework} {trainer.version}, {len(names)} replica{'s' * (len(names) != 1)}, {algorithm}"
+        with live_view(title, len(order), epochs) if live else _bar(len(order)) as watch:
+            run = fit(trainer, names, ops, images, labels, first, order, watch)
         report = {
             "crossreduce": __version__,
             "python": platform.python_version(),
@@ -100,6 +112,13 @@ def train(
     if not report["replicas_identical"]:
         print("crossreduce: the replicas' parameters differ, but all must have the same bits.", file=sys.stderr)
         raise Exit(1)
+
+
+@contextmanager
+def _bar(steps: int) -> Iterator[Watch]:
+    """Show a progress bar, and yield the function to call after each step."""
+    with progress("training", steps) as advance:
+        yield lambda step: advance(f"epoch {step.epoch + 1:3}  loss {step.loss:.4f}")
 
 
 def load_digits() -> tuple[NDArray[Any], ...]:
@@ -151,16 +170,20 @@ def fit(
     labels: NDArray[Any],
     first: Parameters,
     order: list[tuple[int, NDArray[Any]]],
-    advance: Callable[[str], None],
+    watch: Watch,
 ) -> Run:
-    """Train on the batches of ``order``, in this order, and return the run."""
+    """Train on the batches of ``order``, in this order, call ``watch`` after each step, and return the run.
+
+    The reported seconds do not include those of ``watch``.
+    """
     zero = {k: 0 * x for k, x in first.items()}
     states: list[tuple[Tree, ...]] = [  # the parameters and the velocity of each replica
         tuple({k: trainer.put(x, device) for k, x in tree.items()} for tree in (first, zero)) for device in devices
     ]
     losses: list[float] = []
     sums = [0.0] * (order[-1][0] + 1)
-    reduction_s, began = 0.0, time.perf_counter()
+    reduction_s, watching_s, began = 0.0, 0.0, time.perf_counter()
+    step_began = began
     for epoch, batch in order:
         shards = [
             (trainer.put(images[part], device), trainer.put(labels[part], device))
@@ -172,14 +195,18 @@ def fit(
         before = time.perf_counter()
         totals = all_reduce(grads, "sum", devices=devices, cross_device_ops=ops)
         trainer.wait(x for tree in totals for x in tree.values())
-        reduction_s += time.perf_counter() - before
+        own_s = time.perf_counter() - before
+        reduction_s += own_s
         states = [trainer.update(p, v, total, len(batch)) for (p, v), total in zip(states, totals, strict=True)]
         loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
         sums[epoch] += loss
-        advance(f"epoch {epoch + 1:3}  loss {losses[-1]:.4f}")
+        step_ended = time.perf_counter()
+        watch(Step(epoch, len(batch), losses[-1], own_s, step_ended - step_began))
+        step_began = time.perf_counter()
+        watching_s += step_began - step_ended
     replicas = [{k: trainer.get(x) for k, x in own.items()} for own, _ in states]
-    total_s = time.perf_counter() - began
+    total_s = time.perf_counter() - began - watching_s
     return Run(losses, [loss / len(labels) for loss in sums], reduction_s, total_s, replicas)
 
 

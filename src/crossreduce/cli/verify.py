@@ -19,7 +19,7 @@ from .. import Schedule
 from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
-from .output import progress
+from .output import Bar, progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
@@ -41,48 +41,65 @@ def verify(
     The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
     verified.
     """
-    if file.is_dir():
-        print(_bundle(file))
-        return
-    print(_proved(file))
+    try:
+        if file.is_dir():
+            proved = _bundle(file)
+        else:
+            with progress("reading", 2) as advance:
+                proved = _proved(file, lambda: advance("proving"))
+    except _WrongFileError as error:
+        print(f"crossreduce: {error}", file=sys.stderr)
+        raise Exit(1) from None
+    print(proved)
 
 
-def _proved(file: Path) -> str:
-    """Return the proved facts about a file, or exit with 1 if it is wrong."""
-    with progress("reading", 2) as advance:
-        try:
-            proof = _read(file)
-        except ScheduleError as error:
-            kinds = "MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON (plan --export plan.json)"
-            raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
-        advance("proving")
-        fault = None
-        try:
-            proved = proof()
-        except ScheduleError as error:
-            fault = error
-    if fault is not None:
-        print(f"crossreduce: {file} is wrong: {fault}", file=sys.stderr)
-        raise Exit(1)
-    return proved
+class _WrongFileError(Exception):
+    """A file can be read, but is wrong."""
+
+
+def _proved(file: Path, read: Callable[[], None]) -> str:
+    """Return the proved facts about a file, and call ``read`` when it is read.
+
+    Raises:
+      _WrongFileError: the file is wrong.
+    """
+    try:
+        proof = _read(file)
+    except ScheduleError as error:
+        kinds = "MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON (plan --export plan.json)"
+        raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
+    read()
+    try:
+        return proof()
+    except ScheduleError as error:
+        raise _WrongFileError(f"{file} is wrong: {error}") from error
 
 
 def _bundle(folder: Path) -> str:
-    """Return the proved facts about all files of a bundle, or exit with 1 if one of them is wrong."""
-    from ..export.bundle import SUFFIXES, facts_of
+    """Return the proved facts about all files of a bundle, or raise ``_WrongFileError`` if one of them is wrong."""
+    from ..export.bundle import SUFFIXES
 
     about = _about(folder / "ranks.json")
-    listed = about["files"]
-    known = [entry["file"] for entry in listed]
+    known = [entry["file"] for entry in about["files"]]
     for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
         if f"{path.parent.name}/{path.name}" not in known:
             problem = f"{path.parent.name}/{path.name} is not in ranks.json; runtimes would read it, too"
             raise ArgumentError(f"{folder}: {problem}.")
+    with progress("proving", len(known)) as advance:
+        texts = _proved_files(folder, about, advance)
+    return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
+
+
+def _proved_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
+    """Return the proved facts about each file of a bundle."""
+    from ..export.bundle import SUFFIXES, facts_of
+
     texts = []
     due = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no file before was for
-    for entry in listed:
+    for entry in about["files"]:
         name, path = entry["format"], folder / entry["file"]
-        proved = _proved(path)
+        advance.detail(entry["file"], 0, 1)
+        proved = _proved(path, lambda: None)
         try:
             found = facts_of(name, path.read_text("utf-8-sig"))
         except ScheduleError as error:
@@ -95,11 +112,11 @@ def _bundle(folder: Path) -> str:
                 if wrong
                 else "another file is for its sizes"
             )
-            print(f"crossreduce: {path} is wrong: {reason}", file=sys.stderr)
-            raise Exit(1)
+            raise _WrongFileError(f"{path} is wrong: {reason}")
         due[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64
         texts.append(f"{entry['file']}: {proved}")
-    return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
+        advance("proving")
+    return texts
 
 
 def _about(file: Path) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Final
 
-from ..devices import parse
 from ..topology import Topology
+from .folding import hosts_of, switches_of
 
 NODE: Final = 0.16  # half of the height of a node's box
+BAR_FROM: Final = 24  # the switch of a star with more devices than this is drawn as a bar
 _TOP: Final = math.pi / 2
 
 
@@ -24,6 +25,10 @@ class GraphLayout:
     positions: dict[str, complex]
     hosts: tuple[tuple[str, complex, complex], ...] = ()  # the frame of each: name, lower left, upper right corner
     bent: frozenset[frozenset[str]] = frozenset()  # links drawn as curves, since other nodes are between their ends
+    bars: dict[str, float] = field(
+        default_factory=dict
+    )  # wide boxes with half of their widths; links to them are vertical
+    labels: dict[str, str] = field(default_factory=dict)  # names in the picture, if others than those of ``label``
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -35,6 +40,9 @@ class GraphLayout:
         """The lower left and upper right corner of the drawing."""
         points = [*self.positions.values(), *(point for a, b in self.bent for point in self.line(a, b))]
         points += [corner for _, *frame in self.hosts for corner in frame]
+        for node, place in self.positions.items():
+            beyond = max(0.0, self.half_width(node) - 0.32)  # of wide boxes
+            points += [place - beyond, place + beyond]
         x, y = [point.real for point in points], [point.imag for point in points]
         return complex(min(x) - 0.4, min(y) - 0.3), complex(max(x) + 0.4, max(y) + 0.3)
 
@@ -44,9 +52,19 @@ class GraphLayout:
         span = self.corners[1] - self.corners[0]
         return span.real, span.imag
 
+    def label(self, node: str) -> str:
+        """Return a node's name in the picture."""
+        return self.labels.get(node) or label(node)
+
+    def half_width(self, node: str) -> float:
+        """Return half of the width of a node's box."""
+        return self.bars.get(node) or half_width(self.label(node))
+
     def line(self, src: str, dst: str, side: float = 0.0) -> list[complex]:
         """Return the points of a link, shifted to the right of its direction by ``side``."""
         a, b = self.positions[src], self.positions[dst]
+        if src in self.bars or dst in self.bars:
+            a, b = (complex(b.real, a.imag), b) if src in self.bars else (a, complex(a.real, b.imag))
         left = 1j * (b - a) / abs(b - a)
         a, b = a - side * left, b - side * left
         if frozenset((src, dst)) not in self.bent:
@@ -60,7 +78,7 @@ class GraphLayout:
 
     def _outside(self, node: str, points: list[complex]) -> list[complex]:
         """Return a line that starts at ``node``, without the part under the node's box."""
-        centre, wide, high = self.positions[node], half_width(node) + 0.05, NODE + 0.05
+        centre, wide, high = self.positions[node], self.half_width(node) + 0.05, NODE + 0.05
         offsets = [point - centre for point in points]
         outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
         left = next(outside, len(points) - 1)
@@ -86,11 +104,13 @@ def half_width(node: str) -> float:
     return max(0.22, 0.036 * len(label(node)) + 0.05)
 
 
-def graph_layout(topology: Topology) -> GraphLayout:
+def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> GraphLayout:
     """Return the positions of a topology's nodes.
 
-    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others clockwise on a circle,
-    with the switches inside. Several hosts are placed in two rows with the network between the rows.
+    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, those of a large star in rows
+    above and below its switch, and others clockwise on a circle, with the switches inside. Several hosts are placed in
+    two rows with the network between the rows. With ``labels``, of ``folded``, each device stands for several, and
+    hosts have no frames.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)
@@ -99,16 +119,37 @@ def graph_layout(topology: Topology) -> GraphLayout:
     for link in topology.links:
         near[link.src].add(link.dst)
         near[link.dst].add(link.src)
-    hosts: dict[str, list[str]] = {}
-    for device in topology.devices:
-        hosts.setdefault(parse(device).host, []).append(device)
+    hosts = hosts_of(topology)
     switches = [switch.name for switch in topology.switches]
+    if labels:
+        return GraphLayout(_circle(topology.devices, switches, near, labels), labels=labels)
     if len(hosts) > 1:
-        return _hosts(hosts, switches, near)
+        return _hosts(hosts, switches_of(topology, hosts), near)
+    if (
+        len(topology.devices) > BAR_FROM
+        and len(switches) == 1
+        and all(near[one] == {*switches} for one in topology.devices)
+    ):
+        return _bar(topology.devices, switches[0])
     shape = None if switches else _grid(topology.devices, near)
     if shape is not None:
         return _on_grid(topology.devices, near, shape)
     return GraphLayout(_circle(topology.devices, switches, near))
+
+
+def _bar(devices: Sequence[str], switch: str) -> GraphLayout:
+    """Place the devices of a star in two rows above its switch, which is a bar, and two below it.
+
+    The outer rows are shifted by half a column, so that their links pass between the boxes of the inner rows.
+    """
+    columns, gap = math.ceil(len(devices) / 4), 2 * max(map(half_width, devices)) + 0.3
+    heights = (1.6, 0.8, -0.8, -1.6)
+    positions = {switch: 0j}
+    for k, device in enumerate(devices):
+        row, column = divmod(k, columns)
+        shift = 0.25 if row in (0, 3) else -0.25
+        positions[device] = complex((column - (columns - 1) / 2 + shift) * gap, heights[row])
+    return GraphLayout(positions, bars={switch: (columns / 2 + 0.25) * gap})
 
 
 def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] | None:
@@ -144,27 +185,27 @@ def _on_grid(devices: Sequence[str], near: dict[str, set[str]], shape: tuple[int
     return GraphLayout(positions, bent=frozenset(bent))
 
 
-def _circle(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
+def _circle(
+    devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]], labels: dict[str, str] | None = None
+) -> dict[str, complex]:
     """Place devices on a circle, clockwise from the top, and switches inside it, those far from devices innermost."""
+    widest = 2 * max(half_width(name) for name in labels.values()) + 0.1 if labels else 0.0
     levels = _levels(devices, switches, near)
     radii: list[float] = []
     for level in reversed(levels):
         radii.insert(0, max(_radius(len(level), 1.0), radii[0] + 0.8 if radii else 0.0))
-    radius = max(_radius(len(devices), 1.1 if len(devices) <= 16 else 0.72), radii[0] + 0.8 if radii else 0.0)
-    positions = {device: cmath.rect(radius, _TOP - k * math.tau / len(devices)) for k, device in enumerate(devices)}
+    radius = max(
+        _radius(len(devices), max(widest, 1.1 if len(devices) <= 16 else 0.72)), radii[0] + 0.8 if radii else 0.0
+    )
+    first = _TOP if len(devices) != 2 else math.pi  # two devices are side by side
+    positions = {device: cmath.rect(radius, first - k * math.tau / len(devices)) for k, device in enumerate(devices)}
     for level, distance in zip(levels, radii, strict=True):
         positions |= _spread(level, distance, positions, near)
     return positions
 
 
-def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str, set[str]]) -> GraphLayout:
-    """Place hosts in two rows, above and below the network between them."""
-    host_of = {device: host for host, devices in hosts.items() for device in devices}
-    own: dict[str | None, list[str]] = {None: [], **{host: [] for host in hosts}}
-    for switch in switches:
-        named = switch.partition("/")[0]
-        around = {named} if named in hosts else {host_of[node] for node in near[switch] if node in host_of}
-        own[around.pop() if len(around) == 1 else None].append(switch)
+def _hosts(hosts: dict[str, list[str]], own: dict[str | None, list[str]], near: dict[str, set[str]]) -> GraphLayout:
+    """Place hosts with their own switches in two rows, above and below the network (``own[None]``) between them."""
     inner = {host: _host(devices, own[host], near) for host, devices in hosts.items()}
     wide = max(abs(place.real) for positions in inner.values() for place in positions.values()) * 2 + 1.0
     high = max(place.imag for positions in inner.values() for place in positions.values())

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..errors import PlanError, shown
+from ..progress import steps
 from ..schedule import Pieces, Schedule, fastest_of, verify
 from ..schedule.schedule import many
 from ..topology import Topology
@@ -167,7 +168,7 @@ def fastest(request: Request) -> Pieces:
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
     found: dict[Schedule, None] = {}
-    for tried in _tried(topology, request):
+    for tried in steps(_tried(topology, request), lambda tried: f"planning {tried.algorithm}"):
         try:
             found.update(dict.fromkeys(candidates(tried._replace(nbytes=0, costs=NO_MORE))))
         except PlanError as error:

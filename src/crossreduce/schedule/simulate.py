@@ -31,6 +31,7 @@ from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, PlanError, shown
+from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
@@ -235,7 +236,7 @@ def fastest_of(
     best = known
     if not timings and best is None:
         raise failure
-    for timing in sorted(timings, key=lambda timing: timing.lock_step_best[0]):
+    for timing in steps(sorted(timings, key=lambda timing: timing.lock_step_best[0]), "comparing schedules"):
         if best is None or timing.floor < best.seconds:
             pieces = timing.best_pieces()
             if best is None or timing.seconds(pieces) < best.seconds:

@@ -45,11 +45,12 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
     start_time = nccl_tests.now()
     turns = [(peer, DEFAULT) for peer in peers] + [(peer, KEPT) for peer in peers if keep and peer not in ranks.PEERS]
     with atomic_file("--picture", picture) as file:
-        with atomic_json("--json", request.json) as write, progress("measuring", len(turns)) as advance:
+        texts = [f"measuring {peer}{', kept memory' if memory == KEPT else ''}" for peer, memory in turns]
+        with atomic_json("--json", request.json) as write, progress(texts[0], len(turns)) as advance:
             measured = []
-            for peer, memory in turns:
+            for (peer, memory), following in zip(turns, [*texts[1:], ""], strict=True):
                 measured.append((peer, memory, contest(request, peer, memory)))
-                advance(f"measured {peer}")
+                advance(following)
             report = report_of(request, measured, start_time)
             write(report)
         show(report)

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from subprocess import DEVNULL
 from typing import IO, Any, Final
 
+from ..output import PROGRESS_FD
+
 _GRACE_S: Final = 1.0  # after one rank failed, the others have this time to end by themselves
 _TERMINATE_S: Final = 3.0
 _PAUSE_S: Final = 0.02
@@ -43,11 +45,20 @@ def launch(command: list[str], count: int) -> int:
         outputs: list[IO[bytes]] = []
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(terminate, ranks)
+        bars: list[int] = []  # rank 0 draws its progress on the terminal of this process
+        if os.name == "posix" and sys.stderr.isatty():
+            bars = [os.dup(sys.stderr.fileno())]
+            stack.callback(os.close, bars[0])
         for rank in range(count):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))
             stdout = None if rank == 0 else outputs[rank]
             own = {**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, stdin=DEVNULL, stdout=stdout, stderr=outputs[rank], env=own))
+            passed = bars if rank == 0 else []
+            if passed:
+                own[PROGRESS_FD] = str(passed[0])
+            ranks.append(
+                subprocess.Popen(command, stdin=DEVNULL, stdout=stdout, stderr=outputs[rank], env=own, pass_fds=passed)
+            )
         failed = _first_failed(ranks)
         if failed is not None:
             deadline = time.monotonic() + _GRACE_S

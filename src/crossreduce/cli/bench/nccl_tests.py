@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import __version__
 from ...devices import parse
-from ..output import print_lines
+from ..output import print_lines, progress
 from .request import BenchRequest, Row, Timing
 
 
@@ -70,9 +70,12 @@ def print_table(request: BenchRequest, name: str, rows: Iterable[Row]) -> list[R
     """Print the table of one algorithm or backend, each row when it is measured, and return the rows."""
     print_lines(_table_header(request, name))
     found = []
-    for row in rows:
-        print_lines([_line(request, row)])
-        found.append(row)
+    with progress(f"measuring {name}", len(list(request.sizes())) * len(request.roots), quiet=True) as bar:
+        for row in rows:
+            with bar.hidden():
+                print_lines([_line(request, row)])
+            found.append(row)
+            bar(f"measuring {name}")
     return found
 
 

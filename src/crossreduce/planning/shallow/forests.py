@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ...devices import parse
+from ...progress import report
 from ...schedule import Chunk, Pieces, Schedule, Step, fastest_of, fluid_rate, verify
 from ...schedule.costs import OPERATION_S
 from ...schedule.traffic import operations
@@ -89,7 +90,9 @@ def faster(request: Request, best: Pieces) -> Pieces:
     kinds += [] if long else [False]
     for many in kinds:
         too_many = math.inf  # steps whose operations alone take too long
-        for seconds, steps in sorted(_options(request, limits, best.seconds * WORTH, many)):
+        options = sorted(_options(request, limits, best.seconds * WORTH, many))
+        for k, (seconds, steps) in enumerate(options):
+            report("planning forests of few steps", k, len(options))
             if seconds >= best.seconds * WORTH:
                 break
             if steps >= too_many:

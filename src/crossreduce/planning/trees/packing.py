@@ -9,6 +9,7 @@ in batches of equal ones).
 
 from __future__ import annotations
 
+from ...progress import report
 from ..bounds.flows import Network
 from .switches import Arc
 
@@ -31,6 +32,7 @@ def pack_trees(
     waiting: list[Batch] = [(root, units, []) for root, units in roots.items() if units]
     waiting.reverse()
     done: list[Batch] = []
+    packed, wanted = 0, sum(units for _, units, _ in waiting) * (n - 1)  # arcs of trees
     while waiting:
         if most is not None and len(done) + len(waiting) > most:
             return None
@@ -48,6 +50,8 @@ def pack_trees(
             arcs.append(arc)
             depth[arc[1]] = depth[arc[0]] + 1
             remaining.use(arc, units)
+            packed += units
+            report("packing trees", packed, wanted)
         done.append((root, units, arcs))
     return done
 
