@@ -9,6 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS / "site"))
 
+import docstrings
 import generate
 
 import crossreduce
@@ -29,7 +30,17 @@ extensions = [
 ]
 exclude_patterns = ["_generated/*.md", "_static", "site"]
 templates_path = ["_templates"]
+smartquotes = False  # quotation marks are often code: "auto"
 nitpicky = True  # every reference must have a target; scripts/docs makes warnings errors
+nitpick_ignore_regex = [  # signatures name classes of other projects, whose sites cannot be read at every build
+    ("py:class", r"(collections\.abc|datetime|fractions|numpy|os|torch)\..*"),
+    ("py:class", "Fraction"),
+    # and classes of this library that are not public: arguments of constructors that users do not call
+    ("py:class", r"crossreduce\.(planning\.planners\.Request|planning\.bounds\.certificate\.Cut)"),
+    ("py:class", r"crossreduce\.(ranks\.communicator\.Communicator|transports\.mpi\.MpiTransport)"),
+    ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),
+    ("py:class", r"crossreduce\.values\.DistributedValues|Pair"),
+]
 
 # Markdown and notebooks
 myst_heading_anchors = 4
@@ -44,7 +55,8 @@ nb_ipywidgets_js = {}  # would load scripts from a network
 
 # The interface, from docstrings
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signatures would name types that are not public
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -107,3 +119,4 @@ def setup(app):
     """Write the files that are made from the library and the results, before pages are read."""
     app.connect("config-inited", lambda app, config: generate.write(DOCS / "_generated"))
     app.connect("source-read", pictures)
+    app.connect("autodoc-process-docstring", docstrings.prepare, priority=400)  # napoleon has 500
