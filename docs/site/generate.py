@@ -1,7 +1,8 @@
 """Write the parts of the site that are made from the library and from kept results.
 
-Output, in the given folder: ``command-line.md`` (typer's own description of the commands), ``benchmarks.md`` and
-``results.md`` with their charts. Run by ``docs/conf.py`` at every build.
+Output, in the given folder: ``command-line.md`` (typer's own description of the commands), files of the repository's
+root for pages that include them, ``benchmarks.md`` and ``results.md`` with their charts, and ``gallery.md`` with its
+pictures. Run by ``docs/conf.py`` at every build.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import charts
+import gallery
 
 ROOT = Path(__file__).parents[2]
 PAGES = {  # files of the repository's root, and the pages in docs/ that include them
@@ -31,6 +33,7 @@ def write(folder: Path) -> None:
     for name, page in PAGES.items():
         (folder / page.name).write_text(rooted(ROOT / name))
     charts.write(folder)
+    gallery.write(folder)
 
 
 def commands() -> str:
