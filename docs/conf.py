@@ -104,8 +104,8 @@ linkcheck_timeout = 20
 PICTURE = re.compile(r"<picture>.*?srcset=\"([^\"]+)\".*?alt=\"([^\"]+)\".*?src=\"([^\"]+)\".*?</picture>", re.DOTALL)
 
 
-def pictures(app, name, source):
-    """Replace pictures in HTML, which GitHub shows by the system's colours, by two that follow the colours of the site."""
+def pictures(_app, _name, source):
+    """Replace pictures in HTML, which GitHub shows by the system's colours, by two that follow the site's colours."""
 
     def images(found):
         text = " ".join(found[2].split())
@@ -117,6 +117,6 @@ def pictures(app, name, source):
 
 def setup(app):
     """Write the files that are made from the library and the results, before pages are read."""
-    app.connect("config-inited", lambda app, config: generate.write(DOCS / "_generated"))
+    app.connect("config-inited", lambda _app, _config: generate.write(DOCS / "_generated"))
     app.connect("source-read", pictures)
     app.connect("autodoc-process-docstring", docstrings.prepare, priority=400)  # napoleon has 500

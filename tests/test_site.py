@@ -79,7 +79,12 @@ def test_the_reference_has_the_public_interface():
 
 def test_the_reference_has_every_environment_variable():
     """The page on environment variables lists those that the code reads, and no other one of ours."""
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp"), ROOT / "setup.py", ROOT / "tests/conftest.py"]
+    sources = [
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "src").rglob("*.cpp"),
+        ROOT / "setup.py",
+        ROOT / "tests/conftest.py",
+    ]
     read = {name for path in sources for name in re.findall(r"\bCROSSREDUCE_[A-Z_]+\b", path.read_text())}
     listed = set(re.findall(r"^\| `(CROSSREDUCE_[A-Z_]+)`", PAGES["reference/environment"], re.M))
     assert listed == read
@@ -122,7 +127,7 @@ def sessions():
 
 @pytest.mark.parametrize("shown", list(sessions()))
 def test_commands_print_what_pages_show(shown, tmp_path):
-    """A command prints the text below it, in which ``...`` stands for any text; ``cat`` shows a file that is then made."""
+    """A command prints the text below it, in which ``...`` stands for any text; a file that ``cat`` shows is made."""
     for step in re.split(r"^\$ ", shown, flags=re.M)[1:]:
         command, _, output = step.partition("\n")
         words = shlex.split(command)

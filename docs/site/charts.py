@@ -28,7 +28,7 @@ import rank_chart
 
 from crossreduce.cli.bench.chart import draw_ratios
 
-OURS, PEER, OTHER, LIMIT = "#D55E00", "#0072B2", "#56B4E9", "#000000"  # Okabe and Ito, for colour-blind readers
+OURS, PEER, OTHER = "#D55E00", "#0072B2", "#56B4E9"  # Okabe and Ito, for colour-blind readers
 
 
 class Chart(NamedTuple):
@@ -146,7 +146,7 @@ CHARTS = (
     ),
     Chart(
         *("machines", "Plans of whole machines", "planning.json"),
-        "The calculated rate of an all-reduce, as a part of the rate that no plan can exceed. Nothing here ran on a GPU.",
+        "The calculated rate of an all-reduce, as a part of the bound, which no plan can exceed. Nothing ran on a GPU.",
         machines,
         "python benchmarks/planning.py",
     ),
@@ -199,5 +199,7 @@ def table() -> str:
         kept = json.loads(path.read_text())
         at = kept["machine"]
         versions = ", ".join(f"{name} {number}" for name, number in at["versions"].items())
-        lines.append(f"| `{path.name}` | {date(kept)} | {at['cores']} cores of {at['cpu']} | {at['python']}; {versions} |")
+        lines.append(
+            f"| `{path.name}` | {date(kept)} | {at['cores']} cores of {at['cpu']} | {at['python']}; {versions} |"
+        )
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ PUBLIC = {name for name in crossreduce.__all__ if inspect.isclass(getattr(crossr
 _NAMES = re.compile(r"\w+(, \w+)*")
 
 
-def prepare(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def prepare(_app: Any, what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """Change the lines of a docstring in place: a handler of the event ``autodoc-process-docstring``."""
     text = listed_errors(list(lines))
     code = False

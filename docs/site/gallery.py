@@ -28,7 +28,10 @@ def section(name: str, folder: Path) -> str:
     about = json.loads((files("crossreduce.topology") / "data" / f"{name}.json").read_text())["description"]
     plans = {text: cr.plan(machine, "all_reduce", nbytes) for text, nbytes in SIZES.items()}
     limit = plans["1 GiB"].bound
-    rows = [f"| {text} | `{plan.algorithm}` | {time(plan.seconds)} | {plan.algbw:.3g} GB/s |" for text, plan in plans.items()]
+    rows = [
+        f"| {text} | `{plan.algorithm}` | {time(plan.seconds)} | {plan.algbw:.3g} GB/s |"
+        for text, plan in plans.items()
+    ]
     return "\n".join(
         [
             f"## {name}\n",

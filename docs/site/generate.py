@@ -46,7 +46,7 @@ def commands() -> str:
 
 
 def rooted(path: Path) -> str:
-    """Return a file of the root without its heading, for a page in a folder of docs/: links lead to pages of the site."""
+    """Return a file of the root without its heading, with links to the site, for a page in a folder of docs/."""
 
     def moved(found: re.Match[str]) -> str:
         text, name, anchor = found[1], found[2], found[3] or ""

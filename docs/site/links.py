@@ -20,9 +20,24 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 # Attributes that make a browser load a file; an ``href`` does so only in a <link> that is not just information.
-LOADED = {("script", "src"), ("img", "src"), ("img", "srcset"), ("source", "src"), ("source", "srcset"), ("use", "href")}
-LOADED |= {("iframe", "src"), ("video", "src"), ("audio", "src"), ("object", "data"), ("embed", "src"), ("input", "src")}
+LOADED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("img", "srcset"),
+    ("source", "src"),
+    ("source", "srcset"),
+    ("use", "href"),
+}
+LOADED |= {
+    ("iframe", "src"),
+    ("video", "src"),
+    ("audio", "src"),
+    ("object", "data"),
+    ("embed", "src"),
+    ("input", "src"),
+}
 INFORMATION = {"canonical", "search", "index", "next", "prev", "license", "author", "help"}
+COMPLETE = re.compile(r"https://[\w.-]+\.\w{2,}(:\d+)?(/\S*)?|mailto:\S+@\S+")
 STYLE = re.compile(r"""(?:url\(\s*|@import\s+)["']?([^"')\s]+)""")
 
 
@@ -51,7 +66,7 @@ class Page(HTMLParser):
 
 
 def faults_of(folder: Path, others: dict[str, set[str]]) -> list[str]:
-    """Return the faults of all files below ``folder``; links to other sites are added to ``others``, with their pages."""
+    """Return the faults of all files below ``folder``; add links to other sites to ``others``, with their pages."""
     files = [path for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts]  # there: templates
     pages = {path: Page(path.read_text()) for path in files}
     faults = []
@@ -99,9 +114,10 @@ def sources_faults(folder: Path) -> list[str]:
     """Return the links of Markdown sources that begin like an address but are none."""
     faults = []
     for path in sorted(folder.rglob("*.md")):
-        for link in re.findall(r"\]\((\w+:[^)\s]*)\)", path.read_text()):
-            if not re.fullmatch(r"(https://[\w.-]+\.\w{2,}(:\d+)?(/\S*)?|mailto:\S+@\S+)", link):
-                faults.append(f"{path.relative_to(folder).as_posix()}: {link} is not a complete https address")
+        links = re.findall(r"\]\((\w+:[^)\s]*)\)", path.read_text())
+        wrong = [link for link in links if not COMPLETE.fullmatch(link)]
+        where = path.relative_to(folder).as_posix()
+        faults += [f"{where}: {link} is not a complete https address" for link in wrong]
     return faults
 
 
