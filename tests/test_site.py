@@ -36,7 +36,8 @@ def site(monkeypatch):
 
 def documents(page):
     """Return the pages that a page's tables of contents list."""
-    listed = "\n".join(re.findall(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", PAGES[page], re.DOTALL)).split()
+    lines = "".join(re.findall(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", PAGES[page], re.DOTALL)).splitlines()
+    listed = [re.sub(r"^.* <(.*)>$", r"\1", line) for line in lines]
     parts = [(Path(page).parent / name).as_posix() for name in listed]
     return [re.sub(r"(^|/)[\w-]+/\.\./", r"\1", name) for name in parts]
 
