@@ -51,6 +51,7 @@ nb_execution_timeout = 300  # seconds per cell; a cell takes 20 at most where no
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
+nb_mime_priority_overrides = [(builder, "text/plain", 10) for builder in ("spelling", "linkcheck")]
 nb_ipywidgets_js = {}  # would load scripts from a network
 
 # The interface, from docstrings
