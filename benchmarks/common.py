@@ -1,6 +1,7 @@
 """Shared by all benchmarks: a timer, a description of the machine, and the JSON file of results."""
 
 import argparse
+import datetime
 import json
 import statistics
 import time
@@ -73,5 +74,6 @@ def keep(name: str, result: dict[str, Any], path: Path | None = None) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
         path = parser.parse_args().json
-    path.write_text(json.dumps({"benchmark": name, "machine": machine(), **result}, indent=1) + "\n")
+    kept = {"benchmark": name, "date": datetime.date.today().isoformat(), "machine": machine(), **result}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {path.name}")

@@ -58,7 +58,7 @@ def draw(kept: dict[str, Any], picture: Path) -> None:
     )
     axes.legend(frameon=False, loc="lower right", title="* one result; the others make one per replica")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120, metadata={"Software": None})
+    figure.savefig(picture, dpi=120, metadata={"Date" if picture.suffix == ".svg" else "Software": None})
     print(f"drawn: {picture.name}, {picture.stat().st_size / 1000:.0f} kB")
 
 

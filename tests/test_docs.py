@@ -28,6 +28,12 @@ DOCUMENTS = {
     "docs/jax.md": 3,
     "docs/tensorflow.md": 3,
     "docs/processes.md": 1,
+    "docs/start/index.md": 3,
+    "docs/start/your-machine.md": 1,
+    "docs/explanation/lost-replica.md": 2,
+    "docs/explanation/bounds.md": 2,
+    "docs/explanation/exactness.md": 2,
+    "docs/reference/files.md": 3,
 }
 
 
@@ -48,13 +54,15 @@ def test_code_prints_what_the_document_shows(document, count, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split(MARK + "\n") == [shown for _, shown in blocks]
-    for trace in tmp_path.iterdir():
+    for trace in tmp_path.glob("*.trace.json"):
         assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
-def test_torchrun_prints_what_the_readme_shows(tmp_path):
-    """Run by the README's torchrun command, the Python block before this command prints the text after it."""
-    ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(README) if LAUNCH.match(shown)]
+@pytest.mark.parametrize("document", ["README.md", "docs/start/index.md"])
+def test_torchrun_prints_what_the_document_shows(document, tmp_path):
+    """Run by a document's torchrun command, the Python block before this command prints the text after it."""
+    text = (ROOT / document).read_text()
+    ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(text) if LAUNCH.match(shown)]
     command = LAUNCH.match(shown)
     (tmp_path / command[2]).write_text(code)
     ran = subprocess.run(

@@ -65,9 +65,9 @@ def test_workflows_have_few_rights(path):
     text = path.read_text()
     assert "\npermissions:\n  contents: read\n\n" in text
     jobs = re.split(r"\n  (?=[\w-]+:\n    name:)", text.partition("\njobs:")[2])[1:]
-    assert len(jobs) > 4
+    assert len(jobs) == text.count("runs-on:") >= 3
     assert all("\n    timeout-minutes: " in job for job in jobs)
-    assert [job.split(":")[0] for job in jobs if "permissions:" in job] == ["publish"] * (path.stem == "wheels")
+    assert [job.split(":")[0] for job in jobs if "permissions:" in job] == ["publish"] * (path.stem != "tests")
     assert "secrets." not in text
     assert "password" not in text
     assert text.count("actions/checkout@") == text.count("persist-credentials: false")

@@ -33,6 +33,7 @@ from .hook import HookState, all_reduce_hook
 __all__ = ["NAME", "Group", "HookState", "all_reduce_hook", "measure_topology"]
 
 NAME: Final = "crossreduce"
+"""The name of the backend, for ``torch.distributed.init_process_group``."""
 
 
 def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
