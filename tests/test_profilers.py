@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import crossreduce as cr
 import crossreduce.jax
-from crossreduce.profilers import PROFILERS, by_replica, call_facts
+from crossreduce.profilers import PROFILERS
+from crossreduce.profilers.facts import by_replica, call_facts
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,8 @@ from .options import CommunicationOptions, algorithm_name, count
 from .outputs import Job, check_out, check_outs, check_overlap, write_results
 from .packing import Packing
 from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
-from .profilers import PROFILERS, by_replica, entry, is_outermost
+from .profilers import PROFILERS, entry, is_outermost
+from .profilers.facts import by_replica
 from .topology import TopologyLike, topology_of
 from .validation import (
     check_array,

@@ -29,7 +29,7 @@ from ..planning.explain import size
 from ..ranks.host_parts import host_names, host_schedule
 from ..schedule import simulate
 from ..topology import Topology
-from ..traces.calls import Call, GroupTrace, read_directory
+from ..traces.calls import GroupTrace, TracedCall, read_directory
 from ..traces.chrome import Predict, to_chrome
 from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, summarize
@@ -134,7 +134,7 @@ def _prediction(given: Topology | None) -> Predict:
         except (ReductionError, ValueError, KeyError):  # such as a topology of other hosts
             return None
 
-    def predict(group: GroupTrace, call: Call) -> float | None:
+    def predict(group: GroupTrace, call: TracedCall) -> float | None:
         if len(group.hosts) < 2 or call.nbytes is None:
             return None
         topology = given

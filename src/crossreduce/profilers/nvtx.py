@@ -16,10 +16,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-if TYPE_CHECKING:
-    from . import CallFacts
+from .facts import CallFacts
 
 _LOG: Final = logging.getLogger("crossreduce")
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
-from . import CallFacts
+from .facts import CallFacts
 
 is_on: Final[Callable[[], bool]] = torch.autograd._profiler_enabled
 """Whether the calling thread's calls are profiled."""
