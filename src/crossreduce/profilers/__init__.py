@@ -23,8 +23,8 @@ _FRAMEWORKS: Final = ("torch", "jax")
 class _Profilers:
     """The profilers that this process can use: modules with the functions ``is_on`` and ``entry``.
 
-    ``are_on``: return whether one of them records the calls of this thread now. Each call of the library calls it, so it
-    is a function of the framework itself where that is possible.
+    ``are_on``: return whether one of them records the calls of this thread now. Each call of the library calls it, so
+    it is a function of the framework itself where that is possible.
     """
 
     def __init__(self) -> None:
