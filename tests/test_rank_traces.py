@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -174,6 +175,20 @@ def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
     assert len([event for event in events if event["ph"] == "f"]) == len(waits) > 2
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name[:14] for name in names] == ['"world" rank 0', '"world" rank 1']
+
+
+def test_a_large_trace_is_cut_for_the_viewer(of_two, trace, tmp_path, monkeypatch):
+    """If there are too many phases, ``-o`` writes the newest calls of all ranks, and a note says so."""
+    monkeypatch.setattr(sys.modules["crossreduce.cli.trace"], "MOST_PHASES", 60)
+    code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
+    events = read_events((tmp_path / "trace.json").read_text())
+    numbers = [event["args"]["op"] for event in events if event.get("cat") == "call"]
+    kept = sorted({*numbers})
+    assert kept == [*range(kept[0], 8)]
+    assert sorted(numbers) == sorted(2 * kept)
+    assert 1 < kept[0] <= 7
+    assert f"{kept[0] - 1} older ones are left out" in err
+    assert (code, f"{2 * len(kept)} calls" in out) == (0, True)
 
 
 def test_the_table(of_two, trace, monkeypatch):
@@ -593,5 +608,5 @@ def test_malformed_files_are_notes(of_two, tmp_path):
 
 
 def test_the_reader_and_the_writer_agree_on_texts():
-    """The text of a call that is none is the one that a rank writes when it leaves."""
+    """The reader leaves out the op that a rank writes when it leaves the group."""
     assert trace_calls.LEFT == LEFT

@@ -38,7 +38,7 @@ def call_facts(name: str, op: Any, value: Any) -> CallFacts:
 
 
 def by_replica(pairs: Any) -> list[list[Any]]:
-    """Return the values of a batch as a list for each replica; of invalid ones, as many as there are."""
+    """Return the values of a batch as a list for each replica; invalid pairs are left out."""
     values = [pair[0] for pair in pairs if isinstance(pair, (list, tuple)) and pair] if _is_list(pairs) else []
     rows = [list(getattr(each, "values", [each])) if _is_list(each) else [each] for each in values]
     return [list(row) for row in zip(*rows, strict=False)]

@@ -1,4 +1,4 @@
-"""The calls of a trace: for each group and rank what it called, and what each call did until it ended.
+"""The calls of a trace, for each group and rank, with the phases of each call.
 
 Input: a directory. Output: groups, by runs. Files of one group have the same token; groups that have a process in
 common belong to one run. Times stay on each rank's own clock: see ``clocks``.
@@ -17,7 +17,7 @@ from ..packing import itemsize
 from ..topology import Topology
 from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, read_trace
 
-LEFT: Final = "left the group"  # the text of a call that is none, as in ``ranks.shared_memory``
+LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.shared_memory``
 _ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
 _OF_PARTS: Final = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 
@@ -212,3 +212,25 @@ def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
 
 def _started(group: GroupTrace) -> tuple[int, str]:
     return min(trace.clocks[0].calendar_ns for trace in group.ranks.values()), group.token
+
+
+def newest(group: GroupTrace, most: int) -> tuple[GroupTrace, int]:
+    """Return a group with its newest calls, which have about ``most`` phases, and the number of calls left out.
+
+    All ranks keep the calls of the same numbers.
+    """
+    sizes: dict[int, int] = {}
+    for trace in group.ranks.values():
+        for call in trace.calls:
+            sizes[call.number] = sizes.get(call.number, 0) + 1 + len(call.parts)
+    first, total = 0, 0
+    for number in sorted(sizes, reverse=True):
+        total += sizes[number]
+        if total > most:
+            first = number + 1
+            break
+    kept = {
+        rank: trace._replace(calls=tuple(call for call in trace.calls if call.number >= first))
+        for rank, trace in group.ranks.items()
+    }
+    return group._replace(ranks=kept), sum(number < first for number in sizes)

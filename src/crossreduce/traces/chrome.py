@@ -18,7 +18,7 @@ from .calls import CallPart, GroupTrace, TracedCall
 from .clocks import ClockShift
 from .format import Phase
 
-Predict: TypeAlias = Callable[[GroupTrace, TracedCall], float | None]  # returns seconds; None: there is no prediction
+Predict: TypeAlias = Callable[[GroupTrace, TracedCall], float | None]  # returns seconds, or None
 
 OUTCOMES: Final = {0: "done", 2: "the ranks' calls differ", 255: "not ended"}
 NAMES: Final = {

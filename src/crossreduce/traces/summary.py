@@ -102,7 +102,7 @@ def _waited(call: TracedCall) -> int:
 def _blame(
     group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return for which ranks a rank waited in a part of its call, and how long; see above."""
+    """Return the nanoseconds of a part of a call in which a rank waited, by the rank that it waited for; see above."""
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
