@@ -24,7 +24,7 @@ from crossreduce.ops import ReduceOp
 from crossreduce.ranks.host_parts import host_schedule
 from crossreduce.ranks.shared_memory import LEFT
 from crossreduce.traces import calls as trace_calls
-from crossreduce.traces.calls import read_directory
+from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
 from crossreduce.traces.format import Facts, Phase, read_trace
 from crossreduce.traces.summary import summarize
@@ -469,6 +469,8 @@ def test_phases_between_hosts(of_hosts):
             leader = rank != 2
             assert kinds.count(Phase.AGREE) == leader
             assert (Phase.BETWEEN_HOSTS in kinds) == leader
+            waits = {part.waited_for for part in call.parts if part.phase is Phase.WAIT}
+            assert waits <= {0, 1, 2} - {rank} if rank < 3 else waits <= {3, 4} - {rank}
             at = call.begin_ns
             for part in call.parts:
                 assert part.begin_ns == at
@@ -511,6 +513,26 @@ def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace):
     assert code == 0
     assert "was aligned with an error of at most" in err
     read_events((tmp_path / "out.json").read_text())
+
+
+def test_the_tightest_limits_count(of_hosts):
+    """Of several calls, the one in which a host was late limits the difference from one side, and so does the other."""
+    group, _ = only_group(of_hosts)
+    template = group.ranks[0].calls[0]
+
+    def compared(rank, clock, spans):
+        calls = tuple(
+            template._replace(number=number, parts=(CallPart(Phase.AGREE, begin, end, 1, None),))
+            for number, (begin, end) in enumerate(spans, 1)
+        )
+        found = group.ranks[rank]
+        return found._replace(facts=found.facts._replace(clock=clock), calls=calls)
+
+    # The clock of rank 3 is 1000 behind, and messages take 10: rank 3 is late in the first call, rank 0 in the second.
+    here = compared(0, "one", [(0, 510), (2000, 2015)])
+    there = compared(3, "two", [(-500, -485), (600, 1010)])
+    shifts = align([group._replace(ranks={0: here, 3: there})])
+    assert shifts == {"one": ClockShift(0, 0), "two": ClockShift(1000, 10)}
 
 
 def test_without_common_calls_the_calendar_is_used(of_hosts, tmp_path):
