@@ -100,9 +100,6 @@ class _EventWriter:
         for row, title in enumerate(_ROWS):
             about("thread_name", row, name=title)
             about("thread_sort_index", row, sort_index=row)
-        # Perfetto orders processes by their first events.
-        start = {"ph": "i", "s": "p", "name": "start of the trace", "ts": 0.0}
-        self.names.append({**start, "pid": process, "tid": _tid(process, _CALLS)})
 
     def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, processes: Mapping[int, int]) -> None:
         process, add = processes[rank], self._add[group.token, rank]
