@@ -34,6 +34,7 @@ DOCUMENTS = {
     "docs/explanation/bounds.md": 2,
     "docs/explanation/exactness.md": 2,
     "docs/reference/files.md": 3,
+    "docs/tracing.md": 1,
 }
 
 

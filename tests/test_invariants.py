@@ -31,6 +31,7 @@ PACKAGES = {
 FLOORS = (
     ("errors", "autograph", "threads", "progress"),
     ("ops", "devices"),
+    ("profilers",),
     ("kernels",),
     ("values",),
     ("topology",),
@@ -184,11 +185,11 @@ EXCEPTIONS = {
 def test_frameworks_are_imported_only_in_their_own_files():
     """A framework is imported only in the files and folders that are named after it, in cli/ and in EXCEPTIONS.
 
-    Its files and folders are <framework>.py, frameworks/<framework>.py, engines/<framework>/, engines/host/,
-    engines/cuda/ and engines/device_memory/<framework>.py; the commands in cli/ are programs of their own.
+    Its files and folders are <framework>.py, profilers/<framework>.py, frameworks/<framework>.py, engines/<framework>/,
+    engines/host/, engines/cuda/ and engines/device_memory/<framework>.py; the commands in cli/ are programs.
     """
     places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.", "engines.cuda.{}.")
-    places += ("engines.device_memory.{}.",)
+    places += ("engines.device_memory.{}.", "profilers.{}.")
     every = set().union(*PACKAGES.values())
     wrong = []
     for path in FILES:

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from crossreduce.ops import ReduceOp
 from crossreduce.ranks.host_parts import host_schedule
 from crossreduce.ranks.shared_memory import LEFT
 from crossreduce.traces import calls as trace_calls
-from crossreduce.traces.calls import read_directory
+from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
 from crossreduce.traces.format import Facts, Phase, read_trace
 from crossreduce.traces.summary import summarize
@@ -174,6 +175,20 @@ def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
     assert len([event for event in events if event["ph"] == "f"]) == len(waits) > 2
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name[:14] for name in names] == ['"world" rank 0', '"world" rank 1']
+
+
+def test_a_large_trace_is_cut_for_the_viewer(of_two, trace, tmp_path, monkeypatch):
+    """If there are too many phases, ``-o`` writes the newest calls of all ranks, and a note says so."""
+    monkeypatch.setattr(sys.modules["crossreduce.cli.trace"], "MOST_PHASES", 60)
+    code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
+    events = read_events((tmp_path / "trace.json").read_text())
+    numbers = [event["args"]["op"] for event in events if event.get("cat") == "call"]
+    kept = sorted({*numbers})
+    assert kept == [*range(kept[0], 8)]
+    assert sorted(numbers) == sorted(2 * kept)
+    assert 1 < kept[0] <= 7
+    assert f"{kept[0] - 1} older ones are left out" in err
+    assert (code, f"{2 * len(kept)} calls" in out) == (0, True)
 
 
 def test_the_table(of_two, trace, monkeypatch):
@@ -454,6 +469,8 @@ def test_phases_between_hosts(of_hosts):
             leader = rank != 2
             assert kinds.count(Phase.AGREE) == leader
             assert (Phase.BETWEEN_HOSTS in kinds) == leader
+            waits = {part.waited_for for part in call.parts if part.phase is Phase.WAIT}
+            assert waits <= {0, 1, 2} - {rank} if rank < 3 else waits <= {3, 4} - {rank}
             at = call.begin_ns
             for part in call.parts:
                 assert part.begin_ns == at
@@ -496,6 +513,26 @@ def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace):
     assert code == 0
     assert "was aligned with an error of at most" in err
     read_events((tmp_path / "out.json").read_text())
+
+
+def test_the_tightest_limits_count(of_hosts):
+    """Of several calls, the one in which a host was late limits the difference from one side, and so does the other."""
+    group, _ = only_group(of_hosts)
+    template = group.ranks[0].calls[0]
+
+    def compared(rank, clock, spans):
+        calls = tuple(
+            template._replace(number=number, parts=(CallPart(Phase.AGREE, begin, end, 1, None),))
+            for number, (begin, end) in enumerate(spans, 1)
+        )
+        found = group.ranks[rank]
+        return found._replace(facts=found.facts._replace(clock=clock), calls=calls)
+
+    # The clock of rank 3 is 1000 behind, and messages take 10: rank 3 is late in the first call, rank 0 in the second.
+    here = compared(0, "one", [(0, 510), (2000, 2015)])
+    there = compared(3, "two", [(-500, -485), (600, 1010)])
+    shifts = align([group._replace(ranks={0: here, 3: there})])
+    assert shifts == {"one": ClockShift(0, 0), "two": ClockShift(1000, 10)}
 
 
 def test_without_common_calls_the_calendar_is_used(of_hosts, tmp_path):
@@ -593,5 +630,5 @@ def test_malformed_files_are_notes(of_two, tmp_path):
 
 
 def test_the_reader_and_the_writer_agree_on_texts():
-    """The text of a call that is none is the one that a rank writes when it leaves."""
+    """The reader leaves out the op that a rank writes when it leaves the group."""
     assert trace_calls.LEFT == LEFT

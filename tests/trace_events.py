@@ -13,7 +13,6 @@ ALLOWED = {
     "e": {"ph", "name", "cat", "id", "pid", "tid", "ts"},
     "s": {"ph", "name", "cat", "id", "pid", "tid", "ts", "args"},
     "f": {"ph", "name", "cat", "id", "pid", "tid", "ts", "args", "bp"},
-    "i": {"ph", "name", "pid", "tid", "ts", "s"},
 }
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 CLOSE_US = 2e-3  # times are whole nanoseconds, as floats

@@ -10,6 +10,7 @@ defects (see docs/contract.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from .autograph import unconverted
@@ -22,6 +23,8 @@ from .options import CommunicationOptions, algorithm_name, count
 from .outputs import Job, check_out, check_outs, check_overlap, write_results
 from .packing import Packing
 from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
+from .profilers import PROFILERS, entry, is_outermost
+from .profilers.facts import by_replica
 from .topology import TopologyLike, topology_of
 from .validation import (
     check_array,
@@ -105,6 +108,10 @@ class CrossDeviceOps:
         >>> value[1]
         array([4., 6.])
         """
+        if PROFILERS.are_on() and is_outermost():
+            again = partial(CrossDeviceOps.reduce, self, out=out, experimental_hints=experimental_hints)
+            with entry("reduce", reduce_op, per_replica_value):
+                return again(reduce_op, per_replica_value, destinations, options)
         if self._calls is not None and experimental_hints is None:
             found = self._calls.reduce(reduce_op, per_replica_value, destinations, options, out)
             if found is not None:
@@ -152,6 +159,12 @@ class CrossDeviceOps:
         >>> HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value), (value, "cpu:0")])[0][1]
         array([4., 6.])
         """
+        if PROFILERS.are_on() and is_outermost():
+            if hasattr(value_destination_pairs, "__next__"):  # an iterator
+                value_destination_pairs = list(value_destination_pairs)
+            again = partial(CrossDeviceOps.batch_reduce, self, out=out, experimental_hints=experimental_hints)
+            with entry("batch_reduce", reduce_op, by_replica(value_destination_pairs)):
+                return again(reduce_op, value_destination_pairs, options)
         if self._calls is not None and experimental_hints is None:
             found = self._calls.batch_reduce(reduce_op, value_destination_pairs, options, out)
             if found is not None:
@@ -198,6 +211,9 @@ class CrossDeviceOps:
         >>> CrossDeviceOps().broadcast(np.arange(3), PerReplica([0, 0]))[1]
         array([0, 1, 2])
         """
+        if PROFILERS.are_on() and is_outermost():
+            with entry("broadcast", "", [tensor]):
+                return CrossDeviceOps.broadcast(self, tensor, destinations)
         if isinstance(tensor, DistributedValues):
             raise ArgumentError.of(
                 "broadcast requires a single array.", shown(tensor), "one of its components, such as value[0]"
@@ -234,6 +250,9 @@ class CrossDeviceOps:
         >>> CrossDeviceOps().gather(value, "cpu:0", axis=0)[0].tolist()
         [[1, 2], [3, 4], [5, 6]]
         """
+        if PROFILERS.are_on() and is_outermost():
+            with entry("gather", "", per_replica_value):
+                return CrossDeviceOps.gather(self, per_replica_value, destinations, axis, options)
         hints = read_options(options)
         value = check_value(None, per_replica(per_replica_value), axis=axis)
         devices = device_names(destinations)

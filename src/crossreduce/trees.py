@@ -17,6 +17,7 @@ from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedErr
 from .frameworks import framework_of
 from .ops import ReduceOp
 from .options import CommunicationOptions
+from .profilers import PROFILERS, entry, is_outermost
 from .validation import read_op, uniform_value
 from .values import DistributedValues, PerReplica, read_devices
 
@@ -69,6 +70,9 @@ def all_reduce(
     >>> buffers[1]
     array([3., 3., 3.])
     """
+    if PROFILERS.are_on() and is_outermost():
+        with entry("all_reduce", op, trees):
+            return all_reduce(trees, op, devices=devices, cross_device_ops=cross_device_ops, options=options, out=out)
     if (
         isinstance(trees, (str, bytes, dict, DistributedValues))
         or hasattr(trees, "shape")

@@ -55,7 +55,9 @@ struct Call { // one rank's part of an all-reduce: copy in, reduce a share, copy
     Instruction instruction(int64_t size, std::vector<BufferRef> sources, std::vector<BufferRef> results) {
         kernels.push_back(std::make_unique<Kernel>(
             sum_kernel(static_cast<int>(sources.size()), static_cast<int>(results.size()), size)));
-        return {kernels.back().get(), std::move(sources), std::move(results), false};
+        Instruction made{kernels.back().get(), std::move(sources), std::move(results), false};
+        made.phase = phase_of(made);
+        return made;
     }
 
     Call(int rank, int ranks, int64_t size, bool small) {
@@ -193,6 +195,13 @@ int main(int count, char **given) {
         // Half of the groups spin before they sleep.
         for (int rank = 0; rank < ranks; rank++)
             memories.emplace_back(SharedMemory::over(shared.get(), rank, ranks, SLOT, ranks % 2 * 50000, 1));
+        // Half of them are traced, in small files, so that old records are replaced.
+        for (int rank = 0; rank < ranks && ranks % 2 == 0; rank++) {
+            std::unique_ptr<FILE, decltype(&std::fclose)> file(std::tmpfile(), &std::fclose);
+            const auto trace = file ? TraceFile::open(fileno(file.get()), "{}", 1 << 18) : nullptr;
+            if (!trace) return failed("no trace", rank, 0), 1;
+            memories[static_cast<size_t>(rank)]->trace_to(trace);
+        }
         std::atomic<bool> over{false};
         std::vector<std::thread> threads;
         for (int rank = 0; rank < ranks; rank++)

@@ -5,7 +5,7 @@ Trace Event Format, beside each call the time that its plan predicts.
 
 There is a prediction for calls between hosts whose links were measured (``measure_topology``), or are given by
 ``--topology``: the simulated time of the schedule between the hosts. It does not contain the work inside of the hosts.
-For calls on one host there is no prediction.
+Calls on one host have no prediction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..planning.explain import size
 from ..ranks.host_parts import host_names, host_schedule
 from ..schedule import simulate
 from ..topology import Topology
-from ..traces.calls import Call, GroupTrace, read_directory
+from ..traces.calls import GroupTrace, TracedCall, newest, read_directory
 from ..traces.chrome import Predict, to_chrome
 from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, summarize
@@ -37,6 +37,7 @@ from .output import atomic_file, print_lines, progress, terminal
 
 _TEXT: Final = re.compile(r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))? (?P<dtype>\w+)\[.*\]")
 _COLUMNS: Final = ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan")
+MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
 _MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
 _MOST_NOTES: Final = 20
 
@@ -71,7 +72,11 @@ def trace(
         predict = _prediction(given)
         advance("writing")
         if file is not None:
-            file.write_text(to_chrome(groups, shifts, predict, notes), "utf-8")
+            shown = [newest(group, MOST_PHASES // len(groups)) for group in groups]
+            lost = sum(count for _, count in shown)
+            if lost:
+                notes.append(f"{output} has the newest calls only: {lost} older ones are left out.")
+            file.write_text(to_chrome([group for group, _ in shown], shifts, predict, notes), "utf-8")
         rows = summarize(groups, shifts)
         predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
         advance("done")
@@ -81,7 +86,7 @@ def trace(
     if output is None:
         _show(rows, predicted)
     else:
-        calls = sum(len(each.calls) for group in groups for each in group.ranks.values())
+        calls = sum(len(each.calls) for group, _ in shown for each in group.ranks.values())
         ranks = sum(len(group.ranks) for group in groups)
         print_lines([f"{output}: {calls} calls of {ranks} ranks; open it at https://ui.perfetto.dev"])
     for note in notes[:_MOST_NOTES]:
@@ -134,7 +139,7 @@ def _prediction(given: Topology | None) -> Predict:
         except (ReductionError, ValueError, KeyError):  # such as a topology of other hosts
             return None
 
-    def predict(group: GroupTrace, call: Call) -> float | None:
+    def predict(group: GroupTrace, call: TracedCall) -> float | None:
         if len(group.hosts) < 2 or call.nbytes is None:
             return None
         topology = given

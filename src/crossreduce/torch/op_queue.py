@@ -248,7 +248,7 @@ class OpQueue:
     def __init__(self, name: str, inline: bool, communicator: Communicator | None = None) -> None:
         """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread.
 
-        ``communicator``: its trace has the time that ops wait in the queue; ``None``: the ops are no collectives.
+        ``communicator``: its trace has the time that ops wait in the queue; ``None``: the ops are not collectives.
         """
         self.name, self.communicator = name, communicator
         self._inline = inline

@@ -1,4 +1,4 @@
-"""The calls of a trace: for each group and rank what it called, and what each call did until it ended.
+"""The calls of a trace, for each group and rank, with the phases of each call.
 
 Input: a directory. Output: groups, by runs. Files of one group have the same token; groups that have a process in
 common belong to one run. Times stay on each rank's own clock: see ``clocks``.
@@ -17,12 +17,12 @@ from ..packing import itemsize
 from ..topology import Topology
 from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, read_trace
 
-LEFT: Final = "left the group"  # the text of a call that is none, as in ``ranks.shared_memory``
+LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.shared_memory``
 _ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
 _OF_PARTS: Final = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """A phase of a call. ``waited_for``: the rank that arrived last at the barrier of a wait."""
 
     phase: Phase
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     waited_for: int | None
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A collective of one rank. ``end_ns``: ``None``: it has not ended; ``queued_ns``: since when it waited in a queue.
 
     ``nbytes``: of the whole array: that of all ranks together if each has a part; ``None``: the text has no array.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     end_ns: int | None
     outcome: int
     queued_ns: int | None
-    parts: tuple[Part, ...]
+    parts: tuple[CallPart, ...]
 
     @property
     def collective(self) -> str:
@@ -64,7 +64,7 @@ class RankTrace(NamedTuple):
     """The calls of one rank, and two readings of its clocks."""
 
     facts: Facts
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
     clocks: tuple[ClockReading, ClockReading]
 
 
@@ -147,24 +147,26 @@ def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]])
     return GroupTrace(first.group, first.token, first.hosts, ranks, tuple(topologies))
 
 
-def _calls(content: TraceContent) -> tuple[Call, ...]:
+def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
     """Return the calls of a file. Phases whose call was replaced by newer records are left out."""
     host = next(ranks for ranks in content.facts.hosts if content.facts.rank in ranks)
     size = sum(map(len, content.facts.hosts))
-    calls: dict[int, Call] = {}
-    parts: dict[int, list[Part]] = {}
+    calls: dict[int, TracedCall] = {}
+    parts: dict[int, list[CallPart]] = {}
     queued: dict[int, int] = {}
     for record in content.records:
         if record.phase is Phase.CALL:
             text = content.texts[record.detail - 1] if 0 < record.detail <= len(content.texts) else "?"
             end = None if record.outcome == RUNNING else record.end_ns
             nbytes = array_nbytes(text, size)
-            calls[record.number] = Call(record.number, text, nbytes, record.begin_ns, end, record.outcome, None, ())
+            calls[record.number] = TracedCall(
+                record.number, text, nbytes, record.begin_ns, end, record.outcome, None, ()
+            )
         elif record.phase is Phase.QUEUE:
             queued[record.number] = record.begin_ns
         else:
             waited = host[record.rank] if record.phase is Phase.WAIT and record.rank < len(host) else None
-            part = Part(record.phase, record.begin_ns, record.end_ns, record.detail, waited)
+            part = CallPart(record.phase, record.begin_ns, record.end_ns, record.detail, waited)
             parts.setdefault(record.number, []).append(part)
     return tuple(
         call._replace(queued_ns=queued.get(number), parts=tuple(parts.get(number, ())))
@@ -210,3 +212,25 @@ def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
 
 def _started(group: GroupTrace) -> tuple[int, str]:
     return min(trace.clocks[0].calendar_ns for trace in group.ranks.values()), group.token
+
+
+def newest(group: GroupTrace, most: int) -> tuple[GroupTrace, int]:
+    """Return a group with its newest calls, which have about ``most`` phases, and the number of calls left out.
+
+    All ranks keep the calls of the same numbers.
+    """
+    sizes: dict[int, int] = {}
+    for trace in group.ranks.values():
+        for call in trace.calls:
+            sizes[call.number] = sizes.get(call.number, 0) + 1 + len(call.parts)
+    first, total = 0, 0
+    for number in sorted(sizes, reverse=True):
+        total += sizes[number]
+        if total > most:
+            first = number + 1
+            break
+    kept = {
+        rank: trace._replace(calls=tuple(call for call in trace.calls if call.number >= first))
+        for rank, trace in group.ranks.items()
+    }
+    return group._replace(ranks=kept), sum(number < first for number in sizes)

@@ -14,11 +14,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from .calls import Call, GroupTrace, Part
+from .calls import CallPart, GroupTrace, TracedCall
 from .clocks import ClockShift
 from .format import Phase
 
-Predict: TypeAlias = Callable[[GroupTrace, Call], float | None]  # returns seconds; None: there is no prediction
+Predict: TypeAlias = Callable[[GroupTrace, TracedCall], float | None]  # returns seconds, or None
 
 OUTCOMES: Final = {0: "done", 2: "the ranks' calls differ", 255: "not ended"}
 NAMES: Final = {
@@ -40,7 +40,7 @@ def to_chrome(
     groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict, notes: Sequence[str] = ()
 ) -> str:
     """Return the calls of all ranks on one clock, as JSON text for a trace viewer; it begins at 0 microseconds."""
-    writer = _Writer(groups, shifts, predict)
+    writer = _EventWriter(groups, shifts, predict)
     clocks = {
         name: {"added_us": shift.add_ns / 1e3, "error_us": None if shift.error_ns is None else shift.error_ns / 1e3}
         for name, shift in shifts.items()
@@ -51,7 +51,7 @@ def to_chrome(
     return json.dumps(content, separators=(",", ":"))
 
 
-class _Writer:
+class _EventWriter:
     """The events of a trace. ``start_ns``: the time of the first one, on the common clock."""
 
     def __init__(self, groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict) -> None:
@@ -100,11 +100,8 @@ class _Writer:
         for row, title in enumerate(_ROWS):
             about("thread_name", row, name=title)
             about("thread_sort_index", row, sort_index=row)
-        # Perfetto orders processes by their first events.
-        start = {"ph": "i", "s": "p", "name": "start of the trace", "ts": 0.0}
-        self.names.append({**start, "pid": process, "tid": _tid(process, _CALLS)})
 
-    def _add_call(self, group: GroupTrace, rank: int, call: Call, processes: Mapping[int, int]) -> None:
+    def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, processes: Mapping[int, int]) -> None:
         process, add = processes[rank], self._add[group.token, rank]
         predicted = self._predict(group, call)
         details: dict[str, Any] = {"op": call.number, "call": call.text, "group": group.name, "rank": rank}
@@ -143,8 +140,8 @@ class _Writer:
         self,
         group: GroupTrace,
         rank: int,
-        part: Part,
-        call: Call,
+        part: CallPart,
+        call: TracedCall,
         work: Sequence[tuple[int, int]],
         processes: Mapping[int, int],
     ) -> None:
@@ -187,7 +184,7 @@ def _tid(process: int, row: int) -> int:
     return process * len(_ROWS) + row
 
 
-def _work(calls: Sequence[Call]) -> list[tuple[int, int]]:
+def _work(calls: Sequence[TracedCall]) -> list[tuple[int, int]]:
     """Return when a rank did something else than to wait in its calls, in order."""
     waits = (Phase.WAIT, Phase.AGREE)
     return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in waits)

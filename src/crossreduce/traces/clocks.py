@@ -1,6 +1,6 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
-Input: the groups of a run. Output: for each clock what has to be added to its times, and by how much that may be wrong.
+Input: the groups of a run. Output: for each clock the nanoseconds to add to its times, and the possible error.
 
 Processes of one host share a clock. Between hosts, each call of a group begins with messages by which the leader ranks
 of all hosts compare their calls. A rank's message cannot arrive before it is sent, so the end of this phase on one host
@@ -22,7 +22,7 @@ from .format import Phase
 
 
 class ClockShift(NamedTuple):
-    """What has to be added to the times of a clock, in nanoseconds.
+    """The nanoseconds to add to the times of a clock.
 
     ``error_ns``: by how much that may be wrong; ``None``: unknown, since only the calendar clocks were compared.
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from .calls import Call, GroupTrace, Part
+from .calls import CallPart, GroupTrace, TracedCall
 from .clocks import ClockShift
 from .format import Phase
 
@@ -51,7 +51,7 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
     """Return the rows of each group, those with the most time first."""
     rows = []
     for group in groups:
-        calls: dict[str, dict[int, dict[int, Call]]] = {}  # by text, number and rank
+        calls: dict[str, dict[int, dict[int, TracedCall]]] = {}  # by text, number and rank
         for rank, trace in group.ranks.items():
             for call in trace.calls:
                 calls.setdefault(call.text, {}).setdefault(call.number, {})[rank] = call
@@ -61,7 +61,7 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
 
 
 def _row(
-    group: GroupTrace, text: str, calls: Sequence[Mapping[int, Call]], shifts: Mapping[str, ClockShift]
+    group: GroupTrace, text: str, calls: Sequence[Mapping[int, TracedCall]], shifts: Mapping[str, ClockShift]
 ) -> SummaryRow:
     add = {rank: shifts[trace.facts.clock].add_ns for rank, trace in group.ranks.items()}
     every = [call for ranks in calls for call in ranks.values()]
@@ -95,14 +95,14 @@ def _row(
     )
 
 
-def _waited(call: Call) -> int:
+def _waited(call: TracedCall) -> int:
     return sum(part.end_ns - part.begin_ns for part in call.parts if part.phase in _WAITS)
 
 
 def _blame(
-    group: GroupTrace, rank: int, part: Part, ranks: Mapping[int, Call], add: Mapping[int, int]
+    group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return for which ranks a rank waited in a part of its call, and how long; see above."""
+    """Return the nanoseconds of a part of a call in which a rank waited, by the rank that it waited for; see above."""
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
@@ -125,7 +125,7 @@ def _blame(
     return blamed
 
 
-def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, Call], add: Mapping[int, int]) -> int | None:
+def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, TracedCall], add: Mapping[int, int]) -> int | None:
     """Return the leader of another host that was the last to compare this call with the rank's; ``None``: unknown."""
     place = next(host.index(rank) for host in group.hosts if rank in host)
     begins = {

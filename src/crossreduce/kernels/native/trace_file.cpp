@@ -49,8 +49,9 @@ std::shared_ptr<TraceFile> TraceFile::open(int fd, const std::string &json, int6
     made->header = header;
     made->capacity = (static_cast<uint64_t>(made->nbytes) - header->records_at) / sizeof(TraceRecord);
     header->capacity.store(made->capacity, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
-    std::memcpy(header->magic, "CRTRACE1", 8); // last: an incomplete file has none
+    uint64_t magic;
+    std::memcpy(&magic, "CRTRACE1", 8);
+    header->magic.store(magic, std::memory_order_release); // last: a reader rejects a file without it
     return made;
 }
 
@@ -99,7 +100,7 @@ void TraceFile::renew() { place = 0; }
 
 #endif
 
-// Return the number of a text; a new one is appended to the file: its length, and its bytes. 0: there is no room.
+// Return the number of a text, or 0 if the file lacks room for it. A new text is appended: its length, then its bytes.
 uint32_t TraceFile::text_number(const std::string &name) {
     const auto found = texts.find(name);
     if (found != texts.end()) return found->second;

@@ -22,7 +22,7 @@ struct TraceRecord {
 };
 
 struct TraceHeader { // at the start of the file; a JSON text follows, then the texts of calls, then the records
-    char magic[8];
+    std::atomic<uint64_t> magic;
     uint64_t json_nbytes, texts_at, records_at;
     std::atomic<uint64_t> texts_nbytes; // the used part
     std::atomic<uint64_t> capacity;     // the number of records for which the file has room
@@ -34,8 +34,8 @@ static_assert(sizeof(TraceRecord) == 32 && sizeof(TraceHeader) == 112, "crossred
 
 class TraceFile {
   public:
-    // Write to an empty file of at most `limit` bytes, or as many as its start needs; `fd` is duplicated. Return null and
-    // set errno if that fails.
+    // Write to an empty file of at most `limit` bytes (more if its start needs more); `fd` is duplicated. Return null
+    // and set errno if that fails.
     static std::shared_ptr<TraceFile> open(int fd, const std::string &json, int64_t limit);
     ~TraceFile();
     TraceFile(const TraceFile &) = delete;

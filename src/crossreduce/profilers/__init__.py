@@ -1,0 +1,90 @@
+"""Entries of this library's calls in the profilers of PyTorch and JAX, and NVTX ranges for NVIDIA's profilers.
+
+Input: a call and its values. Output: an entry such as ``crossreduce:all_reduce`` with op, bytes, dtypes and number of
+replicas in each profiler that is on. A framework's profiler is used if the program has imported the framework. The
+process groups of ``torch.distributed`` have entries of their own: see ``torch/profiling.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from . import nvtx
+from .facts import call_facts
+
+_FRAMEWORKS: Final = ("torch", "jax")
+
+
+class _Profilers:
+    """The profilers that this process can use: modules with the functions ``is_on`` and ``entry``.
+
+    ``are_on``: return whether one of them records the calls of this thread now. Each call of the library calls it, so
+    it is a function of the framework itself where that is possible.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[Any, ...] = ()
+        self.unseen: tuple[str, ...] = _FRAMEWORKS
+        self.are_on: Callable[[], bool] = self._look_first
+
+    def look(self) -> None:
+        """Find the profilers of the frameworks that the program has imported by now."""
+        found, unseen = [nvtx] if nvtx.is_on() else [], []
+        for name in _FRAMEWORKS:
+            try:
+                if name in sys.modules:
+                    found.append(importlib.import_module(f".{name}", __name__))
+                    continue
+            except (ImportError, AttributeError):  # its import has not ended, or it is too old
+                pass
+            unseen.append(name)
+        self.found, self.unseen = tuple(found), tuple(unseen)
+        first, second, *_ = [*(profiler.is_on for profiler in found), bool, bool]  # bool() is False
+        if nvtx.is_on() or len(found) < 2:
+            self.are_on = first
+        else:
+            self.are_on = lambda: first() or second()
+
+    def look_again(self) -> None:
+        """Look for profilers if the program has imported a framework since the last time."""
+        for name in self.unseen:
+            if name in sys.modules:
+                self.look()
+                return
+
+    def _look_first(self) -> bool:
+        self.look()
+        return self.are_on()
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+PROFILERS: Final = _Profilers()
+_THREAD: Final = _Thread()
+
+
+def is_outermost() -> bool:
+    """Return whether this thread is not in a call that already has an entry."""
+    return not _THREAD.inside
+
+
+@contextmanager
+def entry(name: str, op: Any, value: Any) -> Iterator[None]:
+    """Make the entry of a call in each profiler that is on. ``value``: any arguments, which need not be valid."""
+    facts = call_facts(name, op, value)
+    with ExitStack() as entries:
+        for profiler in PROFILERS.found:
+            if profiler.is_on():
+                entries.enter_context(profiler.entry(facts))
+        _THREAD.inside = True
+        try:
+            yield
+        finally:
+            _THREAD.inside = False

@@ -1,0 +1,22 @@
+"""Entries of calls in ``jax.profiler``: a ``TraceAnnotation`` with the op, bytes, dtypes and number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from jax.profiler import TraceAnnotation
+
+from .facts import CallFacts
+
+is_on: Final[Callable[[], bool]] = TraceAnnotation.is_enabled
+"""Whether a profiler runs. An annotation takes about 1 us without one, this 0.05 us."""
+
+
+def entry(facts: CallFacts) -> AbstractContextManager[Any]:
+    """Return the entry of a call."""
+    details = {"op": facts.op, "bytes": facts.nbytes, "replicas": facts.replicas}
+    details["dtypes"] = facts.dtypes.replace(",", "")  # a comma separates details
+    made: AbstractContextManager[Any] = TraceAnnotation(f"crossreduce:{facts.name}", **details)
+    return made

@@ -1,0 +1,68 @@
+"""NVTX ranges of calls, which Nsight Systems and other profilers of NVIDIA show. They were not run on a GPU.
+
+Input: a call. Output: a range such as ``crossreduce:all_reduce sum 64 B float32 x2`` in the calling thread. It lasts
+until the call returns, so it contains the launches of the kernels, with which the profilers join them.
+
+Ranges are on if ``CROSSREDUCE_NVTX`` is 1, or if a profiler has started the process (``NVTX_INJECTION64_PATH``) and
+``CROSSREDUCE_NVTX`` is not 0. They need NVIDIA's Python package ``nvtx``, or ``libnvToolsExt.so.1`` of older CUDA.
+Source: NVTX, c/include/nvtx3/nvToolsExt.h in github.com/NVIDIA/NVTX (``nvtxRangePushA``, ``nvtxRangePop``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+from .facts import CallFacts
+
+_LOG: Final = logging.getLogger("crossreduce")
+
+
+class _Functions(NamedTuple):
+    push: Callable[[str], Any]
+    pop: Callable[[], Any]
+
+
+def _found() -> _Functions | None:
+    """Return the functions of NVTX if ranges are wanted and there is a library."""
+    wanted = os.environ.get("CROSSREDUCE_NVTX") or ("1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
+    if wanted == "0":
+        return None
+    try:
+        module = importlib.import_module("nvtx")
+        return _Functions(module.push_range, module.pop_range)
+    except (ImportError, AttributeError):
+        pass
+    try:
+        library = ctypes.CDLL("libnvToolsExt.so.1")
+        push, pop = library.nvtxRangePushA, library.nvtxRangePop
+    except (OSError, AttributeError):
+        if os.environ.get("CROSSREDUCE_NVTX"):
+            _LOG.warning("CROSSREDUCE_NVTX is set, but NVTX is not installed.\n  try:   pip install nvtx")
+        return None
+    push.argtypes = [ctypes.c_char_p]
+    return _Functions(lambda name: push(name.encode()), pop)
+
+
+_FUNCTIONS: Final = _found()
+
+
+def is_on() -> bool:
+    """Return whether calls have ranges."""
+    return _FUNCTIONS is not None
+
+
+@contextmanager
+def entry(facts: CallFacts) -> Iterator[None]:
+    """Make the range of a call."""
+    assert _FUNCTIONS is not None
+    _FUNCTIONS.push(f"crossreduce:{facts.name} {facts.op} {facts.nbytes} B {facts.dtypes} x{facts.replicas}")
+    try:
+        yield
+    finally:
+        _FUNCTIONS.pop()
