@@ -1,0 +1,132 @@
+"use strict";
+// The use of the links on a canvas behind the drawing of Cytoscape.js, in every frame.
+
+class Painter {
+  constructor(wiring) {
+    this.wiring = wiring;
+    this.context = wiring.canvas.getContext("2d");
+    this.plan = null;
+    this.part = 0;
+    this.lanes = [];
+    this.restyle();
+  }
+
+  restyle() {
+    this.ramp = useRamp();
+    this.colours = { partial: theme("partial"), final: theme("final"), cut: theme("cut") };
+    this.draw();
+  }
+
+  resize() {
+    const { canvas, view } = this.wiring, ratio = window.devicePixelRatio || 1;
+    canvas.width = Math.max(1, Math.round(view.clientWidth * ratio));
+    canvas.height = Math.max(1, Math.round(view.clientHeight * ratio));
+    this.ratio = ratio;
+    this.draw();
+  }
+
+  // Compute a lane for each direction of each line: its ends, its links, and whether it is in the route and the cut.
+  prepare(route, cut) {
+    const { edges, cy } = this.wiring, tight = new Set(cut.flatMap((one) => one.links));
+    const partial = new Set(route ? route.partial : []), final = new Set(route ? route.final : []);
+    const places = new Map(cy.nodes().map((node) => [node.id(), node.position()]));
+    this.route = Boolean(route);
+    this.lanes = [];
+    for (const { a, b, there, back, bend } of edges) {
+      for (const [from, to, links, turn] of [[a, b, there, bend], [b, a, back, -bend]]) {
+        if (!links.length) continue;
+        const start = places.get(from), end = places.get(to);
+        const dx = end.x - start.x, dy = end.y - start.y, length = Math.hypot(dx, dy) || 1;
+        this.lanes.push({
+          x1: start.x, y1: start.y, x2: end.x, y2: end.y, ux: dx / length, uy: dy / length, length, links,
+          // graph_layout's y axis points up, so its left is the other side here
+          cx: turn ? (start.x + end.x) / 2 + (dy / length) * turn : null, cy: (start.y + end.y) / 2 - (dx / length) * turn,
+          partial: links.some((link) => partial.has(link)), final: links.some((link) => final.has(link)),
+          tight: links.some((link) => tight.has(link)),
+        });
+      }
+    }
+    this.draw();
+  }
+
+  show(plan, part) {
+    if (plan === this.plan && part === this.part) return;
+    this.plan = plan;
+    this.part = part;
+    this.draw();
+  }
+
+  draw() {
+    const { wiring, context, plan } = this;
+    if (!plan || !this.ratio) return;
+    const zoom = wiring.cy.zoom(), pan = wiring.cy.pan(), { canvas, model } = wiring;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.setTransform(zoom * this.ratio, 0, 0, zoom * this.ratio, pan.x * this.ratio, pan.y * this.ratio);
+    context.lineCap = "butt";
+    const pixel = 1 / zoom; // one pixel of the screen
+    for (const box of wiring.folded) {
+      const [, x, y, width, height] = model.boxes[box];
+      context.fillStyle = this.ramp[Math.round(meanUse(model, plan, wiring.inside[box], this.part) / 5)];
+      context.globalAlpha = this.route ? 0.2 : 0.55;
+      context.fillRect(x - width / 2, y - height / 2, width, height);
+      context.globalAlpha = 1;
+    }
+    this.strokes(this.lanes.filter((lane) => lane.tight), this.colours.cut, (this.lanes.length > 400 ? 7 : 21) * pixel, 0, 0.6);
+    if (this.route) {
+      for (const kind of ["partial", "final"]) {
+        const lanes = this.lanes.filter((lane) => lane[kind]);
+        const side = kind === "partial" ? 3 * pixel : 7.5 * pixel;
+        this.strokes(lanes, this.colours[kind], 3.2 * pixel, side, 1);
+        this.heads(lanes, this.colours[kind], 11 * pixel, side);
+      }
+      return;
+    }
+    const levels = this.ramp.map(() => []);
+    for (const lane of this.lanes) {
+      const use = lane.links.length === 1 ? useAt(plan, lane.links[0], this.part) : meanUse(model, plan, lane.links, this.part);
+      if (use > 0) levels[Math.max(1, Math.round(use / 5))].push(lane);
+    }
+    const many = this.lanes.length > 400;
+    levels.forEach((lanes, level) => {
+      if (!lanes.length) return;
+      const width = (1.5 + level * (many ? 0.12 : 0.2)) * pixel, side = width * 0.5 + (many ? 0.6 : 1) * pixel;
+      this.strokes(lanes, this.ramp[level], width, side, 1);
+      if (!many) this.heads(lanes, this.ramp[level], (6 + level * 0.35) * pixel, side);
+    });
+  }
+
+  strokes(lanes, colour, width, side, alpha) {
+    const { context } = this;
+    context.beginPath();
+    for (const lane of lanes) {
+      const x = -lane.uy * side, y = lane.ux * side; // to the right of the direction
+      context.moveTo(lane.x1 + x, lane.y1 + y);
+      if (lane.cx === null) context.lineTo(lane.x2 + x, lane.y2 + y);
+      else context.quadraticCurveTo(lane.cx + x, lane.cy + y, lane.x2 + x, lane.y2 + y);
+    }
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.globalAlpha = alpha;
+    context.stroke();
+    context.globalAlpha = 1;
+  }
+
+  // Arrow heads, at 62 % of the way so that both directions have room.
+  heads(lanes, colour, size, side) {
+    const { context } = this;
+    context.beginPath();
+    for (const lane of lanes) {
+      const t = 0.62, curved = lane.cx !== null;
+      const at = (a, c, b) => (curved ? (1 - t) ** 2 * a + 2 * t * (1 - t) * c + t * t * b : a + (b - a) * t);
+      const x = at(lane.x1, lane.cx, lane.x2) - lane.uy * side, y = at(lane.y1, lane.cy, lane.y2) + lane.ux * side;
+      const { ux, uy } = lane;
+      context.moveTo(x + ux * size, y + uy * size);
+      context.lineTo(x - uy * size * 0.5, y + ux * size * 0.5);
+      context.lineTo(x + uy * size * 0.5, y - ux * size * 0.5);
+      context.closePath();
+    }
+    context.fillStyle = colour;
+    context.fill();
+  }
+}
