@@ -9,15 +9,13 @@ spread evenly over this time. Ticks that the clock runs at once are spread evenl
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..topology import Topology
 from .clock import EventClock
 from .costs import Costs, Pair
-from .lock_step import Loads
 from .schedule import Schedule
-from .traffic import queues, traffic
+from .simulate import loads_of
 
 
 class LinkUse(NamedTuple):
@@ -50,8 +48,8 @@ def link_use(
     """
     import numpy as np
 
-    found = traffic(schedule, topology, replace(costs, operation_s=0))
-    loads = Loads(found, queues(schedule, costs.operation_s))
+    loads = loads_of(schedule.cut_into(1), topology, costs)
+    found = loads.traffic
     pairs, pieces = list(found.links), schedule.pieces
     counts = {pair: pieces * sum(map(len, by_round.values())) for pair, by_round in found.links.items()}
     if not nbytes or not seconds:

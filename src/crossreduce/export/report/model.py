@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
 from ...planning.explain import duration, heaviest_cuts, percent, size
@@ -21,6 +22,7 @@ from .trees import groups
 
 PARTS: Final = 240  # of the duration, in which the use of links is shown
 SIZES: Final = tuple(1 << power for power in range(10, 31, 2))  # 1 KiB to 1 GiB
+_MANY: Final = 128  # with more devices, a plan for another size can take half a minute, so fewer sizes are planned
 
 Advance = Callable[[str], None]
 
@@ -83,7 +85,11 @@ _FACTS: Final = ("plan", "predicted", "bound", "limited by", "busiest")
 
 def stages(plan: Plan) -> int:
     """Return how often ``model`` calls ``advance``."""
-    return 2 + len(plan.comparisons) + len(SIZES)
+    return 2 + len(plan.comparisons) + len(_sizes_of(plan))
+
+
+def _sizes_of(plan: Plan) -> tuple[int, ...]:
+    return SIZES if len(plan.request.members) <= _MANY else SIZES[::2]
 
 
 def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], int], detail: Detail) -> dict[str, Any]:
@@ -152,17 +158,33 @@ def _cuts(plan: Plan, number: dict[str, int], link_number: dict[tuple[str, str],
     found: dict[tuple[str, ...], set[int]] = {}
     for here, _, links in heaviest_cuts(plan.bound):
         found.setdefault(here, set()).update(link_number[link.src, link.dst] for link in links)
-    return [{"nodes": [number[device] for device in here], "links": sorted(links)} for here, links in found.items()]
+    return [
+        {"name": _cut_name(here), "nodes": [number[device] for device in here], "links": sorted(links)}
+        for here, links in found.items()
+    ]
+
+
+def _cut_name(devices: tuple[str, ...]) -> str:
+    """Return a short name of some devices.
+
+    >>> _cut_name(("host0/cuda:0", "host0/cuda:1")), _cut_name(("cuda:5",))
+    ('2 devices of host0', 'cuda:5')
+    """
+    hosts = {parse(device).host for device in devices}
+    if len(devices) == 1:
+        return devices[0]
+    return f"{len(devices)} devices" + (f" of {hosts.pop()}" if len(hosts) == 1 and "" not in hosts else "")
 
 
 def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
     """Return the seconds of each algorithm by size, of those that "auto" considers for so many devices."""
-    request = plan.request._replace(packs=1, first=0, root=plan.request.root, granularity=0.0)
+    request = plan.request._replace(packs=1, first=0, root=None, granularity=0.0)
+    listed = _sizes_of(plan)
     count = len(request.members)
     names = [name for name, one in REGISTRY.items() if one.most_devices is None or count <= one.most_devices]
     seconds: dict[str, list[float | None]] = {name: [] for name in names}
     best: list[list[Any]] = []
-    for nbytes in SIZES:
+    for nbytes in listed:
         advance(f"planning {size(nbytes)}")
         auto = planned(request._replace(nbytes=nbytes, algorithm=CHOICES[-1]))
         best.append([auto.algorithm, auto.seconds, duration(auto.seconds), f"{auto.algbw:.2f}"])
@@ -173,8 +195,8 @@ def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
                 found = None
             seconds[name].append(found)
     return {
-        "bytes": list(SIZES),
-        "texts": [size(nbytes) for nbytes in SIZES],
+        "bytes": list(listed),
+        "texts": [size(nbytes) for nbytes in listed],
         "algorithms": {
             name: [None if one is None else [one, duration(one)] for one in times]
             for name, times in seconds.items()

@@ -16,7 +16,8 @@ from ..graph_layout import graph_layout, label
 
 _PIXELS: Final = 100.0  # per inch of graph_layout
 _MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
-_GAP: Final = 60.0  # between boxes
+_GAP: Final = 80.0  # between boxes
+_RATIO: Final = 1.25  # of the width to the height of a picture of several hosts
 _ROWS: Final = 8  # up to so many hosts stand in two rows; more stand around the network
 _NAMES: Final = 16  # up to so many devices have their full names as labels
 _RINGS: Final = 96  # more devices of one host stand on several rings
@@ -162,11 +163,13 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
     hosts = [name for name in extents if name != "network"]
     wide = max(extents[name][0] for name in hosts) + _GAP
     high = max(extents[name][1] for name in hosts) + _GAP
+    width = wide - _GAP
     net = extents.get("network")
     n = len(hosts)
     if n <= _ROWS:
         across = math.ceil(n / 2)
-        middle = (net[1] + _GAP) if net else 0.0
+        middle = (net[1] + 2 * _GAP) if net else 0.0
+        wide = max(wide, _RATIO * (2 * high + middle) / across)
         cells = [(k % across, k // across) for k in range(n)]
         spots = [((column - (across - 1) / 2) * wide, row * (high + middle)) for column, row in cells]
         between = (high + middle) / 2
@@ -175,7 +178,7 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
         cells = _perimeter(across, down)[:n]
         spots = [((column - (across - 1) / 2) * wide, row * high) for column, row in cells]
         between = (down - 1) / 2 * high
-    boxes = [Box(name, x, y, wide - _GAP, high - _GAP) for name, (x, y) in zip(hosts, spots, strict=True)]
+    boxes = [Box(name, *spot, width, high - _GAP) for name, spot in zip(hosts, spots, strict=True)]
     return boxes + ([Box("network", 0.0, between, *net)] if net else [])
 
 
@@ -187,7 +190,7 @@ def _rectangle(count: int, ratio: float) -> tuple[int, int]:
         for down in range(3, count + 1)
         if 2 * (across + down) - 4 >= count
     ]
-    return min(fits, key=lambda cell: (2 * sum(cell), abs(cell[1] * ratio * 1.3 - cell[0])))
+    return min(fits, key=lambda cell: (2 * sum(cell), abs(cell[1] * ratio * _RATIO - cell[0])))
 
 
 def _perimeter(across: int, down: int) -> list[tuple[int, int]]:

@@ -55,6 +55,10 @@ class LinkMap {
     context.putImageData(image, 0, 0);
   }
 
+  resize() {
+    this.wide = 0;
+  }
+
   select(row, part) {
     this.mark(row);
     this.choose(row, part);
@@ -68,8 +72,8 @@ class LinkMap {
   }
 
   tick(seconds) {
-    const part = Math.min(1, seconds / this.plan.seconds);
-    this.line.style.left = `calc(${part * 100}% - 1px)`;
+    this.wide ||= this.field.clientWidth;
+    this.line.style.transform = `translateX(${Math.min(1, seconds / this.plan.seconds) * this.wide - 1}px)`;
   }
 }
 

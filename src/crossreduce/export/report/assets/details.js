@@ -27,7 +27,8 @@ class Details {
   show(plan, directions) {
     this.plan = plan;
     this.directions = directions;
-    const head = element("tr", {}, ...["Direction", "GB/s", "bytes", "busy", "transfers", "now"].map((text) => element("th", { scope: "col", textContent: text })));
+    this.part = -1;
+    const head = element("tr", {}, ...["Link", "GB/s", "bytes", "busy", "transfers", "now"].map((text) => element("th", { scope: "col", textContent: text })));
     this.nows = [];
     const rows = directions.map(([name, links]) => {
       const sum = sumOf(this.model, plan, links), now = element("td");
@@ -67,8 +68,11 @@ class Details {
   }
 
   tick(seconds, part) {
+    if (!this.directions || (seconds === this.seconds && part === this.part)) return;
+    const moved = part !== this.part;
     this.seconds = seconds;
-    if (!this.directions) return;
+    this.part = part;
+    if (!moved) return;
     this.directions.forEach(([, links], k) => {
       this.nows[k].textContent = `${Math.round(meanUse(this.model, this.plan, links, part))} %`;
     });

@@ -29,6 +29,7 @@ class Explorer {
     this.map = new LinkMap(model, (link, part) => this.chooseLink(link, part));
     this.table = new LinkTable(model, this.map);
     this.wirings = [];
+    this.listCuts();
     this.trees = new Trees((route) => this.isolate(route));
     this.addWiring();
     this.sizes = new Sizes(model);
@@ -44,7 +45,8 @@ class Explorer {
   }
 
   get cut() {
-    return this.get("show-cut").checked ? this.model.cuts : [];
+    const chosen = this.get("cut").value;
+    return chosen === "all" ? this.model.cuts : this.model.cuts.filter((_, k) => String(k) === chosen);
   }
 
   addWiring() {
@@ -62,7 +64,10 @@ class Explorer {
     const { get } = this, beside = get("beside");
     beside.append(element("option", { value: "", textContent: "nothing" }), ...this.model.plans.map((plan, k) => element("option", { value: String(k), textContent: plan.name })));
     beside.addEventListener("change", () => this.setBeside(beside.value));
-    get("show-cut").addEventListener("change", () => this.mark());
+    get("cut").addEventListener("change", () => {
+      this.mark();
+      this.nameCut();
+    });
     get("fold").hidden = !this.model.boxes.length;
     get("fold").addEventListener("click", () => this.foldAll());
     get("zoom-in").addEventListener("click", () => this.wirings.forEach((wiring) => wiring.zoom(1.4)));
@@ -83,10 +88,11 @@ class Explorer {
       width = innerWidth;
       this.sizes.draw();
       this.details.draw();
+      this.map.resize();
+      this.at(this.seconds);
     });
-    const limited = this.model.facts.find(([name]) => name === "limited by");
-    get("cut-text").textContent = limited ? `No plan can exceed the bound: it is limited by ${limited[1]}.` : "";
     this.nameFold();
+    this.nameCut();
   }
 
   restyle() {
@@ -114,7 +120,7 @@ class Explorer {
       ".": () => this.step(1),
       ",": () => this.step(-1),
       f: () => this.foldAll(),
-      c: () => this.get("show-cut").click(),
+      c: () => this.toggleCut(),
       Escape: () => this.trees.press(null, null),
     };
     const action = actions[event.key.length === 1 ? event.key.toLowerCase() : event.key];
@@ -174,6 +180,27 @@ class Explorer {
     this.wirings.forEach((wiring) => wiring.build());
     this.nameFold();
     this.at(this.seconds);
+  }
+
+  // Offer each tight cut, all of them, and none. Of several, only the first one is shown at the beginning.
+  listCuts() {
+    const cuts = this.model.cuts, options = cuts.map(({ name }, k) => element("option", { value: String(k), textContent: name }));
+    if (cuts.length > 1) options.push(element("option", { value: "all", textContent: `all ${cuts.length}` }));
+    this.get("cut").append(...options, element("option", { value: "", textContent: "hidden" }));
+  }
+
+  toggleCut() {
+    const cut = this.get("cut");
+    cut.value = cut.value === "" ? "0" : "";
+    cut.dispatchEvent(new Event("change"));
+  }
+
+  nameCut() {
+    const limited = this.model.facts.find(([name]) => name === "limited by");
+    if (!limited) return;
+    const { value } = this.get("cut"), count = this.model.cuts.length;
+    const which = count > 1 && value !== "" && value !== "all" ? ` One of ${count} tight cuts is shown.` : "";
+    this.get("cut-text").textContent = `No plan can exceed the bound: it is limited by ${limited[1]}.${which}`;
   }
 
   nameFold() {

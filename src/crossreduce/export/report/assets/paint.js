@@ -13,7 +13,7 @@ class Painter {
 
   restyle() {
     this.ramp = useRamp();
-    this.colours = { partial: theme("partial"), final: theme("final"), cut: theme("cut") };
+    this.colours = { partial: theme("partial"), final: theme("final"), cut: theme("cut"), panel: theme("panel"), idle: theme("idle") };
     this.draw();
   }
 
@@ -64,15 +64,32 @@ class Painter {
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.setTransform(zoom * this.ratio, 0, 0, zoom * this.ratio, pan.x * this.ratio, pan.y * this.ratio);
     context.lineCap = "butt";
-    const pixel = 1 / zoom; // one pixel of the screen
-    for (const box of wiring.folded) {
-      const [, x, y, width, height] = model.boxes[box];
-      context.fillStyle = this.ramp[Math.round(meanUse(model, plan, wiring.inside[box], this.part) / 5)];
-      context.globalAlpha = this.route ? 0.2 : 0.55;
-      context.fillRect(x - width / 2, y - height / 2, width, height);
-      context.globalAlpha = 1;
-    }
-    this.strokes(this.lanes.filter((lane) => lane.tight), this.colours.cut, (this.lanes.length > 400 ? 7 : 21) * pixel, 0, 0.6);
+    const pixel = this.unit(zoom) / zoom; // lines are thinner where symbols are small
+    this.lines(pixel, plan, model);
+    for (const box of wiring.folded) this.bar(model.boxes[box], meanUse(model, plan, wiring.inside[box], this.part));
+  }
+
+  // The size of a line's pixel on the screen: 1 where a symbol, or a folded host, has about 50 pixels.
+  unit(zoom) {
+    const { folded, model } = this.wiring, all = folded.size && folded.size === model.boxes.length;
+    const size = (all ? model.boxes[0][3] / 2 : model.symbol) * zoom;
+    return Math.min(1.2, Math.max(0.35, size / 45));
+  }
+
+  // Cover the lines behind a folded host, and draw the mean use of the links inside it as a bar.
+  bar([, x, y, width, height], use) {
+    const { context } = this, left = x - width / 2, thick = height * 0.13, low = y + height / 2 - thick;
+    context.fillStyle = this.colours.panel;
+    context.fillRect(left, y - height / 2, width, height);
+    context.fillStyle = this.colours.idle;
+    context.fillRect(left, low, width, thick);
+    context.fillStyle = this.ramp[use > 0 ? Math.max(1, Math.round(use / 5)) : 0];
+    context.fillRect(left, low, (width * use) / 100, thick);
+  }
+
+  lines(pixel, plan, model) {
+    const tight = this.route ? [] : this.lanes.filter((lane) => lane.tight);
+    this.strokes(tight, this.colours.cut, 21 * pixel, 0, 0.6);
     if (this.route) {
       for (const kind of ["partial", "final"]) {
         const lanes = this.lanes.filter((lane) => lane[kind]);
@@ -87,10 +104,10 @@ class Painter {
       const use = lane.links.length === 1 ? useAt(plan, lane.links[0], this.part) : meanUse(model, plan, lane.links, this.part);
       if (use > 0) levels[Math.max(1, Math.round(use / 5))].push(lane);
     }
-    const many = this.lanes.length > 400;
+    const many = this.lanes.length > 400; // too many for arrow heads
     levels.forEach((lanes, level) => {
       if (!lanes.length) return;
-      const width = (1.5 + level * (many ? 0.12 : 0.2)) * pixel, side = width * 0.5 + (many ? 0.6 : 1) * pixel;
+      const width = (1.5 + level * 0.2) * pixel, side = width * 0.5 + pixel;
       this.strokes(lanes, this.ramp[level], width, side, 1);
       if (!many) this.heads(lanes, this.ramp[level], (6 + level * 0.35) * pixel, side);
     });

@@ -8,13 +8,13 @@ class Plans {
     this.bars = model.plans.map((plan, k) => {
       const radio = element("input", { type: "radio", name: "plan", value: String(k), checked: k === 0 });
       radio.addEventListener("change", () => choose(k));
-      const bar = element("i"), done = element("span");
+      const bar = element("i"), done = element("span", { className: "done" });
       const facts = [plan.times, plan.rate, plan.ratio].filter(Boolean).join(", ");
       const name = k === 0 ? `${plan.name} (this plan)` : plan.name;
       place.append(element("label", { className: "plan" }, radio, element("span", { className: "name", textContent: name }),
         element("span", { className: "time", textContent: plan.duration }),
         element("span", { className: "track" }, bar),
-        element("span", { className: "more" }, facts ? `${facts}; ` : "", done)));
+        element("span", { className: "more", textContent: facts }), done));
       return [bar, done];
     });
   }
@@ -23,7 +23,7 @@ class Plans {
     this.model.plans.forEach((plan, k) => {
       const done = doneAt(this.model, plan, seconds), [bar, text] = this.bars[k];
       bar.style.transform = `scaleX(${done / 100})`;
-      const now = seconds >= plan.seconds ? "finished" : `${Math.floor(done)} % moved`;
+      const now = seconds >= plan.seconds ? "finished" : `${Math.floor(done)} %`;
       if (text.textContent !== now) text.textContent = now;
     });
   }
@@ -68,6 +68,9 @@ class Trees {
     for (const other of this.place.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
     this.all.disabled = !route;
     this.isolate(route);
+    const text = document.getElementById("route-text");
+    text.hidden = !route;
+    text.textContent = route ? `Shown: ${route.title}, ${route.share === "1" ? "the whole buffer" : `${route.share} of the buffer`} in ${route.chunks}.` : "";
     if (route) say(`Only ${route.title} is shown, ${route.share} of the buffer.`);
   }
 }

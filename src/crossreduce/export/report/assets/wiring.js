@@ -57,7 +57,7 @@ class Wiring {
     boxes.forEach(([name, x, y, width, height], box) => {
       const folded = this.folded.has(box), inside = nodes.filter((node) => node[4] === box && node[5]).length;
       const text = folded && inside ? `${name}\n${inside} devices` : name;
-      elements.push({ data: { id: `b${box}`, text, width, height, font: Math.min(width / 5.5, 90) }, position: { x, y }, classes: folded ? "box folded" : "box" });
+      elements.push({ data: { id: `b${box}`, text, width, height, font: width / (folded ? 5.5 : 7.5) }, position: { x, y }, classes: folded ? "box folded" : "box" });
     });
     nodes.forEach(([name, text, x, y, box, isDevice], node) => {
       if (box >= 0 && this.folded.has(box)) return;
@@ -89,8 +89,8 @@ class Wiring {
       { selector: ".device, .switch", style: { width: "data(size)", height: "data(high)", "font-size": "data(font)", "background-color": theme("node"), "border-width": 2, "border-color": line, shape: "ellipse", "z-index": 5 } },
       { selector: ".long", style: { shape: "round-rectangle" } },
       { selector: ".switch", style: { shape: "rectangle", "background-color": theme("switch") } },
-      { selector: ".box", style: { width: "data(width)", height: "data(height)", shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-color": theme("line"), "font-size": "data(font)", "text-valign": "top", "text-margin-y": 4, color: theme("soft"), "z-index": 1 } },
-      { selector: ".folded", style: { "border-width": 4, "border-color": line, color: ink, "text-valign": "center", "text-margin-y": 0 } },
+      { selector: ".box", style: { width: "data(width)", height: "data(height)", shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-color": theme("line"), "font-size": "data(font)", "text-valign": "top", "text-margin-y": -2, "text-background-color": theme("panel"), "text-background-opacity": 0.8, color: theme("soft"), "z-index": 1 } },
+      { selector: ".folded", style: { "border-width": 4, "border-color": line, color: ink, "text-valign": "center", "text-margin-y": -4, "text-background-opacity": 0 } },
       { selector: "edge", style: { width: 1.4, "line-color": theme("wire"), "curve-style": "straight", "overlay-opacity": 0, "z-index": 2 } },
       { selector: "edge.bent", style: { "curve-style": "unbundled-bezier", "control-point-distances": "data(bend)", "control-point-weights": 0.5 } },
       { selector: ".dim", style: { opacity: 0.25 } },
@@ -114,7 +114,7 @@ class Wiring {
     for (const link of inRoute) for (const end of this.model.links[link].slice(0, 2)) keys.add(this.keyOf(end));
     const names = new Map(this.model.nodes.map((node, k) => [node[0], k]));
     for (const root of route ? route.roots : []) roots.add(this.keyOf(names.get(root)));
-    const tight = new Set(cut.flatMap((one) => one.nodes).map((node) => this.keyOf(node)));
+    const tight = new Set((route ? [] : cut).flatMap((one) => one.nodes).map((node) => this.keyOf(node)));
     this.cy.batch(() => {
       this.cy.nodes().forEach((node) => {
         const key = node.id(), open = node.hasClass("box") && !node.hasClass("folded");
