@@ -45,7 +45,7 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
     advance("explaining")
     text = plan.explain()
     head, *rest = text.splitlines()
-    facts = [[line[2:12].strip(), line[12:]] for line in rest if line[2:3].strip() and line.startswith("  ")]
+    facts = [[line[2:12].strip(), line[12:].strip()] for line in rest if line[2:3].strip() and line.startswith("  ")]
     topology, where = plan.topology, places(plan.topology)
     number = {node.name: k for k, node in enumerate(where.nodes)}
     links = [
@@ -53,11 +53,10 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
         for link in topology.links
     ]
     link_number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
-    shown = {} if plan.rate is None or not plan.nbytes else {plan.algorithm: plan} | {
-        name: other for name, other in plan.comparisons.items() if other.schedule != plan.schedule
-    }  # fmt: skip
+    moves = plan.rate is not None and plan.nbytes > 0
+    others = [(name, other) for name, other in plan.comparisons.items() if other.schedule != plan.schedule]
     plans = []
-    for name, each in shown.items():
+    for name, each in [(plan.algorithm, plan), *others] if moves else []:
         advance(f"tracing {name}")
         plans.append(_plan(name, each, plan, link_number, detail))
     return {
@@ -74,9 +73,9 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
         "symbol": round(where.size),
         "links": links,
         "parts": detail.parts,
-        "cuts": _cuts(plan, number, link_number) if plans else [],
+        "cuts": _cuts(plan, number, link_number) if moves else [],
         "plans": plans,
-        "sizes": _sizes(plan, advance) if plans else None,
+        "sizes": _sizes(plan, advance) if moves else None,
     }
 
 

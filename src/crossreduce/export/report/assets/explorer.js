@@ -10,7 +10,7 @@ async function start() {
   if (!model.plans.length) return; // no data has to move
   document.getElementById("explorer").hidden = false;
   document.getElementById("explanation").open = false;
-  new Explorer(model);
+  window.explorer = new Explorer(model);
 }
 
 class Explorer {
@@ -259,20 +259,26 @@ class Explorer {
       const speed = (this.plan.seconds / SECONDS_TO_PLAY) * Number(this.get("speed").value);
       this.at(Math.min(this.end, this.seconds + (Math.max(0, now - before) / 1000) * speed));
       before = now;
-      if (this.seconds >= this.end) this.play(false);
-      else requestAnimationFrame(frame);
+      if (this.seconds >= this.end) {
+        this.play(false);
+        this.at(this.seconds);
+      } else requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   }
 
   // Show everything at a simulated time.
   at(seconds) {
-    const { model } = this, end = this.end, slider = this.get("time");
+    const { model } = this;
     this.seconds = seconds;
-    slider.value = String(Math.round((seconds / end) * 1000));
-    const text = `${durationText(seconds)} of ${durationText(end)}`;
-    this.get("now").textContent = text;
-    slider.setAttribute("aria-valuetext", text);
+    const clock = performance.now();
+    if (!this.playing || clock - (this.shown || 0) > 50) { // 20 times a second are enough for texts
+      this.shown = clock;
+      const end = this.end, slider = this.get("time"), text = `${durationText(seconds)} of ${durationText(end)}`;
+      slider.value = String(Math.round((seconds / end) * 1000));
+      this.get("now").textContent = text;
+      slider.setAttribute("aria-valuetext", text);
+    }
     this.wirings.forEach((wiring) => {
       const plan = this.planOf(wiring);
       wiring.painter.show(plan, partAt(model, plan, seconds));

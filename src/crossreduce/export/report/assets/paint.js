@@ -8,6 +8,7 @@ class Painter {
     this.plan = null;
     this.part = 0;
     this.lanes = [];
+    this.levels = []; // of the lanes, and then of the folded hosts
     this.restyle();
   }
 
@@ -46,6 +47,7 @@ class Painter {
         });
       }
     }
+    if (this.plan) this.measure();
     this.draw();
   }
 
@@ -53,20 +55,33 @@ class Painter {
     if (plan === this.plan && part === this.part) return;
     this.plan = plan;
     this.part = part;
-    this.draw();
+    if (this.measure()) this.draw();
+  }
+
+  // Find the use of each lane and folded host, in steps of 5 %; return whether one has changed.
+  measure() {
+    const { plan, part, wiring } = this, { model } = wiring;
+    const level = (links) => {
+      const use = links.length === 1 ? useAt(plan, links[0], part) : meanUse(model, plan, links, part);
+      return use > 0 ? Math.max(1, Math.round(use / 5)) : 0;
+    };
+    const found = [...this.lanes.map((lane) => level(lane.links)), ...[...wiring.folded].map((box) => level(wiring.inside[box]))];
+    const changed = found.length !== this.levels.length || found.some((one, k) => one !== this.levels[k]);
+    this.levels = found;
+    return changed;
   }
 
   draw() {
-    const { wiring, context, plan } = this;
-    if (!plan || !this.ratio) return;
+    const { wiring, context } = this;
+    if (!this.plan || !this.ratio) return;
     const zoom = wiring.cy.zoom(), pan = wiring.cy.pan(), { canvas, model } = wiring;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.setTransform(zoom * this.ratio, 0, 0, zoom * this.ratio, pan.x * this.ratio, pan.y * this.ratio);
     context.lineCap = "butt";
     const pixel = this.unit(zoom) / zoom; // lines are thinner where symbols are small
-    this.lines(pixel, plan, model);
-    for (const box of wiring.folded) this.bar(model.boxes[box], meanUse(model, plan, wiring.inside[box], this.part));
+    this.lines(pixel);
+    [...wiring.folded].forEach((box, k) => this.bar(model.boxes[box], this.levels[this.lanes.length + k]));
   }
 
   // The size of a line's pixel on the screen: 1 where a symbol, or a folded host, has about 50 pixels.
@@ -77,17 +92,17 @@ class Painter {
   }
 
   // Cover the lines behind a folded host, and draw the mean use of the links inside it as a bar.
-  bar([, x, y, width, height], use) {
+  bar([, x, y, width, height], level) {
     const { context } = this, left = x - width / 2, thick = height * 0.13, low = y + height / 2 - thick;
     context.fillStyle = this.colours.panel;
     context.fillRect(left, y - height / 2, width, height);
     context.fillStyle = this.colours.idle;
     context.fillRect(left, low, width, thick);
-    context.fillStyle = this.ramp[use > 0 ? Math.max(1, Math.round(use / 5)) : 0];
-    context.fillRect(left, low, (width * use) / 100, thick);
+    context.fillStyle = this.ramp[level];
+    context.fillRect(left, low, (width * level) / 20, thick);
   }
 
-  lines(pixel, plan, model) {
+  lines(pixel) {
     const tight = this.route ? [] : this.lanes.filter((lane) => lane.tight);
     this.strokes(tight, this.colours.cut, 21 * pixel, 0, 0.6);
     if (this.route) {
@@ -100,10 +115,9 @@ class Painter {
       return;
     }
     const levels = this.ramp.map(() => []);
-    for (const lane of this.lanes) {
-      const use = lane.links.length === 1 ? useAt(plan, lane.links[0], this.part) : meanUse(model, plan, lane.links, this.part);
-      if (use > 0) levels[Math.max(1, Math.round(use / 5))].push(lane);
-    }
+    this.lanes.forEach((lane, k) => {
+      if (this.levels[k]) levels[this.levels[k]].push(lane);
+    });
     const many = this.lanes.length > 400; // too many for arrow heads
     levels.forEach((lanes, level) => {
       if (!lanes.length) return;
