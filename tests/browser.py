@@ -6,9 +6,8 @@ tests of a missing framework do. ``CROSSREDUCE_TEST_BROWSER=0`` leaves these tes
 
 import os
 import shutil
+import time
 from contextlib import contextmanager
-
-import pytest
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -19,6 +18,8 @@ FLAGS = (
 
 def require_browser():
     """Skip the test if browsers are left out on purpose, and fail it if there is none."""
+    import pytest
+
     if os.environ.get("CROSSREDUCE_TEST_BROWSER") == "0":
         pytest.skip("browsers are left out by CROSSREDUCE_TEST_BROWSER=0")
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
@@ -46,6 +47,14 @@ def chromium(folder, width=1280, height=1000):
         yield driver
     finally:
         driver.quit()
+
+
+def wait_until_ready(driver, seconds=20):
+    """Wait until a page of the plan explorer has drawn itself."""
+    end = time.monotonic() + seconds
+    while not driver.execute_script("return document.documentElement.dataset.ready"):
+        assert time.monotonic() < end, "the page does not get ready"
+        time.sleep(0.05)
 
 
 def resize(driver, width, height):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from browser import chromium, prefer, require_browser, resize
+from browser import chromium, prefer, require_browser, resize, wait_until_ready
 from reports import explained
 
 import crossreduce as cr
@@ -69,7 +69,7 @@ def shown(driver, report):
     def open_page(devices):
         plan, path = report(devices)
         driver.get(path.as_uri())
-        wait(lambda: driver.execute_script("return document.documentElement.dataset.ready"))
+        wait_until_ready(driver)
         return plan
 
     yield open_page

@@ -133,6 +133,8 @@ class Wiring {
   fit() {
     this.cy.resize();
     this.cy.fit(undefined, 26);
+    if (this.cy.zoom() > 1.6) this.cy.zoom(1.6);
+    this.cy.center();
     this.painter.resize();
   }
 
