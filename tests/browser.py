@@ -17,7 +17,7 @@ FLAGS = (
 
 
 def require_browser():
-    """Skip the test if browsers are left out on purpose, and fail it if there is none."""
+    """Skip the test if browsers are left out on purpose, and fail it if Chromium is missing."""
     import pytest
 
     if os.environ.get("CROSSREDUCE_TEST_BROWSER") == "0":

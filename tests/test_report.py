@@ -1,8 +1,11 @@
-"""The plan explorer's page: its numbers are those of the plan, it asks for nothing, and a failure writes nothing."""
+"""The plan explorer's page: its numbers are those of the plan, it requests nothing, and a failure writes nothing."""
 
+import hashlib
 import json
+import re
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from reports import Page, explained
@@ -18,6 +21,7 @@ from crossreduce.export.report.trees import groups
 from crossreduce.planning import Plan
 from crossreduce.schedule import timeline
 
+ROOT = Path(__file__).parent.parent
 PART = Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6])
 TWO_HOSTS = Topology.machine("hgx-h100", 2)
 PLANS = {
@@ -264,7 +268,7 @@ def test_detail_is_reduced_until_the_page_fits(monkeypatch):
 
 
 def test_the_stages_are_counted():
-    """``stages`` returns how many stages a caller is told of, each with a name."""
+    """``stages`` returns the number of stages, and each stage has a name."""
     plan = cr.plan("dgx-1v", nbytes="4M", algorithm="forest")
     told = []
     report_html(plan, told.append)
@@ -362,7 +366,7 @@ def test_positions(hosts):
 
 
 def test_many_devices_of_one_host_stand_on_rings():
-    """256 devices around one switch stand on several rings, so that their symbols can be read."""
+    """256 devices around one switch are on several rings, so that their symbols can be read."""
     found = places(Topology.star(256, gb_per_s=450))
     assert found.size > 30
     assert max(abs(node.x) for node in found.nodes) < 1000
@@ -371,3 +375,43 @@ def test_many_devices_of_one_host_stand_on_rings():
 def test_a_plan_is_reported_by_the_package():
     """``Plan.report`` has its writer as soon as the package is imported."""
     assert Plan.reporter is not None
+
+
+def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
+    """The code and the command of docs/plan-explorer.md write one page; the document's numbers are the code's."""
+    text = (ROOT / "docs" / "plan-explorer.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+    page = Path("plan.html").read_text()
+    (command,) = re.findall(r"```\ncrossreduce (.*?)\n```", text)
+    Path("plan.html").unlink()
+    printed(*command.split())
+    assert Path("plan.html").read_text() == page
+    explorer = (Path(models.__file__).parent / "assets" / "explorer.js").read_text()
+    flat = " ".join(text.split())
+    assert [int(part) for part in re.findall(r"1/(\d+)", flat)] == list(dict.fromkeys(d.parts for d in pages._DETAILS))
+    assert f"more than {re.search(r'MOST_OPEN = ([0-9]+)', explorer)[1]} devices" in flat
+    assert re.search(r"SECONDS_TO_PLAY = ([0-9]+)", explorer)[1] == "10"
+    assert "ten seconds" in flat
+    assert pages.MOST_BYTES == 1_000_000
+    for library, version in re.findall(r"(Cytoscape.js|uPlot) (\d+\.\d+)", flat):
+        name = {"Cytoscape.js": "cytoscape.min.js", "uPlot": "uPlot.iife.min.js"}[library]
+        assert f"{version}." in pages._asset(name)
+        assert f"{library} {version}." in (ROOT / "NOTICE").read_text()
+
+
+def test_the_libraries_are_unchanged():
+    """The shipped libraries are the files of the versions that NOTICE names, with their licenses."""
+    due = {
+        "cytoscape.min.js": "71fa9ebec21a7ca2c40cff6aacc30d1f6464e363662ad4b2c197e1adc770cd94",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    assets = Path(models.__file__).parent / "assets"
+    for name, digest in due.items():
+        assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest
+        assert f"{name}" in (ROOT / "NOTICE").read_text()
+    for name in ("cytoscape", "uPlot"):
+        assert "Permission is hereby granted, free of charge" in (assets / f"{name}.LICENSE").read_text()

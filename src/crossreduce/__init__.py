@@ -58,6 +58,7 @@ __version__ = "0.1.0"
 
 
 def _write_report(plan: Plan, path: str | _PathLike[str]) -> None:
+    """Write ``Plan.report``'s file."""
     from .export.report import write_report  # here, since few programs write reports
 
     write_report(plan, path)

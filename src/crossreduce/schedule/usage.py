@@ -1,7 +1,7 @@
 """The use of each link over time in a simulation: how much data it has carried at each of some moments.
 
-Input: a ``Schedule``, a ``Topology``, bytes, ``Costs``. Output: one array per link. The moments divide the simulated
-time into equal parts, so the result has the same size for two transfers and for a million.
+Input: a ``Schedule``, a ``Topology``, bytes, ``Costs``. Output: one list of numbers per link. The moments divide the
+simulated time into equal parts, so the result has the same size for two transfers and for a million.
 
 In the simulation a transfer takes a fixed part of its links from the end of its latency to its end, so its bytes are
 spread evenly over this time. Ticks that the clock runs at once are spread evenly too.
@@ -9,7 +9,7 @@ spread evenly over this time. Ticks that the clock runs at once are spread evenl
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..topology import Topology
 from .clock import EventClock
@@ -21,7 +21,7 @@ from .simulate import loads_of
 class LinkUse(NamedTuple):
     """What a link carries in a simulation."""
 
-    carried: Any  # bytes (floats) up to each moment: an array that begins with 0.0
+    carried: tuple[float, ...]  # bytes up to each moment; the first is 0.0
     transfers: int  # pieces of chunks that pass over the link
 
 
@@ -43,8 +43,8 @@ def link_use(
     >>> from crossreduce.planning import ring
     >>> pair = Topology.ring(2, gb_per_s=25)
     >>> use = link_use(ring(pair.devices), pair, 50_000, 2e-6, 4, Costs())
-    >>> use["cpu:0", "cpu:1"].carried.round().tolist(), use["cpu:0", "cpu:1"].transfers
-    ([0.0, 12500.0, 25000.0, 37500.0, 50000.0], 2)
+    >>> [round(nbytes) for nbytes in use["cpu:0", "cpu:1"].carried], use["cpu:0", "cpu:1"].transfers
+    ([0, 12500, 25000, 37500, 50000], 2)
     """
     import numpy as np
 
@@ -53,7 +53,7 @@ def link_use(
     pairs, pieces = list(found.links), schedule.pieces
     counts = {pair: pieces * sum(map(len, by_round.values())) for pair, by_round in found.links.items()}
     if not nbytes or not seconds:
-        return {pair: LinkUse(np.zeros(parts + 1), counts[pair]) for pair in pairs}
+        return {pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}
     number = {pair: k for k, pair in enumerate(pairs)}
     links = [[number[pair] for pair in read.pairs] for read in found.reads]
     first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
@@ -77,4 +77,4 @@ def link_use(
     moments = np.linspace(0.0, seconds, parts + 1)
     carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
     carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
-    return {pair: LinkUse(carried[k], counts[pair]) for k, pair in enumerate(pairs)}
+    return {pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}

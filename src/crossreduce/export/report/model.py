@@ -7,6 +7,7 @@ computes no times, rates or positions. Texts about the plan are those of ``Plan.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from ...devices import parse
@@ -23,6 +24,8 @@ from .trees import groups
 PARTS: Final = 240  # of the duration, in which the use of links is shown
 SIZES: Final = tuple(1 << power for power in range(10, 31, 2))  # 1 KiB to 1 GiB
 _MANY: Final = 128  # with more devices, a plan for another size can take half a minute, so fewer sizes are planned
+
+_IDLE: Final = 1e-6  # percent; less is a rounding error
 
 Advance = Callable[[str], None]
 
@@ -93,24 +96,19 @@ def _sizes_of(plan: Plan) -> tuple[int, ...]:
 
 def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], int], detail: Detail) -> dict[str, Any]:
     """Return one plan with the use of each link over time, in percent of its bandwidth."""
-    import numpy as np
-
     costs, topology, simulation = plan.request.costs, plan.topology, plan.simulation
     use = link_use(plan.schedule, topology, plan.nbytes, plan.seconds, detail.parts, costs)
-    curves: dict[tuple[int, ...], int] = {}
+    curves: dict[tuple[int, ...], int] = {}  # many links have the same curve
     links = {}
     for pair, one in use.items():
         link = topology.link(*pair)
         assert link is not None
-        most = float(link.bandwidth) * 1e9 * plan.seconds / detail.parts
-        levels = np.diff(one.carried) / most * 100
-        # A link that carries little is not idle: it has at least 1 %.
-        curve = tuple(np.where(levels > 1e-6, np.maximum(levels.round(), 1), 0).astype(int).clip(0, 100).tolist())
+        curve = _levels(one.carried, float(link.bandwidth) * 1e9 * plan.seconds / detail.parts)
         busy = round(simulation.busy[pair] / plan.seconds * 100, 2)
         links[link_number[pair]] = [
             curves.setdefault(curve, len(curves)), simulation.bytes[pair], busy, one.transfers
         ]  # fmt: skip
-    total = sum(one.carried for one in use.values())
+    total = [sum(moment) for moment in zip(*(one.carried for one in use.values()), strict=True)]
     rate, bound = plan.rate, best.bound.algbw
     related = plan is not best
     return {
@@ -123,11 +121,20 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
         "ratio": f"{percent(rate / bound)} of the bound" if rate and bound else "",
         "head": plan.schedule.head,
         "pieces": many(plan.schedule.pieces, "piece"),
-        "done": (total / max(float(total[-1]), 1.0) * 100).round(1).tolist(),
+        "done": [round(moved / total[-1] * 100, 1) for moved in total],
         "curves": list(curves),
         "links": links,
         "groups": _groups(plan, link_number) if detail.trees else [],
     }
+
+
+def _levels(carried: tuple[float, ...], most: float) -> tuple[int, ...]:
+    """Return the use of a link in percent in each part of the time, in which it can carry ``most`` bytes.
+
+    A link that carries little is not idle, so it has at least 1 %.
+    """
+    parts = [(after - before) / most * 100 for before, after in pairwise(carried)]
+    return tuple([0 if part < _IDLE else min(100, max(1, round(part))) for part in parts])
 
 
 def _groups(plan: Plan, link_number: dict[tuple[str, str], int]) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ _PIXELS: Final = 100.0  # per inch of graph_layout
 _MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
 _GAP: Final = 80.0  # between boxes
 _RATIO: Final = 1.25  # of the width to the height of a picture of several hosts
-_ROWS: Final = 8  # up to so many hosts stand in two rows; more stand around the network
+_ROWS: Final = 8  # up to so many hosts are in two rows; more are around the network
 _NAMES: Final = 16  # up to so many devices have their full names as labels
-_RINGS: Final = 96  # more devices of one host stand on several rings
+_RINGS: Final = 96  # more devices of one host are on several rings
 
 
 class Node(NamedTuple):

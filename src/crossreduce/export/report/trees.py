@@ -23,7 +23,7 @@ _MOST_LINKS: Final = 24_000  # in all routes of a plan: this limits the size of 
 _Hop = tuple[int, int, tuple[str, ...] | None]
 
 
-class Route(NamedTuple):
+class ShownRoute(NamedTuple):
     """Chunks that move along the same links: a tree, a ring, or another exchange."""
 
     title: str
@@ -34,13 +34,13 @@ class Route(NamedTuple):
     final: frozenset[Pair]  # the links that carry results
 
 
-class Group(NamedTuple):
+class RouteGroup(NamedTuple):
     """Routes of one kind with equally many devices."""
 
     title: str
     share: Fraction
     number: int
-    routes: tuple[Route, ...]  # perhaps only the first ones
+    routes: tuple[ShownRoute, ...]  # perhaps only the first ones
 
 
 class _Form(NamedTuple):
@@ -51,7 +51,7 @@ class _Form(NamedTuple):
     cycle: tuple[int, ...]  # the devices of a ring in its order
 
 
-def groups(plan: Plan) -> tuple[Group, ...]:
+def groups(plan: Plan) -> tuple[RouteGroup, ...]:
     """Return the groups of a plan's trees and rings, the greatest shares first.
 
     >>> from crossreduce import plan, Topology
@@ -71,7 +71,7 @@ def groups(plan: Plan) -> tuple[Group, ...]:
         cycle = _cycle(used)
         tops = frozenset(sources if len(sources) == 1 else (one.device for one in made if one.final))
         alike.setdefault(_Form(used, frozenset() if cycle else tops, cycle), []).append(c)
-    kinds: dict[tuple[str, int], list[Route]] = {}
+    kinds: dict[tuple[str, int], list[ShownRoute]] = {}
     for form, chunks in alike.items():
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))
         partial, final_hops = (
@@ -81,9 +81,9 @@ def groups(plan: Plan) -> tuple[Group, ...]:
         roots = tuple(program.devices[k] for k in sorted(form.tops))
         links = (_links(some, plan, program.devices) for some in (partial, final_hops))
         devices = len({end for hop in form.used for end in hop[:2]})
-        kinds.setdefault((_kind(form), devices), []).append(Route(title, share, len(chunks), roots, *links))
+        kinds.setdefault((_kind(form), devices), []).append(ShownRoute(title, share, len(chunks), roots, *links))
     found = [
-        Group(
+        RouteGroup(
             f"{many(len(routes), kind)} of {many(devices, 'device')}",
             sum((route.share for route in routes), Fraction(0)),
             len(routes),
@@ -127,7 +127,7 @@ def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
     return nested(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
 
 
-def _limited(found: list[Group]) -> tuple[Group, ...]:
+def _limited(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:
     """Return the groups with as many routes as the file may hold; each has at least its first route."""
     each = _MOST_LINKS // max(1, len(found))
     limited = []
