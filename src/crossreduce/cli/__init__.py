@@ -1,4 +1,4 @@
-"""The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``doctor`` and ``info``.
+"""The command line of ``crossreduce``; ``app`` lists its commands.
 
 Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
 differ, a wrong schedule), or ``doctor`` can read no dump; 2: it could not finish (a wrong argument, a missing module);

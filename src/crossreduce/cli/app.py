@@ -12,6 +12,7 @@ from .doctor import doctor
 from .info import info
 from .plan import plan
 from .topology import topology
+from .trace import trace
 from .train import train
 from .verify import verify
 
@@ -21,7 +22,7 @@ app = Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (topology, plan, verify, train, bench, doctor, info):
+for command in (topology, plan, verify, train, bench, doctor, trace, info):
     app.command()(command)
 
 
