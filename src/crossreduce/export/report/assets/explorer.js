@@ -251,7 +251,10 @@ class Explorer {
     const button = this.get("play");
     button.textContent = on ? "Pause" : "Play";
     button.setAttribute("aria-pressed", String(on));
-    if (!on) return;
+    if (!on) {
+      this.at(this.seconds); // texts may be older than the drawing
+      return;
+    }
     if (this.seconds >= this.end) this.at(0);
     let before = performance.now();
     const frame = (now) => {
@@ -259,10 +262,8 @@ class Explorer {
       const speed = (this.plan.seconds / SECONDS_TO_PLAY) * Number(this.get("speed").value);
       this.at(Math.min(this.end, this.seconds + (Math.max(0, now - before) / 1000) * speed));
       before = now;
-      if (this.seconds >= this.end) {
-        this.play(false);
-        this.at(this.seconds);
-      } else requestAnimationFrame(frame);
+      if (this.seconds >= this.end) this.play(false);
+      else requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   }
