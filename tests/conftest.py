@@ -2,6 +2,7 @@
 
 By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
 skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
+``CROSSREDUCE_TEST_BROWSER=0`` leaves out the tests in a browser.
 On systems other than Linux, pytest does not collect the files of ``LINUX_ONLY``.
 """
 
@@ -36,6 +37,7 @@ LINUX_ONLY = [
     "test_multi_host.py",
     "test_namespaces.py",
     "test_nccl.py",
+    "test_report_browser.py",
     "test_shared_memory.py",
     "test_transports.py",
     "test_watchdog.py",

@@ -172,6 +172,7 @@ EXCEPTIONS = {
     "planning.shallow.hops": {"numpy"},
     "planning.shallow.program": {"numpy"},
     "planning.shallow.units": {"numpy"},
+    "schedule.usage": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
@@ -252,6 +253,8 @@ NEEDED = {
     "planning.shallow.hops": {"numpy"},  # lists hops as arrays
     "planning.shallow.program": {"numpy", "scipy"},  # solves linear programs
     "planning.shallow.units": {"numpy"},  # rounds shares to units
+    "planning.plans": {"os"},  # the type of a path
+    "schedule.usage": {"numpy"},  # adds up the transfers of a link
     "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files

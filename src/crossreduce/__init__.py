@@ -7,6 +7,8 @@ PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 [3.0, 3.0, 3.0]
 """
 
+from os import PathLike as _PathLike
+
 from .cross_device_ops import (
     AllReduceCrossDeviceOps,
     CrossDeviceOps,
@@ -53,6 +55,16 @@ from .trees import all_reduce
 from .values import IndexedSlices, Mirrored, PerReplica
 
 __version__ = "0.1.0"
+
+
+def _write_report(plan: Plan, path: str | _PathLike[str]) -> None:
+    """Write ``Plan.report``'s file."""
+    from .export.report import write_report  # here, since few programs write reports
+
+    write_report(plan, path)
+
+
+Plan.reporter = _write_report
 
 __all__ = [
     "AllReduceCrossDeviceOps",

@@ -21,7 +21,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import Bound
+from .. import Bound, Plan
 from ..errors import ArgumentError, BackendError
 from ..planning.explain import limited_by
 from ..progress import watched
@@ -250,6 +250,16 @@ def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
 
     with drawing():
         getattr(pictures, function)(*args, file, **options)
+
+
+def write_explorer(plan: Plan, file: Path | None) -> None:
+    """Write the plan explorer's page, with a progress bar; without a file do nothing."""
+    if file is None:
+        return
+    from ..export.report import report_html, stages
+
+    with progress("exploring", stages(plan)) as advance:
+        file.write_text(report_html(plan, advance), "utf-8", newline="\n")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """``crossreduce plan``: plan a collective on a topology, compare it with its bound, and export the schedule.
 
 Input: a machine, a file or ``this`` machine, a collective, a number of bytes. Output: an explanation or JSON, the
-steps, a picture, a file in one of the formats of ``EXPORTERS``.
+steps, a picture, a page for a browser, a file in one of the formats of ``EXPORTERS``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from ..planning.schedules import CHOICES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
 from .bundle import check_bundle, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
-from .output import atomic_file, bound_json, check_folder, draw, print_paged, progress, rate_json, write_folder
+from .output import (
+    atomic_file,
+    bound_json,
+    check_folder,
+    draw,
+    print_paged,
+    progress,
+    rate_json,
+    write_explorer,
+    write_folder,
+)
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 NBYTES: Final = "64M"
@@ -70,6 +80,10 @@ def plan(
     export: Annotated[
         Path | None, Option(help="Write the schedule to this file; Chakra traces to this folder.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        Option(help="Write the plan as one HTML file (.html), which shows it in a browser without a network."),
+    ] = None,
     format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
     bundle: Annotated[
         Path | None,
@@ -104,10 +118,12 @@ def plan(
     if at_least(1, "--packs", packs) > MOST_PACKS:
         raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
     check_picture(picture)
+    if report is not None and not report.name.lower().endswith(".html"):
+        raise ArgumentError(f"--report {report} must end in .html.")
     if bundle is not None:
         given = {
             "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
-            "--picture": picture, "--steps": steps,
+            "--picture": picture, "--report": report, "--steps": steps,
         }  # fmt: skip
         rootless = collective not in ("broadcast", "reduce")
         given["--root of an " + collective.replace("_", "-")] = root is not None and rootless
@@ -144,7 +160,7 @@ def plan(
         check_folder("--export", folder)
         export = None
     map_file = export.with_name(f"{export.name}.ranks.json") if export is not None and by_rank else None
-    with atomic_file("--picture", picture) as drawing:
+    with atomic_file("--picture", picture) as drawing, atomic_file("--report", report) as explorer:
         with (
             atomic_file("--export", export) as exported,
             atomic_file("--export", map_file) as mapped,
@@ -161,7 +177,7 @@ def plan(
                 fit = fitting(found, exporter.text) if free else Fitting(found, exporter.text(found), "")
                 found, content, refused = fit
             advance("comparing")
-            report, multiple = _report(machine, found, with_steps=steps) if json else {}, found.schedule.units
+            facts, multiple = _json(machine, found, with_steps=steps) if json else {}, found.schedule.units
             text = "" if json else found.explain()
             lines = (
                 {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))} if by_rank else {}
@@ -169,15 +185,15 @@ def plan(
             if calibration is not None:
                 lines |= plan_lines(calibration, found.seconds)
                 interval = {"seconds": calibration.interval(found.seconds)}
-                report["measured"] = interval | calibration_json(calibration, measured_algorithm)
+                facts["measured"] = interval | calibration_json(calibration, measured_algorithm)
             if folder is not None and exporter is not None:
-                report["remarks"] = remarks = _export_folder(folder, exporter, found)
+                facts["remarks"] = remarks = _export_folder(folder, exporter, found)
                 lines |= remarks
             elif exported is not None and exporter is not None:
                 exported.write_text(content, "utf-8")
                 multiple = exporter.multiple_of(found, content)
             if refused:
-                lines["format"] = report["replaced"] = refused
+                lines["format"] = facts["replaced"] = refused
             if mapped is not None and export is not None:
                 counts = exporter.counts if exporter else "elements"
                 about: dict[str, Any] = {"file": export.name, "ranks": found.ranks, "root": found.root}
@@ -185,9 +201,10 @@ def plan(
                 mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
                 lines["sizes"] = sizes_that_fit(multiple, counts)
             if json:
-                text = json_module.dumps(report, indent=2)
+                text = json_module.dumps(facts, indent=2)
             else:
                 text += "".join(f"\n  {label:<10}{line}" for label, line in lines.items())
+        write_explorer(found, explorer)
         if steps:
             print_paged(text if json else f"{text}\n{found.schedule}")
         else:
@@ -204,7 +221,7 @@ def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, s
     return exporter.remarks_on(found, files)
 
 
-def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
+def _json(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
     schedule, limit, trees = found.schedule, found.bound, shape(found.schedule)
     report = {
         "crossreduce": __version__,

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from ..devices import parse
 from ..schedule import Schedule
 from ..schedule.schedule import many
+from ..topology import Link
 from .bounds.certificate import Bound, Cut
 from .trees.fitting import common_unit
 
@@ -135,12 +136,9 @@ def limited_by(limit: Bound) -> str:
     >>> limited_by(bound(star, "broadcast", "cpu:1")), limited_by(bound(star, "all_reduce"))
     ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
     """
-    heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
     sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices and direction: links, GB/s
-    for cut in limit.cuts:
-        if cut.weight == heaviest:
-            here, direction, links = _crossing(limit, cut)
-            sides.setdefault(here, {})[direction] = links
+    for here, direction, links in heaviest_cuts(limit):
+        sides.setdefault(here, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
     if len(sides) == len(limit.devices) > 1 and all(len(here) == 1 for here in sides):
         kinds = dict.fromkeys((links, len(both)) for both in sides.values() for links in both.values())
         words = [
@@ -167,17 +165,28 @@ def busiest(limits: tuple[tuple[str, float], ...]) -> str:
     return "; ".join(texts)
 
 
-def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[int, Fraction]]:
-    """Return the devices on the smaller side of a cut, its direction, and the number and GB/s of its links."""
+def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, ...]]]:
+    """Return the cuts that weigh most in a bound: the devices on the smaller side, the direction, and the links.
+
+    >>> from crossreduce.planning import bound
+    >>> from crossreduce import Topology
+    >>> [(here, direction) for here, direction, _ in heaviest_cuts(bound(Topology.star(4), "broadcast", "cpu:1"))]
+    [(('cpu:0',), 'into')]
+    """
+    heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
+    return [_crossing(limit, cut) for cut in limit.cuts if cut.weight == heaviest]
+
+
+def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link, ...]]:
     inside = tuple(device for device in limit.devices if device in cut.nodes)
     outside = tuple(device for device in limit.devices if device not in cut.nodes)
-    widths = [
-        bandwidth
-        for src, dst, bandwidth, _ in limit.topology.links
-        if (src in cut.nodes) != (dst in cut.nodes) and (src in cut.nodes) == cut.outward
-    ]
+    links = tuple(
+        link
+        for link in limit.topology.links
+        if (link.src in cut.nodes) != (link.dst in cut.nodes) and (link.src in cut.nodes) == cut.outward
+    )
     here, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
-    return here, "into" if into else "out of", (len(widths), sum(widths, Fraction(0)))
+    return here, "into" if into else "out of", links
 
 
 def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fraction]]) -> str:

@@ -5,11 +5,13 @@ Schedules are verified, pipelined and simulated; "auto" takes the fastest (above
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from os import PathLike
+from typing import ClassVar
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
@@ -33,6 +35,9 @@ class Plan:
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
+
+    # Writes ``report``'s file. The package sets it, since export/ is above this folder; planning itself does no I/O.
+    reporter: ClassVar[Callable[[Plan, str | PathLike[str]], None] | None] = None
 
     @property
     def topology(self) -> Topology:
@@ -147,19 +152,35 @@ class Plan:
 
         If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device.
         """
+        return {name: (other.seconds, other.rate) for name, other in self.comparisons.items()}
+
+    @cached_property
+    def comparisons(self) -> dict[str, Plan]:
+        """The plans whose seconds and rates ``others`` returns."""
         request = self.request._replace(packs=1, first=0, root=None)
-        found: dict[str, tuple[float, Fraction | None]] = {}
+        found: dict[str, Plan] = {}
         if self.collective == "all_reduce":
-            halves = hierarchical_copy_schedule(request._replace(packs=len(request.members)))
+            rotating = request._replace(algorithm="hierarchical_copy", packs=len(request.members))
+            halves = hierarchical_copy_schedule(rotating)
             with suppress(PlanError):
-                rate = fluid_rate(halves, self.topology)
                 simulation = simulate(halves, self.topology, self.nbytes, costs=request.costs)
-                found["TensorFlow's trees"] = (simulation.seconds, rate)
+                found["TensorFlow's trees"] = Plan(rotating, halves, simulation.seconds)
         for algorithm in ("ring", "one_device"):
             with suppress(PlanError):
-                other = planned(request._replace(algorithm=algorithm))
-                found[algorithm] = (other.seconds, other.rate)
+                found[algorithm] = planned(request._replace(algorithm=algorithm))
         return found
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one HTML file, which shows it in any browser and needs no network.
+
+        Args:
+          path: a file that ends in .html; an existing file is replaced. At most 1 MB is written.
+        Raises:
+          ArgumentError: an invalid path, or a plan that does not fit into 1 MB.
+          OSError: the file cannot be written.
+        """
+        assert Plan.reporter is not None
+        Plan.reporter(self, path)
 
     def __str__(self) -> str:
         return f"{self.schedule.head}; {self.nbytes} bytes in {self.seconds * 1e6:.1f} us"

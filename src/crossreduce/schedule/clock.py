@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .lock_step import Loads
 
@@ -31,6 +31,15 @@ _EQUAL: Final = 1e-9
 
 # With at most so many reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
 _MOST_PLAIN: Final = 1_500
+
+
+class Served(NamedTuple):
+    """Reads that are served in one tick, or once in each of several equal ticks."""
+
+    first: int  # the number of the first read; the others follow it
+    start: Any  # for each read the second at which it starts in the first of these ticks, as an array
+    end: Any  # for each read the second at which it ends in the last of them
+    ticks: int
 
 
 class EventClock:
@@ -61,6 +70,10 @@ class EventClock:
         for t, reads, _ in self._plain(pieces):
             for k, start, end in reads:
                 yield t, k, start, end
+
+    def served(self, pieces: int) -> Iterator[Served]:
+        """Yield the reads of all ticks, with many equal ticks at once. Unlike ``intervals``, this needs NumPy."""
+        return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).parts())
 
     def _is_small(self, pieces: int) -> bool:
         uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
@@ -179,6 +192,7 @@ class _Part:
         a, b = by_read[first], by_read[last + 1]
         s, e = by_step[first], by_step[last + 1]
         u, v = arrays.use_start[a], arrays.use_start[b]
+        self.first = int(a)
         self.rows = np.arange(s + 1, e + 1)
         self.operand, self.latency, self.queue = arrays.operand[a:b], arrays.latency[a:b], arrays.queue[a:b]
         self.age = arrays.round_of_read[a:b]
@@ -207,8 +221,11 @@ class _Run:
 
     def steps(self) -> list[tuple[float, int]]:
         """Run all ticks, see ``EventClock.run``."""
+        return [(seconds, count) for seconds, count, _ in self.parts()]
+
+    def parts(self) -> Iterator[tuple[float, int, Served]]:
+        """Run all ticks; yield for each or for several equal ones the seconds of each, their number, and the reads."""
         rounds, pieces = self.rounds, self.pieces
-        found: list[tuple[float, int]] = []
         t, part, known = 0, None, (-1, -1)
         steady = _Steady(self)
         while t < rounds + pieces - 1:
@@ -218,14 +235,14 @@ class _Run:
             assert part is not None
             before = self.end
             self.tick(part, t)
-            found.append((self.end - before, 1))
+            yield self.end - before, 1, Served(part.first, self.start, self.ends, 1)
             t += 1
             if rounds <= t < pieces - 1:
                 ahead = min(steady.ticks_ahead(part), pieces - 1 - t)
                 if ahead > 0:
-                    found.append((steady.jump(ahead), ahead))
+                    start, end = steady.times(ahead)
+                    yield steady.jump(ahead), ahead, Served(part.first, start, end, ahead)
                     t += ahead
-        return found
 
     def tick(self, part: _Part, t: int) -> None:
         """Run the reads of tick t."""
@@ -235,6 +252,7 @@ class _Run:
         row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
         self.queued = self.queued + self.queueing[row]
         if not len(part.operand):
+            self.start = self.ends = part.latency
             return
         self.operand_ready = self.ready[part.operand, (t - part.age) % rounds]
         self.resource_free = self.free[part.resource]
@@ -302,6 +320,11 @@ class _Steady:
                 gap = np.broadcast_to(value, its_rate.shape) - argument
                 ahead = min(ahead, float((gap[overtakes] / (its_rate - rate)[overtakes]).min()))
         return max(0, int(ahead) - 1)
+
+    def times(self, ahead: int) -> tuple[Any, Any]:
+        """Return when each read starts in the next tick, and when it ends in the last of the next ``ahead`` ticks."""
+        assert self.growth is not None
+        return self.run.start + self.growth[2], self.run.ends + ahead * self.growth[5]
 
     def jump(self, ahead: int) -> float:
         """Run ``ahead`` ticks at once, and return by how many seconds each extends the time."""

@@ -246,7 +246,7 @@ def fastest_of(
 
 
 @lru_cache(maxsize=256)
-def _loads(schedule: Schedule, topology: Topology, costs: Costs) -> Loads:
+def loads_of(schedule: Schedule, topology: Topology, costs: Costs) -> Loads:
     """Return the loads of a schedule in one piece, which are the same for all sizes."""
     return Loads(traffic(schedule, topology, replace(costs, operation_s=0)), queues(schedule, costs.operation_s))
 
@@ -255,7 +255,7 @@ class _Timing:
     """The times of a schedule for a number of bytes, by the number of pieces."""
 
     def __init__(self, schedule: Schedule, topology: Topology, nbytes: int, costs: Costs) -> None:
-        self.schedule, self.nbytes, self.loads = schedule, nbytes, _loads(schedule.cut_into(1), topology, costs)
+        self.schedule, self.nbytes, self.loads = schedule, nbytes, loads_of(schedule.cut_into(1), topology, costs)
         self._seconds: dict[int, float] = {}
 
     @cached_property

@@ -1,0 +1,103 @@
+"""One HTML file of a plan's model, the styles and the scripts.
+
+Input: a ``Plan`` and a path. Output: a file. The page's content security policy forbids every request: it allows only
+the scripts in the file, by their hashes. The model is compressed, so that large plans fit into the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import html
+import json
+import os
+import tempfile
+import zlib
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import ArgumentError, shown
+from ...planning import Plan
+from .model import PARTS, Advance, Detail, model, stages
+
+MOST_BYTES: Final = 1_000_000
+
+# Read in this order; the libraries come first.
+_SCRIPTS: Final = (
+    "cytoscape.min.js", "uPlot.iife.min.js", "model.js", "wiring.js", "paint.js", "details.js", "plans.js", "charts.js",
+    "explorer.js",
+)  # fmt: skip
+_STYLES: Final = ("uPlot.min.css", "explorer.css")
+_DETAILS: Final = (Detail(), Detail(PARTS // 2), Detail(PARTS // 4), Detail(PARTS // 4, trees=False))
+
+__all__ = ["MOST_BYTES", "report_html", "stages", "write_report"]
+
+
+def write_report(plan: Plan, path: str | os.PathLike[str], advance: Advance = lambda _: None) -> None:
+    """Write a plan as one HTML file; see ``Plan.report``. A failure leaves the old file and no part of a new one.
+
+    ``advance`` is called with the name of each stage that begins; there are ``stages(plan)``.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).lower().endswith((".html", ".htm")):
+        raise ArgumentError.of("a report must be a .html file.", shown(path), '"plan.html"')
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "This is a folder", str(target))
+    text = report_html(plan, advance)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        part = Path(folder) / target.name
+        part.write_text(text, "utf-8", newline="\n")
+        part.replace(target)
+
+
+def report_html(plan: Plan, advance: Advance = lambda _: None) -> str:
+    """Return a plan as the text of an HTML file of at most ``MOST_BYTES`` bytes.
+
+    Raises:
+      ArgumentError: not a plan, or one that does not fit.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentError.of("a report requires a Plan.", shown(plan), 'plan("dgx-1v")')
+    for detail in _DETAILS:
+        text = _page(model(plan, detail, advance))
+        if len(text.encode()) <= MOST_BYTES:
+            return text
+        advance = lambda _: None  # noqa: E731 - the stages that are run again were counted
+    problem = f"the report of this plan would have more than {MOST_BYTES} bytes."
+    raise ArgumentError.of(problem, repr(plan.topology), "a plan for fewer devices")
+
+
+def _page(content: dict[str, Any]) -> str:
+    """Return the page that shows a model."""
+    packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+    scripts = [_asset(name) for name in _SCRIPTS]
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    parts = {
+        "policy": policy,
+        "title": html.escape(content["head"]),
+        "text": html.escape(content["text"]),
+        "styles": "\n".join(_asset(name) for name in _STYLES),
+        "data": base64.b64encode(packed).decode(),
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+    }
+    text = _asset("explorer.html")
+    for name, value in parts.items():  # the values of titles and texts are escaped, so they contain no such mark
+        assert f"<!--{name}-->" in text, name
+        text = text.replace(f"<!--{name}-->", value)
+    return text
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@lru_cache(maxsize=32)
+def _asset(name: str) -> str:
+    """Return the text of a file of assets/."""
+    return files(__package__).joinpath("assets", name).read_text("utf-8").strip()

@@ -1,0 +1,75 @@
+"""Read the pages that ``Plan.report`` writes, without a browser."""
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+
+VOID = {"meta", "input", "br", "link", "img"}
+
+
+class Page(HTMLParser):
+    """The elements of a page: every start tag with its attributes, the scripts, and the text of each element by id."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.scripts, self.texts, self.open = [], [], {}, []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"these elements are not closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append((tag, attributes.get("id")))
+        if tag == "script":
+            self.scripts.append((attributes, ""))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1][0] == tag, f"</{tag}> closes <{self.open[-1][0]}>"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open and self.open[-1][0] == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = attributes, text + data
+        for _, name in self.open:
+            if name:
+                self.texts[name] = self.texts.get(name, "") + data
+
+    @property
+    def model(self):
+        """The model that the page shows."""
+        return json.loads(zlib.decompress(base64.b64decode(self.texts["model"])))
+
+    @property
+    def policy(self):
+        """The directives of the content security policy, by name."""
+        (text,) = [a["content"] for tag, a in self.tags if a.get("http-equiv") == "Content-Security-Policy"]
+        return {name: values for name, *values in (part.split() for part in text.split(";"))}
+
+    @property
+    def hashes(self):
+        """The hash of each script that runs, as in a content security policy."""
+        run = [text for attributes, text in self.scripts if "type" not in attributes]
+        return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in run]
+
+
+def explained(text):
+    """Return the parts of ``Plan.explain``'s text: head, facts by label, trees with shares, and rows of the others."""
+    head, *lines = text.splitlines()
+    facts = {
+        match[1].strip(): match[2]
+        for match in (re.fullmatch(r"  (\w[\w ]{0,9}) (\S.*)", line) for line in lines)
+        if match
+    }
+    trees = [
+        match.groups() for match in (re.fullmatch(r" {1,8}(\d+(?:/\d+)?) (\w.*)", line) for line in lines) if match
+    ]
+    row = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
+    others = {match[1]: match.groups()[1:] for match in (re.fullmatch(row, line) for line in lines) if match}
+    return head, facts, trees, others
