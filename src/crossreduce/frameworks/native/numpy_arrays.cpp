@@ -47,7 +47,9 @@ PyObject *empty(PyObject *, PyObject *args) {
     }
     PyObject *made = PyList_New(count);
     for (Py_ssize_t k = 0; made != nullptr && k < count; k++) {
-        Py_INCREF(dtype); // NewFromDescr steals a reference
+        // NewFromDescr steals a reference. With Python 3.14, NumPy's dtypes are immortal, and it does not return references
+        // to them. The macro Py_INCREF of older headers counts these all the same, so the count would grow without end.
+        Py_IncRef(dtype);
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, reinterpret_cast<PyArray_Descr *>(dtype),
                                                static_cast<int>(ndim), sizes, nullptr, nullptr, 0, nullptr);
         if (array == nullptr || PyList_SetItem(made, k, array) < 0) Py_CLEAR(made);
