@@ -10,7 +10,7 @@ import sys
 import pytest
 from command_line import in_terminal
 
-from crossreduce.cli.live import LAST, ROWS, Step, View, chart, highest, live, mean_loss, share
+from crossreduce.cli.live import LAST, ROWS, TrainingStep, View, chart, highest, live, mean_loss, share
 from crossreduce.cli.trainers import TRAINERS
 
 ON_TERMINAL = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
@@ -72,7 +72,7 @@ def test_losses_are_those_without_the_view(tmp_path):
 
 
 def run_of(losses):
-    return [Step(0, 64, loss, 0.25, 1.0) for loss in losses]
+    return [TrainingStep(0, 64, loss, 0.25, 1.0) for loss in losses]
 
 
 def text_of(view, width=60):
@@ -87,7 +87,7 @@ def test_the_view_has_two_charts():
     """The chart of the loss falls with the loss; that of the share has the height of the share; both fit the width."""
     view = View("title", 100, 5)
     assert "the first step is running" in text_of(view)[1]
-    view.seen = [Step(k // 20, 64, 4.0 - k / 25, 0.5, 1.0) for k in range(100)]
+    view.seen = [TrainingStep(k // 20, 64, 4.0 - k / 25, 0.5, 1.0) for k in range(100)]
     lines = text_of(view)
     assert {len(line) for line in lines} == {64}
     loss = [line[2:62] for line in lines[2 : 2 + ROWS]]
@@ -107,16 +107,16 @@ def test_charts_accept_any_values():
     assert chart([], highest([]), rows=1) == [""]
     assert chart([4.0, 2.0], 4.0, "    #####", rows=2) == ["# ", "##"]
     assert share(run_of([1.0, 2.0])) == 0.25
-    assert mean_loss([Step(0, 1, 1.0, 0.1, 1.0), Step(0, 3, 5.0, 0.1, 1.0)]) == 4.0
+    assert mean_loss([TrainingStep(0, 1, 1.0, 0.1, 1.0), TrainingStep(0, 3, 5.0, 0.1, 1.0)]) == 4.0
 
 
 def test_lines_are_printed_when_an_epoch_is_complete(capsys):
     """Without a terminal the line of an epoch is printed with its last step or the first step of the next one."""
     with live("title", 3, 2) as watch:
-        watch(Step(0, 64, 2.0, 0.5, 1.0))
-        watch(Step(0, 64, 1.0, 0.5, 1.0))
+        watch(TrainingStep(0, 64, 2.0, 0.5, 1.0))
+        watch(TrainingStep(0, 64, 1.0, 0.5, 1.0))
         assert capsys.readouterr().out == ""
-        watch(Step(1, 64, 0.5, 0.25, 1.0))
+        watch(TrainingStep(1, 64, 0.5, 0.25, 1.0))
         assert capsys.readouterr().out.splitlines() == [
             "epoch 1/2  loss 1.5000  in reductions 50.0 %  1.0 steps/s",
             "epoch 2/2  loss 0.5000  in reductions 25.0 %  1.0 steps/s",

@@ -28,7 +28,7 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _LETTERS: Final = "    #####"  # for terminals without these characters
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """A completed step of the training."""
 
     epoch: int  # the first is 0
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     total_s: float
 
 
-Watch = Callable[[Step], None]
+Watch = Callable[[TrainingStep], None]
 
 
 class View:
@@ -46,7 +46,7 @@ class View:
 
     def __init__(self, title: str, steps: int, epochs: int, blocks: str = _BLOCKS) -> None:
         self.title, self.steps, self.epochs, self.blocks = title, steps, epochs, blocks
-        self.seen: list[Step] = []
+        self.seen: list[TrainingStep] = []
 
     def panel(self, width: int) -> Panel:
         """Return the view, with charts of ``width`` columns."""
@@ -86,19 +86,19 @@ class View:
         )
 
 
-def mean_loss(steps: Sequence[Step]) -> float:
+def mean_loss(steps: Sequence[TrainingStep]) -> float:
     """Return the mean loss of the samples of some steps.
 
-    >>> mean_loss([Step(0, 3, 1.0, 0.25, 1.0), Step(0, 1, 5.0, 0.5, 2.0)])
+    >>> mean_loss([TrainingStep(0, 3, 1.0, 0.25, 1.0), TrainingStep(0, 1, 5.0, 0.5, 2.0)])
     2.0
     """
     return math.fsum(step.samples * step.loss for step in steps) / sum(step.samples for step in steps)
 
 
-def share(steps: Sequence[Step]) -> float:
+def share(steps: Sequence[TrainingStep]) -> float:
     """Return the share of the time of some steps that was spent in reductions.
 
-    >>> share([Step(0, 64, 2.0, 0.25, 1.0), Step(0, 64, 1.0, 0.5, 2.0)])
+    >>> share([TrainingStep(0, 64, 2.0, 0.25, 1.0), TrainingStep(0, 64, 1.0, 0.5, 2.0)])
     0.25
     """
     return math.fsum(step.reduction_s for step in steps) / math.fsum(step.total_s for step in steps)
@@ -122,7 +122,7 @@ def chart(values: Sequence[float], top: float, blocks: str = _BLOCKS, rows: int 
     ]
 
 
-def _parts(steps: Sequence[Step], count: int) -> list[Sequence[Step]]:
+def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingStep]]:
     """Return the steps in at most ``count`` parts of about equal length."""
     count = min(count, len(steps))
     ends = [len(steps) * k // count for k in range(count + 1)]
@@ -140,7 +140,7 @@ def live(title: str, steps: int, epochs: int) -> Iterator[Watch]:
     view = View(title, steps, epochs, _BLOCKS if screen.encoding.startswith("utf") else _LETTERS)
     if not (screen.is_terminal and not screen.is_dumb_terminal):
 
-        def printed(step: Step) -> None:
+        def printed(step: TrainingStep) -> None:
             if view.seen and view.seen[-1].epoch != step.epoch:
                 print_lines([view.line(view.seen[-1].epoch)])
             view.seen.append(step)
@@ -153,7 +153,7 @@ def live(title: str, steps: int, epochs: int) -> Iterator[Watch]:
     options: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
     with Live(view.panel(width), console=screen, **options) as shown:
 
-        def drawn(step: Step) -> None:
+        def drawn(step: TrainingStep) -> None:
             nonlocal drawn_at
             view.seen.append(step)
             now = time.monotonic()

@@ -26,7 +26,7 @@ from .. import AllReduceCrossDeviceOps, __version__, all_reduce
 from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
-from .live import Step, Watch
+from .live import TrainingStep, Watch
 from .live import live as live_view
 from .output import atomic_json, progress, terminal
 from .trainers import TRAINERS, Trainer, Tree, load, numbered
@@ -202,7 +202,7 @@ def fit(
         losses.append(loss / len(batch))
         sums[epoch] += loss
         step_ended = time.perf_counter()
-        watch(Step(epoch, len(batch), losses[-1], own_s, step_ended - step_began))
+        watch(TrainingStep(epoch, len(batch), losses[-1], own_s, step_ended - step_began))
         step_began = time.perf_counter()
         watching_s += step_began - step_ended
     replicas = [{k: trainer.get(x) for k, x in own.items()} for own, _ in states]
