@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import runpy
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -235,6 +236,8 @@ def large(monkeypatch):
     other = cr.plan(plan.topology, nbytes="64M", algorithm="hierarchical_copy", packs=64)
     monkeypatch.setitem(plan.__dict__, "comparisons", {"TensorFlow's trees": other})
     monkeypatch.setattr(models, "SIZES", (1 << 10, 1 << 14, 1 << 20))
+    monkeypatch.setattr(models, "CHOICES", ("hierarchical_copy",))  # "auto" would take a minute
+    monkeypatch.setattr(models, "REGISTRY", {"hierarchical_copy": models.REGISTRY["hierarchical_copy"]})
     return plan
 
 
@@ -415,3 +418,21 @@ def test_the_libraries_are_unchanged():
         assert f"{name}" in (ROOT / "NOTICE").read_text()
     for name in ("cytoscape", "uPlot"):
         assert "Permission is hereby granted, free of charge" in (assets / f"{name}.LICENSE").read_text()
+
+
+def test_the_gallery(tmp_path, monkeypatch, capsys):
+    """scripts/gallery has ten different plans, and writes their pages and a list of them."""
+    script = runpy.run_path(str(ROOT / "scripts" / "gallery"))
+    entries = script["GALLERY"]
+    assert len({entry.name for entry in entries}) == len({entry.title for entry in entries}) == 10
+    for entry in entries:
+        assert len(Topology.machine(entry.machine, entry.hosts).devices) > max(entry.devices, default=1)
+    part = entries[1]
+    monkeypatch.setitem(script["main"].__globals__, "GALLERY", (part,))
+    monkeypatch.setattr("sys.argv", ["gallery", "--output", str(tmp_path / "new" / "gallery"), "--no-pictures"])
+    script["main"]()
+    assert f"{part.name}.html" in capsys.readouterr().out
+    folder = tmp_path / "new" / "gallery"
+    listed = json.loads((folder / "gallery.json").read_text())
+    assert listed == [{"name": part.name, "title": part.title, "page": f"{part.name}.html"}]
+    assert (folder / listed[0]["page"]).read_text("utf-8") == report_html(PLANS["forest"]())
