@@ -24,7 +24,7 @@ from typer import Argument, Exit, Option
 from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, History, Thread, read
 from ..ranks.shared_memory import LEFT
-from .output import print_lines, terminal
+from .output import print_lines, printable, terminal
 
 _MAX_FRAMES: Final = 3
 _MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
@@ -95,7 +95,7 @@ def doctor(
         for each in incidents:
             _show(each)
         for problem in found.problems:
-            print("crossreduce:", "\n".join(map(_printable, problem.splitlines())), file=sys.stderr)
+            print("crossreduce:", "\n".join(map(printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
         raise Exit(1)
 
@@ -239,7 +239,7 @@ def _show(each: Incident) -> None:
     hosts = len({state.host for state in each.ranks})
     ranks = f"{len(each.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     title = f'Group "{each.group}", {ranks}, {each.time}'
-    print_lines(map(_printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
+    print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
     table = Table()  # only the columns with long texts become narrower; these are folded, never cut off
     for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
         table.add_column(name, no_wrap=not long, overflow="fold")
@@ -253,14 +253,9 @@ def _show(each: Incident) -> None:
         dumped, called = "yes" if state.dumped else "no", "\n".join([state.text or "-", *state.stack])
         cells = [str(state.rank), process, str(state.sequence or "-"), f"{state.state}{elapsed}", dumped, called]
         style = "bold red" if state.rank in blamed else ""
-        table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
+        table.add_row(*(Text("\n".join(map(printable, cell.split("\n")))) for cell in cells), style=style)
     terminal().print(table)
     if len(each.ranks) > len(listed):
         print(
             f"{len(each.ranks) - len(listed)} of {len(each.ranks)} ranks are not in the table; --json has all of them."
         )
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters, which a terminal would execute."""
-    return "".join(char if char.isprintable() else "?" for char in text)
