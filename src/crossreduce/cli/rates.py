@@ -29,7 +29,8 @@ class RankRates(NamedTuple):
 class Straggler(NamedTuple):
     """The rank for which the others of its host waited longest, and the share of their time, from 0 to 1.
 
-    ``hosts``: during most of that time the rank itself exchanged data with other hosts, or waited for them.
+    ``hosts``: other hosts are the reason: for this share of its time the rank exchanged data with them, or waited for
+    them.
     """
 
     rank: int
@@ -52,10 +53,10 @@ class GroupRates(NamedTuple):
         """
         if self.straggler is None:
             return f"no rank keeps the others waiting for {NOTEWORTHY:.0%} of their time".replace("%", " %")
-        share = f"{100 * self.straggler.share:.0f} % of their time"
+        rank, percent = self.straggler.rank, f"{100 * self.straggler.share:.0f} %"
         if self.straggler.hosts:
-            return f"other hosts keep this host waiting: {share}; rank {self.straggler.rank} exchanges data with them"
-        return f"rank {self.straggler.rank} keeps the others waiting: {share}"
+            return f"exchanges with other hosts, and waits for them, take {percent} of the time of rank {rank}"
+        return f"rank {rank} keeps the others waiting: {percent} of their time"
 
 
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:
@@ -73,10 +74,13 @@ def compare(before: GroupView | None, after: GroupView) -> GroupRates:
     # Ranks that have left or died do not wait, and would make the share too small.
     waiting = sum(one.rank != rank and one.state not in ("dead", "left") for one in after.ranks)
     share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
-    if share < NOTEWORTHY:
-        return GroupRates(rates, None)
-    own = next(each for one, each in zip(after.ranks, rates, strict=True) if one.rank == rank)
-    return GroupRates(rates, Straggler(rank, share, own.between_hosts > share / 2))
+    exchanges = {one.rank: each.between_hosts for one, each in zip(after.ranks, rates, strict=True)}
+    leader = max(exchanges, key=lambda each: exchanges[each])
+    if exchanges[leader] <= share and exchanges[rank] > share / 2:  # it is late since it waits for other hosts
+        leader = rank
+    hosts = exchanges[leader] > (share / 2 if leader == rank else share)
+    straggler = Straggler(leader, exchanges[leader], True) if hosts else Straggler(rank, share, False)
+    return GroupRates(rates, straggler if straggler.share >= NOTEWORTHY else None)
 
 
 def _rank_rates(before: RankView, after: RankView, elapsed: float) -> RankRates:
