@@ -16,7 +16,7 @@ from .doctor_style import SCRIPT, STYLE
 from .timeline import Axis, Bar, Row, Timeline, seconds_text, timeline
 
 _TICKS = 6
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[str]) -> str:
@@ -75,7 +75,7 @@ def _timeline(number: int, incident: Incident, line: Timeline) -> Iterator[str]:
     yield f'<div class="row head"><span class="label">rank</span><div class="track">{_ticks(line.axis)}</div></div>'
     host = None
     marks = "".join(_span("pause", pause.begin, pause.end) for pause in line.axis.pauses)
-    marks += f'<span class="abort" style="left:{100 * line.axis.place(0.0):.5g}%"></span>'
+    marks += f'<span class="abort" style="left:{100 * line.axis.place(0.0):.6g}%"></span>'
     several = len({row.host for row in line.rows}) > 1
     for row in sorted(line.rows, key=lambda row: (row.host, row.rank)):
         if several and row.host != host:
@@ -110,7 +110,7 @@ def _bar(prefix: str, rank: int, bar: Bar, axis: Axis) -> str:
         text += f", of which it waited {seconds_text(bar.waited_s)} for ranks of its host"
         share = (axis.place(bar.begin_s + bar.waited_s) - begin) / (end - begin) if end > begin else 1.0
         waited = f'<i style="width:{100 * share:.4g}%"></i>'
-    place = f"left:{100 * begin:.5g}%;width:{100 * (end - begin):.4g}%"
+    place = f"left:{100 * begin:.6g}%;width:{100 * (end - begin):.6g}%"
     return (
         f'<b id="{prefix}{bar.sequence}" role="option" aria-selected="false" class="{kind}" data-op="{bar.sequence}" '
         f'style="{place}" aria-label="{escape(text)}">{waited}</b>'
@@ -118,7 +118,7 @@ def _bar(prefix: str, rank: int, bar: Bar, axis: Axis) -> str:
 
 
 def _span(kind: str, begin: float, end: float, text: str = "") -> str:
-    return f'<span class="{kind}" style="left:{100 * begin:.5g}%;width:{100 * (end - begin):.4g}%">{text}</span>'
+    return f'<span class="{kind}" style="left:{100 * begin:.6g}%;width:{100 * (end - begin):.6g}%">{text}</span>'
 
 
 def _ticks(axis: Axis) -> str:

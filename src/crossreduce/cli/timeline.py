@@ -177,6 +177,7 @@ def _axis(bars: Sequence[Bar]) -> Axis:
     places, whole = [0.0], sum(widths)
     for width in widths:
         places.append(places[-1] + width / whole)
+    places[-1] = 1.0
     pauses = tuple(Pause(gap, *ends) for gap, ends in zip(gaps, pairwise(places), strict=True) if gap >= limit)
     return Axis(tuple(times), tuple(places), pauses)
 
