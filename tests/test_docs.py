@@ -28,6 +28,7 @@ DOCUMENTS = {
     "docs/jax.md": 3,
     "docs/tensorflow.md": 3,
     "docs/processes.md": 1,
+    "docs/watching.md": 1,
 }
 
 

@@ -1,4 +1,4 @@
-"""The page of ``crossreduce doctor --report``: what it shows, and that no text of a dump becomes HTML."""
+"""The page of ``crossreduce doctor --report``: its content; no text of a dump becomes HTML."""
 
 import re
 import time

@@ -79,7 +79,7 @@ def test_calls_and_bytes_of_each_collective():
         assert stats.total.calls == sum(calls for calls, _ in due.values())
         assert all(0 <= one.waiting_s <= one.seconds for name, one in stats.collectives.items() if name != "all_reduce")
         assert stats.total.between_hosts_s == 0
-        # The waits for other ranks are those of the collectives, and nobody waits for itself.
+        # The waits for other ranks are those of the collectives, and no rank waits for itself.
         assert sum(wait.seconds for wait in stats.waits.values()) == pytest.approx(stats.total.waiting_s)
         assert rank not in stats.waits
 

@@ -15,7 +15,8 @@ from .diagnosis import Incident, RankState
 from .doctor_style import SCRIPT, STYLE
 from .timeline import Axis, Bar, Row, Timeline, seconds_text, timeline
 
-_TICKS = 6
+_TICKS = 5  # intervals between ticks
+_FINE = 8  # intervals between the finer ticks of a zoomed line, for each of these
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -123,9 +124,9 @@ def _span(kind: str, begin: float, end: float, text: str = "") -> str:
 
 def _ticks(axis: Axis) -> str:
     found = []
-    for k in range(_TICKS):
-        place = k / (_TICKS - 1)
-        kind = "tick first" if k == 0 else "tick last" if k == _TICKS - 1 else "tick"
+    for k in range(_TICKS * _FINE + 1):
+        place = k / (_TICKS * _FINE)
+        kind = "tick first" if place == 0 else "tick last" if place == 1 else "tick fine" if k % _FINE else "tick"
         found.append(f'<span class="{kind}" style="left:{100 * place:.4g}%">{seconds_text(axis.time(place))}</span>')
     cuts = [
         _span("cut", pause.begin, pause.end, f"<span>{seconds_text(pause.seconds)}</span>") for pause in axis.pauses

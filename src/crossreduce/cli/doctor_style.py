@@ -53,7 +53,7 @@ repeating-linear-gradient(45deg,var(--line) 0 3px,transparent 3px 9px)}
 .head{position:sticky;top:0;z-index:4;background:var(--bg);border-bottom:1px solid var(--line);height:42px}
 .head .label{line-height:42px}
 .tick{position:absolute;top:2px;font-size:.72rem;color:var(--dim);transform:translateX(-50%);white-space:nowrap}
-.tick.first{transform:none}.tick.last{transform:translateX(-100%)}
+.fine{display:none}.zoomed .fine{display:inline}.tick.first{transform:none}.tick.last{transform:translateX(-100%)}
 .cut{position:absolute;top:21px;font-size:.7rem;color:var(--dim);text-align:center;white-space:nowrap;
 overflow:visible;
 display:flex;justify-content:center}
@@ -98,6 +98,7 @@ for (const box of document.querySelectorAll(".timeline")) {
     const middle = (lines.scrollLeft + lines.clientWidth / 2) / lines.scrollWidth;
     zoom = factor === 0 ? 1 : Math.min(400, Math.max(1, zoom * factor));
     inner.style.setProperty("--zoom", zoom);
+    inner.classList.toggle("zoomed", zoom >= 8);
     lines.scrollLeft = middle * lines.scrollWidth - lines.clientWidth / 2;
     if (selected && factor > 1) show(selected);
   };

@@ -60,7 +60,7 @@ class GroupRates(NamedTuple):
 
 
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:
-    """Return the rates between two snapshots of a group; ``before`` is ``None`` if there is none."""
+    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a group that is new."""
     elapsed = 0.0 if before is None else after.now_s - before.now_s
     if before is None or elapsed <= 0:
         return GroupRates((None,) * len(after.ranks), None)

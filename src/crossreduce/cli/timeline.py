@@ -83,7 +83,7 @@ def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, 
     """Return the time of a host's first abort, and for each of its ranks the history of its own dump, else the latest.
 
     A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so histories
-    are cut at the time of the first abort: this function returns it, and its callers ignore what is later.
+    are cut at the time of the first abort: this function returns it, and its callers ignore later calls.
     """
     beside = [dumps[rank] for rank in host if rank in dumps]
     found: dict[int, History] = {}

@@ -43,8 +43,8 @@ def top(
     """Watch the ranks of this machine: calls, GB/s, waits, and the straggler.
 
     It shows the groups of your own processes, and reads their memory without
-    disturbing them. Press q to quit. With --once, the exit code is 1 if there
-    is no group.
+    disturbing them. Press q to quit. With --once, the exit code is 1 if it
+    finds no group.
     """
     if not _LEAST_INTERVAL_S <= interval <= _MOST_INTERVAL_S:
         limits = f"{_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g}"
@@ -111,7 +111,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     if not sys.stdin.isatty():
         yield _sleep
         return
-    import termios  # not on Windows, where there are no groups
+    import termios  # Windows has neither this module nor groups of ranks
     import tty
 
     number = sys.stdin.fileno()
@@ -135,7 +135,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 def _page(
     observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], group: str | None, rows: int
 ) -> RenderableType:
-    """Return what is shown: each group, and what could not be read."""
+    """Return the content of the screen: each group, and the descriptions of memory that could not be read."""
     parts: list[RenderableType] = []
     for view, rate in zip(views, rates, strict=True):
         parts += [*_head(view, rate), _table(view, rate, rows)]

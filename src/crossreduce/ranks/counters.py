@@ -53,7 +53,7 @@ class WaitStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What one rank has done in a group since the group was made.
+    """The completed calls and the waits of one rank since its group was made.
 
     ``collectives``: by name, those that were called. ``waits``: by the numbers of the ranks for which this rank has
     waited; the one with the most seconds is the straggler.

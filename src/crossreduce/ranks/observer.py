@@ -177,7 +177,7 @@ def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
     ranks = native.ranks()
     numbers = [rank for rank, *_ in ranks]
     pids = [lock_holder(fd, place) for place in range(len(ranks))]
-    # What a rank did last is read before the others' arrivals, so that nobody seems to wait for a rank that is ahead.
+    # Calls are read before the arrivals of other ranks, so that no rank seems to wait for one that is ahead of it.
     ops = [[Op(*op) for op in native.ops(place)] for place in range(len(ranks))]
     arrivals = [arrived for _, _, arrived, _ in native.ranks()]
     views = []

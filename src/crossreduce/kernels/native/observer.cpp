@@ -104,7 +104,7 @@ PyObject *observer_counts(PyObject *object, PyObject *args) {
 
 PyMethodDef methods[] = {
     {"about", locked<observer_about>, METH_NOARGS, "Return the text with which the ranks have described the group."},
-    {"cause", locked<observer_cause>, METH_NOARGS, "Return the cause of the group's abort; empty: there is none."},
+    {"cause", locked<observer_cause>, METH_NOARGS, "Return the cause of the group's abort; empty: it was not aborted."},
     {"ranks", locked<observer_ranks>, METH_NOARGS,
      "Return (global_rank, process, arrivals, number of the last op) of each rank of the host."},
     {"ops", locked<observer_ops>, METH_VARARGS, OPS_TEXT},
