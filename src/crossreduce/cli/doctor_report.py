@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import Final
 
 from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, Thread
@@ -15,9 +16,9 @@ from .diagnosis import Incident, RankState
 from .doctor_style import SCRIPT, STYLE
 from .timeline import Axis, Bar, Row, Timeline, seconds_text, timeline
 
-_TICKS = 5  # intervals between ticks
-_FINE = 8  # intervals between the finer ticks of a zoomed line, for each of these
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_TICKS: Final = 5  # intervals between ticks
+_FINE: Final = 8  # intervals between the finer ticks of a zoomed line, for each of these
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[str]) -> str:
