@@ -1,5 +1,4 @@
-"""The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``top``, ``doctor``,
-``info``.
+"""The command line of ``crossreduce``; ``app`` lists its commands.
 
 Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
 differ, a wrong schedule), ``doctor`` can read no dump, or ``top --once`` finds no group; 2: it could not finish (a

@@ -13,6 +13,7 @@ from .info import info
 from .plan import plan
 from .top import top
 from .topology import topology
+from .trace import trace
 from .train import train
 from .verify import verify
 
@@ -22,7 +23,7 @@ app = Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (topology, plan, verify, train, bench, top, doctor, info):
+for command in (topology, plan, verify, train, bench, top, doctor, trace, info):
     app.command()(command)
 
 

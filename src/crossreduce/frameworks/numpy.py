@@ -14,13 +14,25 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
 
 DTYPES_BY_NAME: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(name) for name in DTYPES}
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name in ELEMENTWISE.items()}
+
+
+def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return the product as four real products, each rounded, as the kernels do.
+
+    NumPy's own function may round the same element differently, depending on its position in the array: its vectors
+    use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
+    """
+    real, imag = a.real * b.real - a.imag * b.imag, a.imag * b.real + a.real * b.imag
+    out = np.empty(np.shape(a), a.dtype) if out is None else out
+    out.real, out.imag = real, imag
+    return out
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +116,8 @@ class NumPy:
         return flat[start:stop]
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
-        ufunc = _UFUNCS[numbers.op]
+        product = numbers.op is ReduceOp.PRODUCT and numbers.accumulator in COMPLEX
+        ufunc: Any = _complex_product if product else _UFUNCS[numbers.op]
         with _quiet():
             if donated >= 0:
                 out = ufunc(xs[0], xs[1], out=xs[donated])

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import (
@@ -26,6 +27,7 @@ from ..errors import (
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
+from . import tracing
 from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
@@ -92,7 +94,9 @@ class Communicator(CountedMember):
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
+        self.traced: Path | None = None  # the file to which the calls are written
         super().__init__(rendezvous, transport, name, timeout_s, global_ranks, overlapping)
+        tracing.register(self)
 
     # The collectives
 
@@ -194,6 +198,12 @@ class Communicator(CountedMember):
                 self._remote.topology = topology
                 self._executables.clear()
                 self._stages = 0
+                tracing.write_topology(self)
+
+    @property
+    def host_topology(self) -> Topology | None:
+        """The links between hosts on which calls are planned, if they were measured."""
+        return None if self._remote is None else self._remote.topology
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
@@ -273,6 +283,7 @@ class Communicator(CountedMember):
             self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:
                 self.rendezvous.record_leaving()
+            tracing.close(self)
             self.memory.record_leaving()
             self.memory.close()
             if self._own_transport is not None:

@@ -24,6 +24,7 @@ from ..lowering import Program, lower, part_of
 from ..ops import Numbers
 from ..packing import itemsize
 from ..topology import Topology
+from ..traces.format import Phase as TracePhase
 from ..transports.base import Transport
 from .counters import counted
 from .exchange import (
@@ -251,11 +252,11 @@ class MultiHostEngine:
             self._exchanges = ()
             return False
         if inner is not None:
-            with self._waiting_for_hosts():
+            with self._waiting_for_hosts(TracePhase.INNER, 2):
                 inner()
             runner.reach(4)  # all ranks of this host have returned from it
             if self.leader is not None:
-                self._agreed(bytes(1), {}, timeout_s)  # and all ranks of the other hosts
+                self._agreed(bytes(1), {}, timeout_s, TracePhase.BETWEEN_HOSTS)  # and all ranks of the other hosts
             runner.reach(5)
         elif not exchanges and executable.stages > 3:
             runner.reach(executable.stages)
@@ -263,15 +264,17 @@ class MultiHostEngine:
             for stage in range(2, executable.stages - 1):
                 self._exchange_stage(executable, exchanges, addresses, stage)
                 runner.reach(stage + 2)
-            with self._waiting_for_hosts():
+            with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, executable.stages - 1):
                 for exchange in exchanges:
                     exchange.close()
             self._exchanges = ()
         return True
 
-    def _agreed(self, digest: bytes, data: dict[int, bytes], timeout_s: float) -> dict[int, bytes] | None:
+    def _agreed(
+        self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
+    ) -> dict[int, bytes] | None:
         """Return the data of the leaders of all other hosts; ``None``: they did not all pass the same digest."""
-        with self._waiting_for_hosts():
+        with self._waiting_for_hosts(phase, 1):
             others = [peer for peer in self.peers if peer != self.rank]
             return agreed(digest, data, others, self.transport, TAG, timeout_s)
 
@@ -283,12 +286,14 @@ class MultiHostEngine:
         def address(region: int, offset: int) -> int:
             return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
-        with self._waiting_for_hosts():
+        with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, stage):
             run_stage(exchanges, stage - 1)
         delivered = executable.deliveries[stage - 1] if executable.deliveries else ()
         for size, operands, results, numbers, _ in delivered:
             run = kernel(numbers, size, len(operands), len(results)).run
             run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
+        if delivered:
+            self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
     @property
     def has_unfinished_exchange(self) -> bool:
@@ -301,12 +306,13 @@ class MultiHostEngine:
         return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
 
     @contextmanager
-    def _waiting_for_hosts(self) -> Iterator[None]:
+    def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
         word = self._word(_REMOTE)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
+        self.memory.native.trace(phase, stage)
 
     def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
         """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""

@@ -20,6 +20,7 @@ from ..ops import Numbers
 from ..packing import itemsize
 from ..planning import direct, one_shot
 from ..schedule import Chunk, Schedule, Step
+from ..traces.format import Phase
 from .counters import counted
 from .exchange import ExchangeProgram
 from .instructions import RankInstruction, native_program
@@ -126,6 +127,7 @@ class OneHostEngine:
         same = runner.begin(executable.program, addresses, executable.text, 2)
         if same:
             inner()
+            runner.memory.native.trace(Phase.INNER, 1)
             runner.reach(executable.stages)
         return same
 

@@ -77,7 +77,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
-        self.queue = OpQueue(name, inline=True)
+        self.queue = OpQueue(name, inline=True, communicator=self.communicator)
         self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's on behalf of the main thread
         # A receive from any rank could not be withdrawn from gloo, so with several hosts gloo carries all messages.
         self._in_memory = Messages(self.communicator) if len(self.communicator.hosts) == 1 else None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, ContextError, ReductionError
+from ..ranks.communicator import Communicator
 from ..threads import start_thread
 
 _WAIT_S: Final = 0.5  # the longest wait before a signal is handled that the system did not deliver during a wait
@@ -149,6 +150,7 @@ class Queued(Finished):
         super().__init__(tensors)
         self._function: Callable[[], None] | None = function
         self._ops = ops
+        self._since_ns = 0 if ops.communicator is None or ops.communicator.traced is None else time.monotonic_ns()
         self._error: BaseException | None = None
         self._running = threading.Lock()  # held until the op has run; Ctrl-C ends a wait for a lock, not for a future
         self._running.acquire()
@@ -159,6 +161,8 @@ class Queued(Finished):
         function, self._function = self._function, None  # releases the function's references
         try:
             assert function is not None
+            if self._since_ns and self._ops.communicator is not None:
+                self._ops.communicator.memory.native.trace_queued(self._since_ns)
             function()
         except ReductionError as error:  # the frames of its traceback would refer to the tensors, and to this op
             self._error = error.with_traceback(None)
@@ -241,9 +245,12 @@ exclude_from_compile(Finished, Message, Queued)
 class OpQueue:
     """Runs ops one after another, in the order of their calls."""
 
-    def __init__(self, name: str, inline: bool) -> None:
-        """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread."""
-        self.name = name
+    def __init__(self, name: str, inline: bool, communicator: Communicator | None = None) -> None:
+        """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread.
+
+        ``communicator``: its trace has the time that ops wait in the queue; ``None``: the ops are no collectives.
+        """
+        self.name, self.communicator = name, communicator
         self._inline = inline
         self._refusal: str | None = None
         self._lock = threading.Lock()

@@ -154,6 +154,7 @@ void SharedMemory::arrive() {
     RankState &own = states[rank];
     arrivals++;
     met = 0;
+    latest = -1;
     waiting = true;
     own.arrivals.store(arrivals, std::memory_order_release);
     // A sleeper counts itself before it reads the bell: either it reads the new value, or this reads its count.
@@ -163,11 +164,12 @@ void SharedMemory::arrive() {
 
 // Whether all ranks have reached this rank's barrier.
 bool SharedMemory::all_reached() {
-    for (; met < ranks - 1; met++)
-        if (states[(rank + 1 + met) % ranks].arrivals.load(std::memory_order_acquire) < arrivals) {
-            late = met;
-            return false;
-        }
+    for (; met < ranks - 1; met++) {
+        const int other = (rank + 1 + met) % ranks;
+        if (states[other].arrivals.load(std::memory_order_acquire) >= arrivals) continue;
+        latest = other;
+        return false;
+    }
     return true;
 }
 
@@ -178,7 +180,7 @@ bool SharedMemory::wait(int64_t until_ns) {
     const bool reached = wait_from(began, until_ns);
     // The ranks are checked in order, from the first that is missing on, so the last one that was missing arrived last.
     const auto ns = static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began);
-    WaitCounts &counts = waits(rank, (rank + 1 + late) % ranks);
+    WaitCounts &counts = waits(rank, latest);
     count(counts.ns, ns);
     count(counts.barriers, reached);
     count(states[rank].counts[program->kind].waited_ns, ns);
@@ -262,7 +264,11 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     start = static_cast<int64_t>(number % 2) * (slot / 2) + turn * TURN_NBYTES;
     RankState &own = states[rank];
     record = &own.records[number % RECORDED_OPS];
-    record->write(number, signature, now_ns(CLOCK_MONOTONIC));
+    const int64_t now = now_ns(CLOCK_MONOTONIC);
+    record->write(number, signature, now);
+    if (traced != next_trace) traced = next_trace;
+    if (traced) traced->begin(number, signature, now, queued_ns);
+    queued_ns = 0;
     own.number.store(number, std::memory_order_release);
     if (is_aborted()) return; // this op will not run; others may still need what the last ones published
     for (size_t k = 0; k < READABLE_BUFFERS && k < buffers.size(); k++)
@@ -286,7 +292,13 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
     };
     // The lines of a result that is written in place are in the cache.
     const bool in_place = buffers.size() > 1 && buffers[0] == buffers[1];
+    Phase phase = Phase::none; // of the instructions since the last record of a trace
+    const auto trace_until = [&](Phase following) {
+        if (phase != Phase::none && phase != following) trace(phase, next);
+        phase = following;
+    };
     for (const Instruction &one : instructions) {
+        if (traced) trace_until(one.phase);
         if (one.sources[0].region >= PEER_BUFFER) { // a copy
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
             const int peer = one.sources[0].region - PEER_BUFFER;
@@ -301,6 +313,7 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         const int count = traffic_nbytes(*one.kernel) < THREADED_NBYTES ? 1 : threads;
         if (!run_kernel(*one.kernel, sources, results, count, one.streaming && !in_place)) return Outcome::out_of_memory;
     }
+    if (traced) trace_until(Phase::none);
     return Outcome::done;
 }
 
@@ -318,8 +331,9 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             }
             if (!wait(until_ns)) return group->aborted.load() != 0 ? Outcome::aborted : Outcome::waiting;
             waiting = false;
+            if (traced && latest >= 0) traced->record(Phase::wait, now_in_trace(), latest, next);
             if (next == 1 && !signatures_match()) {
-                end_op();
+                end_op(Outcome::mismatch);
                 return Outcome::mismatch;
             }
         }
@@ -338,7 +352,13 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
     return Outcome::done;
 }
 
-void SharedMemory::end_op() {
-    if (program != nullptr) record->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+int64_t SharedMemory::now_in_trace() { return now_ns(CLOCK_MONOTONIC); }
+
+void SharedMemory::end_op(Outcome outcome) {
+    if (program != nullptr) {
+        const int64_t now = now_ns(CLOCK_MONOTONIC);
+        record->ended_ns.store(now, std::memory_order_relaxed);
+        if (traced) traced->end(now, static_cast<int>(outcome));
+    }
     program = nullptr;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernel.hpp"
+#include "trace_file.hpp"
 
 constexpr int PEER_BUFFER = 1 << 20;
 constexpr int READABLE_BUFFERS = 64; // how many of the first buffers of a caller other ranks may read
@@ -29,7 +30,15 @@ struct Instruction { // runs a kernel
     const Kernel *kernel;
     std::vector<BufferRef> sources, results;
     bool streaming;
+    Phase phase = Phase::none; // what a trace calls it; see `phase_of`
 };
+
+// What an instruction does: it copies the caller's data into a slot, combines operands, or copies a result out.
+inline Phase phase_of(const Instruction &one) {
+    if (one.sources.size() > 1) return Phase::reduce;
+    const bool to_slot = one.results[0].region >= 0, from_caller = one.sources[0].region < 0;
+    return to_slot && from_caller ? Phase::copy_in : Phase::copy_out;
+}
 
 struct RankProgram {
     std::vector<std::vector<Instruction>> stages;
@@ -128,7 +137,17 @@ class SharedMemory {
     // Run the stages before `until`. Returns `waiting` after about `slice_ns`; the caller then calls it again.
     Outcome advance(size_t until, int64_t slice_ns);
     // End the current op early. All ranks must do so in the same stage.
-    void end_op();
+    void end_op(Outcome outcome = Outcome::done);
+    // Record the ops that begin from now on in a file; null: in none. A thread may run an op meanwhile.
+    void trace_to(std::shared_ptr<TraceFile> file) {
+        next_trace = std::move(file);
+        if (program == nullptr) traced = next_trace;
+    }
+    int trace_problem() const { return next_trace ? next_trace->problem() : 0; }
+    // Record that this rank has done something outside of the stages, since the last record.
+    void trace(Phase phase, size_t stage) {
+        if (traced && program != nullptr) traced->record(phase, now_in_trace(), 0, stage);
+    }
     // Abort the group and wake all ranks. Later causes are ignored.
     void abort(const std::string &cause);
     // Whether this rank can read the memory of another rank's process. Asked before the first op.
@@ -145,6 +164,7 @@ class SharedMemory {
     int turns = 1;
     // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
     std::function<bool()> progress;
+    int64_t queued_ns = 0; // since when the next op has waited in a queue, for a trace; 0: it did not
     RankState &state(int of) const { return states[of]; }
     // The waits of one rank for another.
     WaitCounts &waits(int by, int of) const { return wait_counts[static_cast<size_t>(by) * row_of_waits(ranks) + of]; }
@@ -167,6 +187,7 @@ class SharedMemory {
     Outcome run(const std::vector<Instruction> &instructions);
     bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
+    static int64_t now_in_trace();
 
     GroupState *group = nullptr;
     RankState *states = nullptr;
@@ -179,7 +200,6 @@ class SharedMemory {
     int64_t probe = 0;
     uint64_t arrivals = 0; // the number of barriers that this rank has reached
     int met = 0;           // how many other ranks, from the next one on, are known to have reached the last of them
-    int late = 0;          // the value of `met` when a rank was last found to be missing
     const RankProgram *program = nullptr;
     std::vector<char *> buffers;
     std::vector<Source> sources; // of an instruction, and the memory of its results
@@ -188,4 +208,6 @@ class SharedMemory {
     size_t next = 0;      // the next stage
     bool waiting = false; // this rank has reached a barrier that others have not
     OpRecord *record = nullptr;
+    int latest = -1; // the rank for which this one has last waited at its barrier; -1: it has not waited
+    std::shared_ptr<TraceFile> traced, next_trace; // of the current op; of the next one
 };

@@ -69,6 +69,7 @@ bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruc
     const bool copies = kernel->only_copies && from.size() == 1 && to.size() == 1;
     if (std::any_of(to.begin(), to.end(), is_peer) || (!copies && std::any_of(from.begin(), from.end(), is_peer)))
         return value_error("another rank's buffer can only be the source of a copy");
+    stage.back().phase = phase_of(stage.back());
     return true;
 }
 
@@ -242,7 +243,7 @@ PyObject *memory_advance(PyObject *object, PyObject *args) {
 
 PyObject *memory_end_op(PyObject *object, PyObject *) {
     if (!usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->end_op();
+    memory_of(object)->memory->end_op(Outcome::mismatch);
     Py_CLEAR(memory_of(object)->running);
     Py_RETURN_NONE;
 }
@@ -350,6 +351,46 @@ PyObject *memory_close(PyObject *object, PyObject *) {
     Py_RETURN_NONE;
 }
 
+PyObject *memory_trace_to(PyObject *object, PyObject *args) {
+    int fd;
+    const char *json;
+    Py_ssize_t length;
+    long long limit;
+    if (!PyArg_ParseTuple(args, "iy#L", &fd, &json, &length, &limit) || !usable(memory_of(object), false)) return nullptr;
+    try {
+        std::shared_ptr<TraceFile> file;
+        if (fd >= 0) {
+            if (limit < 0 || limit > MAX_NBYTES) return value_error("the limit of the trace is out of range"), nullptr;
+            file = TraceFile::open(fd, {json, static_cast<size_t>(length)}, limit);
+            if (!file) return PyErr_SetFromErrno(PyExc_OSError);
+        }
+        memory_of(object)->memory->trace_to(std::move(file));
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *memory_trace_problem(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), false)) return nullptr;
+    return PyLong_FromLong(memory_of(object)->memory->trace_problem());
+}
+
+PyObject *memory_trace_queued(PyObject *object, PyObject *args) {
+    long long ns;
+    if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), false)) return nullptr;
+    memory_of(object)->memory->queued_ns = ns;
+    Py_RETURN_NONE;
+}
+
+PyObject *memory_trace(PyObject *object, PyObject *args) {
+    int phase;
+    Py_ssize_t stage;
+    if (!PyArg_ParseTuple(args, "in", &phase, &stage) || !usable(memory_of(object), true)) return nullptr;
+    memory_of(object)->memory->trace(static_cast<Phase>(phase), static_cast<size_t>(stage));
+    Py_RETURN_NONE;
+}
+
 PyMethodDef memory_methods[] = {
     {"nbytes", memory_nbytes, METH_VARARGS | METH_STATIC,
      "nbytes(ranks, slot): return the size of the memory for this many ranks, with slots of `slot` bytes."},
@@ -380,6 +421,14 @@ PyMethodDef memory_methods[] = {
      "describe(global_rank, about): describe this rank and, if it is the first, the group, for observers."},
     {"count_between_hosts", locked<memory_count_between_hosts>, METH_VARARGS,
      "count_between_hosts(ns): add to the time that the current op has spent in the exchange with other hosts."},
+    {"trace_to", locked<memory_trace_to>, METH_VARARGS,
+     "trace_to(fd, json, limit): record the ops that begin from now on in an empty file, of at most `limit` bytes, with "
+     "a text at its start; fd -1: in none."},
+    {"trace_problem", locked<memory_trace_problem>, METH_NOARGS, "Return why the trace could not grow (errno), or 0."},
+    {"trace_queued", locked<memory_trace_queued>, METH_VARARGS,
+     "trace_queued(ns): since when, by the monotonic clock, the next op has waited in a queue."},
+    {"trace", locked<memory_trace>, METH_VARARGS,
+     "trace(phase, stage): record that this rank has executed a phase outside of the stages, since its last record."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},

@@ -1,0 +1,202 @@
+"""``crossreduce trace``: the collectives of all ranks on one clock, for Perfetto or as a table.
+
+Input: the directory of a trace (CROSSREDUCE_TRACE, ``crossreduce.trace``). Output: a table, JSON, or a file in Chrome's
+Trace Event Format, beside each call the time that its plan predicts.
+
+There is a prediction for calls between hosts whose links were measured (``measure_topology``), or are given by
+``--topology``: the simulated time of the schedule between the hosts. It does not contain the work inside of the hosts.
+For calls on one host there is no prediction.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+from typer import Argument, Option
+
+from ..errors import ArgumentError, ReductionError
+from ..ops import ACCUMULATORS, INTEGERS, ReduceOp
+from ..packing import itemsize
+from ..planning.explain import size
+from ..ranks.host_parts import host_names, host_schedule
+from ..schedule import simulate
+from ..topology import Topology
+from ..traces.calls import Call, GroupTrace, read_directory
+from ..traces.chrome import Predict, to_chrome
+from ..traces.clocks import ClockShift, align
+from ..traces.summary import SummaryRow, summarize
+from .output import atomic_file, print_lines, progress, terminal
+
+_TEXT: Final = re.compile(r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))? (?P<dtype>\w+)\[.*\]")
+_COLUMNS: Final = ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan")
+_MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
+_MOST_NOTES: Final = 20
+
+
+def trace(
+    directory: Annotated[Path, Argument(metavar="DIR", help="The directory of the ranks' files.")],
+    output: Annotated[
+        Path | None, Option("--output", "-o", metavar="FILE", help="Write Chrome Trace Event JSON, for Perfetto.")
+    ] = None,
+    run: Annotated[int, Option("--run", metavar="K", help="The run, if there are several; 0: the last.", min=0)] = 0,
+    topology: Annotated[
+        Path | None, Option("--topology", metavar="FILE", help="The links between the hosts, for predictions.")
+    ] = None,
+    json: Annotated[bool, Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Show the collectives that ranks have recorded: times, waits, and for whom.
+
+    Ranks record them if CROSSREDUCE_TRACE names a directory, or by
+    crossreduce.trace.start. With -o, all ranks are written on one clock to a
+    file that ui.perfetto.dev and chrome://tracing open.
+    """
+    given = None if topology is None else Topology.load(topology)
+    with atomic_file("--output", output) as file, progress("reading", 3) as advance:
+        found = read_directory(directory)
+        if run > len(found.runs):
+            problem = f"{directory} has {len(found.runs)} runs."
+            raise ArgumentError.of(problem, f"--run {run}", f"--run 1 to {len(found.runs)}")
+        groups = found.runs[(run or len(found.runs)) - 1]
+        advance("aligning clocks")
+        shifts = align(groups)
+        notes = [*found.notes, *_notes(groups, shifts, len(found.runs), run, given)]
+        predict = _prediction(given)
+        advance("writing")
+        if file is not None:
+            file.write_text(to_chrome(groups, shifts, predict, notes), "utf-8")
+        rows = summarize(groups, shifts)
+        predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
+        advance("done")
+    if json:
+        print(json_module.dumps({"rows": [*map(_row_json, rows, predicted)], "notes": notes}, indent=2))
+        return
+    if output is None:
+        _show(rows, predicted)
+    else:
+        calls = sum(len(each.calls) for group in groups for each in group.ranks.values())
+        ranks = sum(len(group.ranks) for group in groups)
+        print_lines([f"{output}: {calls} calls of {ranks} ranks; open it at https://ui.perfetto.dev"])
+    for note in notes[:_MOST_NOTES]:
+        print("crossreduce:", _printable(note), file=sys.stderr)
+    if notes[_MOST_NOTES:]:
+        print(f"crossreduce: {len(notes) - _MOST_NOTES} more notes; --json has all of them", file=sys.stderr)
+
+
+def _notes(
+    groups: Sequence[GroupTrace], shifts: dict[str, ClockShift], runs: int, run: int, given: Topology | None
+) -> list[str]:
+    """Return what a reader of the result must know."""
+    notes = []
+    if runs > 1 and not run:
+        notes.append(f"the directory has {runs} runs; this is the last, and --run 1 is the first.")
+    for group in groups:
+        missing = [rank for host in group.hosts for rank in host if rank not in group.ranks]
+        if missing:
+            notes.append(f'group "{group.name}" ({group.token}) has no file of {len(missing)} ranks: {missing[:8]}.')
+        if len(group.hosts) > 1 and not group.topologies and given is None:
+            text = f'group "{group.name}": no prediction, since the links between its hosts were not measured'
+            notes.append(f"{text} (measure_topology, or --topology).")
+    hosts = {trace.facts.clock: trace.facts.hostname for group in groups for trace in group.ranks.values()}
+    for clock, shift in shifts.items():
+        if shift.error_ns is None:
+            notes.append(f"the clock of host {hosts[clock]} was aligned by the calendar time only, with unknown error.")
+        elif shift.error_ns:
+            error = f"{shift.error_ns / 1e3:.1f} us"
+            notes.append(f"the clock of host {hosts[clock]} was aligned with an error of at most {error}.")
+    return notes
+
+
+def _prediction(given: Topology | None) -> Predict:
+    """Return the function that predicts the seconds of a call."""
+
+    @lru_cache(maxsize=4096)
+    def seconds(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:
+        match = _TEXT.fullmatch(text)
+        if match is None or nbytes == 0:
+            return None
+        collective, root = match["collective"], match["root"]
+        op, dtype = match["op"] or "sum", match["dtype"]
+        widened = False
+        if match["op"] and dtype not in INTEGERS:
+            widened = itemsize(ACCUMULATORS[ReduceOp(op), dtype]) > itemsize(dtype)
+        try:
+            rounded = 1 << (nbytes - 1).bit_length()
+            schedule = host_schedule(topology, hosts, collective, rounded, None if root is None else int(root), widened)
+            return float(simulate(schedule, topology, nbytes).seconds)
+        except (ReductionError, ValueError, KeyError):  # such as a topology of other hosts
+            return None
+
+    def predict(group: GroupTrace, call: Call) -> float | None:
+        if len(group.hosts) < 2 or call.nbytes is None:
+            return None
+        topology = given
+        for number, measured in group.topologies:
+            if number < call.number:
+                topology = measured if given is None else given
+        if topology is None or {*topology.devices} != {*host_names(len(group.hosts))}:
+            return None
+        hosts, local = _local(group)
+        text = re.sub(r"root (\d+)", lambda match: f"root {local.get(int(match[1]), match[1])}", call.text)
+        return seconds(hosts, topology, text, call.nbytes)
+
+    return predict
+
+
+def _local(group: GroupTrace) -> tuple[tuple[tuple[int, ...], ...], dict[int, int]]:
+    """Return the hosts' ranks as numbers within the group, from 0, and these numbers by the ranks' global ones."""
+    local = {rank: k for k, rank in enumerate(sorted(rank for host in group.hosts for rank in host))}
+    return tuple(tuple(local[rank] for rank in host) for host in group.hosts), local
+
+
+def _predicted_s(group: GroupTrace, row: SummaryRow, predict: Predict) -> float | None:
+    calls = (call for trace in group.ranks.values() for call in reversed(trace.calls) if call.text == row.text)
+    call = next(calls, None)
+    return None if call is None else predict(group, call)
+
+
+def _row_json(row: SummaryRow, predicted: float | None) -> dict[str, Any]:
+    waited_for = [{"rank": rank, "share": share} for rank, share in row.waited_for]
+    return {**row._asdict(), "waited_for": waited_for, "gb_per_s": row.gb_per_s, "predicted_seconds": predicted}
+
+
+def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None:
+    """Print a table for each group."""
+    groups = dict.fromkeys((row.group, row.token) for row in rows)
+    for name, token in groups:
+        table = Table(title=Text(_printable(f'group "{name}" ({token})')), title_justify="left")
+        for title in _COLUMNS:  # nothing is cut off in a narrow terminal
+            table.add_column(title, justify="left" if title in ("call", "for whom") else "right", overflow="fold")
+        for row, seconds in zip(rows, predicted, strict=True):
+            if row.token != token:
+                continue
+            whom = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row.waited_for[:_MOST_SHOWN])
+            whom += ", ..." if row.waited_for[_MOST_SHOWN:] else ""
+            count = f"{row.calls}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
+            rate = "-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}"
+            nbytes = "-" if row.nbytes is None else size(row.nbytes)
+            times = [_time(each) for each in (row.seconds, row.own_seconds, row.queue_seconds, seconds)]
+            cells = [_printable(row.text), nbytes, count, times[0], rate, times[1], times[2], f"{row.waiting:.0%}"]
+            table.add_row(*map(Text, [*cells, whom or "-", times[3]]))
+        terminal().print(table)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _printable(text: str) -> str:
+    """Return text without control characters, which a terminal would execute."""
+    return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,0 +1,206 @@
+"""Traces of a process's groups: which file each rank writes, and when it begins and ends.
+
+Input: a directory, from ``start`` or CROSSREDUCE_TRACE. Output: ``DIR/rank<r>.<token>.trace`` for each group of this
+process, which compiled code writes (``trace_file.hpp``) and ``crossreduce.traces`` reads. A trace never makes a call
+fail: what goes wrong is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from ..errors import ArgumentError, message
+from ..schedule import byte_count
+from ..topology import Topology
+from ..traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
+from .flight_recorder import version
+from .peers import PeerInfo
+from .shared_memory import RankMemory
+
+_LOG: Final = logging.getLogger("crossreduce")
+_LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group that runs in another thread
+
+
+class TracedGroup(Protocol):
+    """What this module needs of a ``Communicator``."""
+
+    lock: threading.Lock
+    memory: RankMemory
+    name: str
+    token: str
+    rank: int
+    hosts: tuple[tuple[int, ...], ...]
+    global_ranks: tuple[int, ...]
+    peers: list[PeerInfo]
+    traced: Path | None
+
+    @property
+    def host_topology(self) -> Topology | None:
+        """The links between hosts, if they were measured."""
+
+
+class _Settings(NamedTuple):
+    directory: Path
+    nbytes: int
+
+
+_GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_STARTED: Final[list[_Settings | None]] = []  # the last one is what `start` or `stop` has set; empty: the environment's
+_WARNED: Final[set[str]] = set()
+
+
+def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES) -> None:
+    """Write the collectives of this process's groups, also of those made later, to files in a directory.
+
+    Args:
+      directory: it is created if it does not exist.
+      nbytes: the most bytes of each file; when a file is full, new records replace the oldest.
+    Raises:
+      ArgumentError: ``nbytes`` is invalid or too small, or the directory cannot be created or written.
+    """
+    limit, path = _limit(nbytes), Path(directory).absolute()
+    try:
+        _make(path)
+    except OSError as error:
+        problem = f"a trace cannot be written to {path}."
+        raise ArgumentError.of(problem, error.strerror or str(error), "a directory that can be written") from error
+    _set(_Settings(path, limit))
+
+
+def stop() -> None:
+    """Close the files of ``start`` or CROSSREDUCE_TRACE. Groups that are made later are not traced, either."""
+    _set(None)
+
+
+def register(group: TracedGroup) -> None:
+    """Trace a new group if tracing is on."""
+    _GROUPS.add(group)
+    settings = _STARTED[-1] if _STARTED else _from_environment()
+    if settings is not None:
+        _open(group, settings)
+
+
+def close(group: TracedGroup) -> None:
+    """End the file of a group, and warn if it is incomplete. Compiled code closes it after the current call."""
+    if group.traced is None:
+        return
+    with suppress(ValueError):
+        problem = group.memory.native.trace_problem()
+        if problem:
+            text = f"{group.traced} could not grow ({os.strerror(problem)}), so it has only the last calls."
+            _warn(str(group.traced), text, "more space on the disk, or a smaller CROSSREDUCE_TRACE_BYTES")
+        group.memory.native.trace_to(-1, b"", 0)
+    group.traced = None
+
+
+def write_topology(group: TracedGroup) -> None:
+    """Write the links between hosts on which the later calls of a traced group are planned, for predictions."""
+    topology = group.host_topology
+    if group.traced is None or topology is None or group.rank != min(group.memory.host):
+        return
+    path = group.traced.parent / f"topology.{group.token}.{group.memory.number}.json"
+    with suppress(OSError):  # a prediction is then missing
+        path.write_text(topology.to_json(), "utf-8")
+
+
+def _set(settings: _Settings | None) -> None:
+    _STARTED[:] = [settings]
+    for group in list(_GROUPS):
+        if not group.lock.acquire(timeout=_LOCK_S):
+            text = f'group "{group.name}" is in a call, so its trace is not changed.'
+            _LOG.warning("%s", message(text, remedy="start and stop between calls"))
+            continue
+        try:
+            with suppress(ValueError):  # raised if the group is closed
+                close(group)
+                if settings is not None:
+                    _open(group, settings)
+        finally:
+            group.lock.release()
+
+
+def _open(group: TracedGroup, settings: _Settings) -> None:
+    """Begin the file of a group; if that is not possible, warn once."""
+    rank = group.global_ranks[group.rank]
+    own = group.peers[group.rank]
+    hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
+    facts = Facts(group.name, group.token, rank, hosts, own.hostname, own.pid, _clock(), version())
+    try:
+        _make(settings.directory)
+        fd, path = _new_file(settings.directory, f"rank{rank}.{group.token}")
+        try:
+            group.memory.native.trace_to(fd, facts.encoded(), settings.nbytes)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"rank {rank} cannot write its trace to {settings.directory}: {reason}."
+        _warn(str(settings.directory), text, "a directory that can be written, with free space")
+        return
+    group.traced = path
+    write_topology(group)
+
+
+def _new_file(directory: Path, name: str) -> tuple[int, Path]:
+    """Create a file that only this user can read; an existing file is kept, and the new one is numbered."""
+    k = 1
+    while True:
+        path = directory / (f"{name}.trace" if k == 1 else f"{name}.{k}.trace")
+        with suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600), path
+        k += 1
+
+
+def _make(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(13, "it is write-protected")
+
+
+def _from_environment() -> _Settings | None:
+    directory = os.environ.get("CROSSREDUCE_TRACE")
+    if not directory:
+        return None
+    limit, given = DEFAULT_NBYTES, os.environ.get("CROSSREDUCE_TRACE_BYTES")
+    if given:
+        try:
+            limit = _limit(given)
+        except ArgumentError as error:
+            _warn("CROSSREDUCE_TRACE_BYTES", f"CROSSREDUCE_TRACE_BYTES is ignored: {error}", "")
+    return _Settings(Path(directory).absolute(), limit)
+
+
+def _limit(nbytes: int | str) -> int:
+    limit = byte_count(int(nbytes) if isinstance(nbytes, str) and nbytes.isdecimal() else nbytes)
+    if not LEAST_NBYTES <= limit <= 1 << 40:
+        problem = "the limit of a trace must be from 256 KiB to 1 TiB."
+        raise ArgumentError.of(problem, f"{limit} bytes", '"64M"')
+    return limit
+
+
+def _clock() -> str:
+    """Return text that is equal for processes that share a monotonic clock."""
+    parts = []
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/time").stat().st_ino))
+    return " ".join(parts) or f"process {os.getpid()}"
+
+
+if hasattr(os, "register_at_fork"):  # the groups of a process do not belong to its children
+    os.register_at_fork(after_in_child=_GROUPS.clear)
+
+
+def _warn(about: str, text: str, remedy: str) -> None:
+    if about not in _WARNED:
+        _WARNED.add(about)
+        _LOG.warning("%s", message(text, remedy=remedy))

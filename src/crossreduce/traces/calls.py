@@ -1,0 +1,212 @@
+"""The calls of a trace: for each group and rank what it called, and what each call did until it ended.
+
+Input: a directory. Output: groups, by runs. Files of one group have the same token; groups that have a process in
+common belong to one run. Times stay on each rank's own clock: see ``clocks``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..errors import ArgumentError, ReductionError
+from ..packing import itemsize
+from ..topology import Topology
+from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, read_trace
+
+LEFT: Final = "left the group"  # the text of a call that is none, as in ``ranks.shared_memory``
+_ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
+_OF_PARTS: Final = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+
+
+class Part(NamedTuple):
+    """A phase of a call. ``waited_for``: the rank that arrived last at the barrier of a wait."""
+
+    phase: Phase
+    begin_ns: int
+    end_ns: int
+    stage: int
+    waited_for: int | None
+
+
+class Call(NamedTuple):
+    """A collective of one rank. ``end_ns``: ``None``: it has not ended; ``queued_ns``: since when it waited in a queue.
+
+    ``nbytes``: of the whole array: that of all ranks together if each has a part; ``None``: the text has no array.
+    """
+
+    number: int
+    text: str
+    nbytes: int | None
+    begin_ns: int
+    end_ns: int | None
+    outcome: int
+    queued_ns: int | None
+    parts: tuple[Part, ...]
+
+    @property
+    def collective(self) -> str:
+        """The name of the collective."""
+        return self.text.partition(" ")[0]
+
+    @property
+    def last_ns(self) -> int:
+        """The end of the call, or of its last phase if it has not ended."""
+        if self.end_ns is not None:
+            return self.end_ns
+        return max([self.begin_ns, *(part.end_ns for part in self.parts)])
+
+
+class RankTrace(NamedTuple):
+    """The calls of one rank, and two readings of its clocks."""
+
+    facts: Facts
+    calls: tuple[Call, ...]
+    clocks: tuple[ClockReading, ClockReading]
+
+
+class GroupTrace(NamedTuple):
+    """The traces of a group's ranks, by rank. ``topologies``: the links between hosts from a call's number on."""
+
+    name: str
+    token: str
+    hosts: tuple[tuple[int, ...], ...]
+    ranks: dict[int, RankTrace]
+    topologies: tuple[tuple[int, Topology], ...]
+
+
+class FoundTraces(NamedTuple):
+    """The runs of a directory, the oldest first, and notes about incomplete and unreadable files."""
+
+    runs: tuple[tuple[GroupTrace, ...], ...]
+    notes: tuple[str, ...]
+
+
+def read_directory(directory: Path) -> FoundTraces:
+    """Return the traces of a directory.
+
+    Raises:
+      ArgumentError: it cannot be read, or has no trace.
+    """
+    remedy = "the directory of CROSSREDUCE_TRACE, or of crossreduce.trace.start"
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise ArgumentError.of(f"{directory} cannot be read.", error.strerror or str(error), remedy) from error
+    contents, notes = [], []
+    for path in (path for path in paths if FILE.fullmatch(path.name)):
+        try:
+            content = read_trace(path)
+        except (OSError, ValueError, MemoryError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            notes.append(f"{path.name} cannot be read: {why}.")
+            continue
+        contents.append(content)
+        notes += [f"{path.name}: {note}." for note in content.notes]
+    if not contents:
+        problem = f"{directory} has no trace that can be read."
+        raise ArgumentError.of(problem, "; ".join(notes) or f"{len(paths)} files, none of them a trace", remedy)
+    topologies = _topologies(paths, notes)
+    contents.sort(key=lambda each: (each.facts.token, each.facts.rank, each.clocks[0].monotonic_ns))
+    groups = [
+        _group(list(of_group), topologies.get(token, []))
+        for token, of_group in groupby(contents, key=lambda each: each.facts.token)
+    ]
+    return FoundTraces(_runs(groups), tuple(notes))
+
+
+def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
+    found: dict[str, list[tuple[int, Topology]]] = {}
+    for path in paths:
+        match = TOPOLOGY.fullmatch(path.name)
+        if match is not None:
+            try:
+                topology = Topology.from_json(path.read_text("utf-8"))
+            except (OSError, ValueError, ReductionError) as error:
+                notes.append(f"{path.name} cannot be read: {error}.")
+                continue
+            found.setdefault(match["token"], []).append((int(match["number"]), topology))
+    return {token: sorted(each, key=lambda pair: pair[0]) for token, each in found.items()}
+
+
+def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]]) -> GroupTrace:
+    ranks: dict[int, RankTrace] = {}
+    for content in contents:
+        facts = content.facts
+        calls = _calls(content)
+        earlier = ranks.get(facts.rank)
+        if earlier is not None:  # tracing was stopped and started again
+            calls, clocks = (*earlier.calls, *calls), (earlier.clocks[0], content.clocks[1])
+        else:
+            clocks = content.clocks
+        ranks[facts.rank] = RankTrace(facts, calls, clocks)
+    first = contents[0].facts
+    return GroupTrace(first.group, first.token, first.hosts, ranks, tuple(topologies))
+
+
+def _calls(content: TraceContent) -> tuple[Call, ...]:
+    """Return the calls of a file. Phases whose call was replaced by newer records are left out."""
+    host = next(ranks for ranks in content.facts.hosts if content.facts.rank in ranks)
+    size = sum(map(len, content.facts.hosts))
+    calls: dict[int, Call] = {}
+    parts: dict[int, list[Part]] = {}
+    queued: dict[int, int] = {}
+    for record in content.records:
+        if record.phase is Phase.CALL:
+            text = content.texts[record.detail - 1] if 0 < record.detail <= len(content.texts) else "?"
+            end = None if record.outcome == RUNNING else record.end_ns
+            nbytes = array_nbytes(text, size)
+            calls[record.number] = Call(record.number, text, nbytes, record.begin_ns, end, record.outcome, None, ())
+        elif record.phase is Phase.QUEUE:
+            queued[record.number] = record.begin_ns
+        else:
+            waited = host[record.rank] if record.phase is Phase.WAIT and record.rank < len(host) else None
+            part = Part(record.phase, record.begin_ns, record.end_ns, record.detail, waited)
+            parts.setdefault(record.number, []).append(part)
+    return tuple(
+        call._replace(queued_ns=queued.get(number), parts=tuple(parts.get(number, ())))
+        for number, call in sorted(calls.items())
+        if call.text != LEFT
+    )
+
+
+def array_nbytes(text: str, ranks: int) -> int | None:
+    """Return the bytes of the whole array of a call from its text, or ``None`` if it has no array.
+
+    >>> array_nbytes("all_reduce sum float32[2, 3]", 4), array_nbytes("all_gather float32[2, 3]", 4)
+    (24, 96)
+    >>> array_nbytes("reduce mean root 2 int8[]", 4), array_nbytes("barrier", 4)
+    (1, None)
+    """
+    match = _ARRAY.fullmatch(text)
+    if match is None:
+        return None
+    try:
+        nbytes = itemsize(match["dtype"])
+    except (KeyError, ReductionError):
+        return None
+    for size in filter(None, match["shape"].replace(" ", "").split(",")):
+        nbytes *= int(size)
+    return nbytes * (ranks if match["collective"] in _OF_PARTS else 1)
+
+
+def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
+    """Return the groups of each run, and the runs, in the order of their starts."""
+    runs: list[tuple[set[tuple[str, int]], list[GroupTrace]]] = []
+    for group in groups:
+        processes = {(trace.facts.clock, trace.facts.pid) for trace in group.ranks.values()}
+        members, same = [group], [run for run in runs if run[0] & processes]
+        for run in same:
+            processes |= run[0]
+            members += run[1]
+            runs.remove(run)
+        runs.append((processes, members))
+    ordered = [sorted(members, key=_started) for _, members in runs]
+    return tuple(map(tuple, sorted(ordered, key=lambda members: _started(members[0]))))
+
+
+def _started(group: GroupTrace) -> tuple[int, str]:
+    return min(trace.clocks[0].calendar_ns for trace in group.ranks.values()), group.token

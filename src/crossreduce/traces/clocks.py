@@ -1,0 +1,95 @@
+"""One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
+
+Input: the groups of a run. Output: for each clock what has to be added to its times, and by how much that may be wrong.
+
+Processes of one host share a clock. Between hosts, each call of a group begins with messages by which the leader ranks
+of all hosts compare their calls. A rank's message cannot arrive before it is sent, so the end of this phase on one host
+is not before its start on another one. Each call so gives an upper and a lower limit of the difference of two clocks,
+as in Cristian's algorithm; the middle of the tightest ones is used. The limits are the closer, the more often each of
+the hosts is the late one. If clocks drift, the limits may contradict each other; the error then is half of that gap.
+
+Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from .calls import GroupTrace, RankTrace
+from .format import Phase
+
+
+class ClockShift(NamedTuple):
+    """What has to be added to the times of a clock, in nanoseconds.
+
+    ``error_ns``: by how much that may be wrong; ``None``: unknown, since only the calendar clocks were compared.
+    """
+
+    add_ns: int
+    error_ns: int | None
+
+
+def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
+    """Return the shift of each clock to the time of the first group's lowest rank, whose own is 0."""
+    traces = [trace for group in groups for _, trace in sorted(group.ranks.items())]
+    names = list(dict.fromkeys(trace.facts.clock for trace in traces))
+    shifts = {names[0]: ClockShift(0, 0)}
+    limits = _limits(groups)
+    while len(shifts) < len(names):
+        # Of all clocks that messages connect to a known one, the one with the smallest error is next.
+        found = []
+        for (known, other), (low, high) in limits.items():
+            if known in shifts and other not in shifts:
+                error = (shifts[known].error_ns or 0) + abs(high - low + 1) // 2
+                found.append((error, other, ClockShift(shifts[known].add_ns + (low + high) // 2, error)))
+        if found:
+            _, name, shift = min(found)
+        else:
+            name = next(name for name in names if name not in shifts)
+            shift = ClockShift(_calendar(traces, name) - _calendar(traces, names[0]), None)
+        shifts[name] = shift
+    return shifts
+
+
+def _calendar(traces: Iterable[RankTrace], clock: str) -> int:
+    """Return the calendar time at which a clock was 0, from its best reading."""
+    readings = [reading for trace in traces if trace.facts.clock == clock for reading in trace.clocks]
+    best = min(readings, key=lambda reading: reading.error_ns)
+    return best.calendar_ns - best.monotonic_ns
+
+
+def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return for two clocks the least and the most that has to be added to times of the second one."""
+    limits: dict[tuple[str, str], tuple[int, int]] = {}
+    for group in groups:
+        leaders = min(map(len, group.hosts))
+        for place in range(leaders):
+            rail = [group.ranks[host[place]] for host in group.hosts if host[place] in group.ranks]
+            compared = [_compared(trace) for trace in rail]
+            for (one, here), (two, there) in combinations(zip(rail, compared, strict=True), 2):
+                if one.facts.clock == two.facts.clock:
+                    continue
+                both = here.keys() & there.keys()
+                if not both:
+                    continue
+                low = max(here[number][0] - there[number][1] for number in both)
+                high = min(here[number][1] - there[number][0] for number in both)
+                for pair, (least, most) in (
+                    ((one.facts.clock, two.facts.clock), (low, high)),
+                    ((two.facts.clock, one.facts.clock), (-high, -low)),
+                ):
+                    known = limits.get(pair, (least, most))
+                    limits[pair] = max(known[0], least), min(known[1], most)
+    return limits
+
+
+def _compared(trace: RankTrace) -> dict[int, tuple[int, int]]:
+    """Return when a leader compared each of its calls with the other hosts."""
+    return {
+        call.number: (part.begin_ns, part.end_ns)
+        for call in trace.calls
+        for part in call.parts
+        if part.phase is Phase.AGREE
+    }

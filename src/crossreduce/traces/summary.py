@@ -1,0 +1,138 @@
+"""What a trace shows in a few numbers: for each kind of call its times, and for whom the ranks waited.
+
+Input: the groups of a run and their clocks. Output: a row for each group and text of calls.
+
+A wait counts for the rank that arrived last at the barrier. While that rank itself waited for other hosts, the wait
+counts for the leader of the host that began last; while it exchanged data with other hosts, for no rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+from .calls import Call, GroupTrace, Part
+from .clocks import ClockShift
+from .format import Phase
+
+_WAITS: Final = (Phase.WAIT, Phase.AGREE)
+_DELAYED: Final = (Phase.AGREE, Phase.BETWEEN_HOSTS)
+
+
+class SummaryRow(NamedTuple):
+    """The calls of one text in one group; seconds are medians over calls.
+
+    ``seconds``: from the first rank's begin to the last rank's end. ``own_seconds``: of the ranks' calls, the part in
+    which they did not wait. ``waiting``: the share of the ranks' time in these calls in which they waited.
+    ``waited_for``: the ranks for whom, with their shares of this waiting, the largest first.
+    """
+
+    group: str
+    token: str
+    text: str
+    nbytes: int | None
+    calls: int
+    unfinished: int
+    seconds: float | None
+    own_seconds: float | None
+    queue_seconds: float | None
+    waiting: float
+    waited_for: tuple[tuple[int, float], ...]
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """The bytes of the whole array over the median time."""
+        return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds else None
+
+
+def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) -> list[SummaryRow]:
+    """Return the rows of each group, those with the most time first."""
+    rows = []
+    for group in groups:
+        calls: dict[str, dict[int, dict[int, Call]]] = {}  # by text, number and rank
+        for rank, trace in group.ranks.items():
+            for call in trace.calls:
+                calls.setdefault(call.text, {}).setdefault(call.number, {})[rank] = call
+        made = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
+        rows += sorted(made, key=lambda row: -(row.seconds or 0.0) * row.calls)
+    return rows
+
+
+def _row(
+    group: GroupTrace, text: str, calls: Sequence[Mapping[int, Call]], shifts: Mapping[str, ClockShift]
+) -> SummaryRow:
+    add = {rank: shifts[trace.facts.clock].add_ns for rank, trace in group.ranks.items()}
+    every = [call for ranks in calls for call in ranks.values()]
+    seconds = [
+        max(call.last_ns + add[rank] for rank, call in ranks.items())
+        - min(call.begin_ns + add[rank] for rank, call in ranks.items())
+        for ranks in calls
+        if all(call.end_ns is not None for call in ranks.values())
+    ]
+    own = [call.end_ns - call.begin_ns - _waited(call) for call in every if call.end_ns is not None]
+    queues = [call.begin_ns - call.queued_ns for call in every if call.queued_ns is not None]
+    blamed: Counter[int] = Counter()
+    for ranks in calls:
+        for rank, call in ranks.items():
+            for part in call.parts:
+                blamed.update(_blame(group, rank, part, ranks, add))
+    waited = sum(map(_waited, every))
+    total = sum(call.last_ns - call.begin_ns for call in every)
+    return SummaryRow(
+        group=group.name,
+        token=group.token,
+        text=text,
+        nbytes=every[0].nbytes,
+        calls=len(calls),
+        unfinished=sum(any(call.end_ns is None for call in ranks.values()) for ranks in calls),
+        seconds=median(seconds) / 1e9 if seconds else None,
+        own_seconds=median(own) / 1e9 if own else None,
+        queue_seconds=median(queues) / 1e9 if queues else None,
+        waiting=waited / total if total else 0.0,
+        waited_for=tuple((rank, ns / waited) for rank, ns in blamed.most_common() if ns and waited),
+    )
+
+
+def _waited(call: Call) -> int:
+    return sum(part.end_ns - part.begin_ns for part in call.parts if part.phase in _WAITS)
+
+
+def _blame(
+    group: GroupTrace, rank: int, part: Part, ranks: Mapping[int, Call], add: Mapping[int, int]
+) -> dict[int, int]:
+    """Return for which ranks a rank waited in a part of its call, and how long; see above."""
+    if part.phase is Phase.AGREE:
+        latest = _latest(group, rank, ranks, add)
+        return {} if latest is None else {latest: part.end_ns - part.begin_ns}
+    if part.phase is not Phase.WAIT or part.waited_for is None:
+        return {}
+    late, left = part.waited_for, part.end_ns - part.begin_ns
+    blamed: dict[int, int] = {}
+    if late in ranks:
+        shift = add[late] - add[rank]
+        for other in ranks[late].parts:
+            if other.phase in _DELAYED:
+                end, begin = min(part.end_ns, other.end_ns + shift), max(part.begin_ns, other.begin_ns + shift)
+                common = max(0, end - begin)
+                left -= common
+                latest = _latest(group, late, ranks, add) if other.phase is Phase.AGREE else None
+                if latest is not None and common:
+                    blamed[latest] = blamed.get(latest, 0) + common
+    if left > 0:
+        blamed[late] = blamed.get(late, 0) + left
+    return blamed
+
+
+def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, Call], add: Mapping[int, int]) -> int | None:
+    """Return the leader of another host that was the last to compare this call with the rank's; ``None``: unknown."""
+    place = next(host.index(rank) for host in group.hosts if rank in host)
+    begins = {
+        host[place]: part.begin_ns + add[host[place]]
+        for host in group.hosts
+        if place < len(host) and host[place] in ranks and host[place] != rank
+        for part in ranks[host[place]].parts
+        if part.phase is Phase.AGREE
+    }
+    return max(begins, key=lambda other: begins[other]) if begins else None

@@ -1,0 +1,136 @@
+"""Groups of trees: each shape of tree once, whatever its root, its direction or the names of its devices."""
+
+import time
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from strategies import names
+
+from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, plan
+from crossreduce.export.grouping import tree_groups, trees_of
+from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
+
+
+def titles(schedule, topology):
+    return [group.title for group in tree_groups(schedule, topology)]
+
+
+def test_the_rings_of_a_dgx_1v_are_two_groups():
+    """The 48 chunks run around three rings. Two of the rings have the same order of fast and slow links."""
+    found = plan("dgx-1v", "all_reduce", nbytes="256M", algorithm="ring")
+    groups = tree_groups(found.schedule, found.topology)
+    assert [(group.title, group.link_sets) for group in groups] == [
+        ("ring: 16 x 1/48 = 1/3 of the buffer", 1),
+        ("2 rings: 32 x 1/48 = 2/3 of the buffer", 2),
+    ]
+    assert all(tree.is_ring for group in groups for tree in group.trees)
+    assert sorted(chunk for group in groups for chunk in group.chunks) == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "topology", "expected"),
+    [
+        (one_device(names(4)), Topology.full_mesh(4), ["the whole buffer"]),
+        (one_device(names(4), packs=4), Topology.full_mesh(4), ["4 x 1/4 = the whole buffer"]),  # renamed devices
+        (direct(names(9)), Topology.star(9), ["9 x 1/9 = the whole buffer"]),  # the same links, other roots
+        (ring(names(5)), Topology.ring(5), ["ring: 5 x 1/5 = the whole buffer"]),
+        (hierarchical_copy(names(8), packs=8), Topology.full_mesh(8), ["8 x 1/8 = the whole buffer"]),
+        (halving_doubling(names(8)), Topology.full_mesh(8), ["8 x 1/8 = the whole buffer"]),
+        (ring(names(2)), Topology.full_mesh(2), ["2 x 1/2 = the whole buffer"]),  # one link is not a ring
+    ],
+    ids=["one", "renamed", "star", "ring", "levels", "halving", "pair"],
+)
+def test_trees_of_one_shape_are_one_group(schedule, topology, expected):
+    """Trees that use the same links, or the same links after devices are renamed, are one group."""
+    assert titles(schedule, topology) == expected
+
+
+def test_speeds_latencies_and_switches_are_part_of_a_shape():
+    """Trees of the same form are apart if their links have other bandwidths or latencies, or a switch is between."""
+    schedule = one_device(names(3), packs=3)
+    assert titles(schedule, Topology.full_mesh(3)) == ["3 x 1/3 = the whole buffer"]
+    links = {(link.src, link.dst): link for link in Topology.full_mesh(3, 10).links}
+
+    def apart(**changes):
+        changed = [link._replace(**changes) if {"cpu:0", "cpu:1"} == {*ends} else link for ends, link in links.items()]
+        return titles(schedule, Topology(names(3), changed))
+
+    assert apart() == ["3 x 1/3 = the whole buffer"]
+    assert apart(bandwidth=Fraction(20)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
+    assert apart(latency_s=Fraction(1, 10**6)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
+    bus = [("cpu:0", "bus", 10), ("bus", "cpu:1", 10)]
+    chunks = (Chunk(Fraction(1, 2), (0,), (1,)),) * 2
+    routes = (Route(0, 0, 1, ("bus",)), Route(1, 0, 1, ("cpu:2",)))
+    routed = Schedule("broadcast", "custom", names(3), chunks, ((Step(0, 1, (0,)), Step(1, 1, (0,))),), routes=routes)
+    both = Topology(names(3), [*bus, ("cpu:0", "cpu:2", 10), ("cpu:2", "cpu:1", 10)], ["bus"])
+    assert titles(routed, both) == ["1/2 of the buffer"] * 2
+
+
+def broadcast_over(*paths):
+    """Return a broadcast from device 0 of six, over these paths."""
+    steps = tuple(Step(chunk, path[-1], (0,)) for chunk, group in enumerate(paths) for path in group)
+    routes = tuple(
+        Route(chunk, 0, path[-1], tuple(f"cpu:{node}" for node in path[1:-1]))
+        for chunk, group in enumerate(paths)
+        for path in group
+        if len(path) > 2
+    )
+    chunks = tuple(Chunk(Fraction(1, len(paths)), (0,), tuple(range(6))) for _ in paths)
+    return Schedule("broadcast", "custom", names(6), chunks, (steps,), routes=routes)
+
+
+BIPARTITE = [(0, 1, 2, 3, 4, 5), (0, 3), (0, 5, 2), (0, 3, 4, 1), (0, 3, 4)]
+PRISM = [(0, 1, 2, 5), (0, 3, 4), (0, 2, 5, 3), (0, 3, 4, 1), (0, 3, 4, 5, 2)]
+
+
+def test_shapes_are_compared_exactly():
+    """Two graphs in which every node has three neighbours are apart: counts of neighbours cannot tell them apart."""
+    mesh = Topology.full_mesh(6)
+    both = broadcast_over(BIPARTITE, PRISM)
+    assert [len(tree.pairs) for tree in trees_of(both, mesh)] == [9, 9]
+    assert titles(both, mesh) == ["1/2 of the buffer"] * 2
+    renamed = [tuple({1: 2, 2: 1, 4: 5, 5: 4}.get(node, node) for node in path) for path in PRISM]
+    assert titles(broadcast_over(PRISM, renamed), mesh) == ["2 x 1/2 = the whole buffer"]
+
+
+def test_shares_and_representatives():
+    """The title of trees with different shares has the sum. The representative is the first tree of the largest."""
+    schedule = one_device(names(3), packs=3)
+    shares = (Fraction(1, 6), Fraction(1, 2), Fraction(1, 3))
+    chunks = tuple(chunk._replace(share=share) for chunk, share in zip(schedule.chunks, shares, strict=True))
+    (group,) = tree_groups(replace(schedule, chunks=chunks), Topology.full_mesh(3))
+    assert (group.title, group.count, group.share) == ("3 trees, the whole buffer", 3, 1)
+    assert (group.tree.roots, group.tree.share) == (("cpu:1",), Fraction(1, 2))
+
+
+@pytest.mark.parametrize("algorithm", [*PLANNERS])
+@pytest.mark.parametrize("topology", [Topology.star(6), Topology.mesh(2, 3), Topology.full_mesh(6)], ids=str)
+def test_groups_are_a_partition(algorithm, topology):
+    """Each chunk is in one tree of one group, shares add up, and each transfer is counted on the links of its route."""
+    schedule = PLANNERS[algorithm](topology.devices)
+    groups = tree_groups(schedule, topology)
+    assert sorted(chunk for group in groups for chunk in group.chunks) == list(range(len(schedule.chunks)))
+    assert sum(group.share for group in groups) == 1
+    for tree in (tree for group in groups for tree in group.trees):
+        assert tree.share == sum(schedule.chunks[chunk].share for chunk in tree.chunks)
+        assert {ends for src, dst, _ in tree.links for ends in [(src, dst)]} <= topology.by_ends.keys()
+    assert groups == tree_groups(schedule, topology)
+
+
+def test_large_machines_are_grouped_quickly():
+    """128 trees of 128 devices, each with links of its own, are one group, in seconds."""
+    topology = Topology.full_mesh(128)
+    schedule = direct(topology.devices)
+    trees_of(schedule, topology)  # verifies the schedule and finds the routes
+    start = time.perf_counter()
+    assert titles(schedule, topology) == ["128 x 1/128 = the whole buffer"]
+    assert time.perf_counter() - start < 20
+
+
+def test_invalid_schedules_are_refused():
+    """A schedule that ``verify`` rejects, or whose transfers have no route, raises an error."""
+    with pytest.raises(ScheduleError, match=r"no step brings|is lost"):
+        tree_groups(replace(ring(names(3)), rounds=()), Topology.ring(3))
+    with pytest.raises(PlanError, match="no route from"):
+        tree_groups(ring(names(2)), Topology(names(2), []))
