@@ -10,7 +10,7 @@ import pytest
 from histories import history, new_dump
 
 from crossreduce.cli import timeline
-from crossreduce.cli.timeline import Axis, Bar, Row
+from crossreduce.cli.timeline import Axis, Bar, RankRow
 from crossreduce.ranks import flight_recorder
 from crossreduce.ranks.flight_recorder import Frame, History, Op, Thread
 from crossreduce.ranks.shared_memory import LEFT
@@ -226,9 +226,9 @@ def test_waits_of_a_host():
     found = timeline.timeline(dumps)
     assert found.uncertainty_s is None
     assert found.rows == (
-        Row(0, 0, (Bar(1, "a", -10.0, -7.0, 2.0, True), Bar(2, "b", -6.0, 0.0, 6.0, False))),
-        Row(1, 0, (Bar(1, "a", -8.0, -7.0, 0.0, True), Bar(2, "b", -5.0, 0.0, 5.0, False))),
-        Row(2, 0, (Bar(1, "a", -9.0, -6.5, 1.0, True),)),
+        RankRow(0, 0, (Bar(1, "a", -10.0, -7.0, 2.0, True), Bar(2, "b", -6.0, 0.0, 6.0, False))),
+        RankRow(1, 0, (Bar(1, "a", -8.0, -7.0, 0.0, True), Bar(2, "b", -5.0, 0.0, 5.0, False))),
+        RankRow(2, 0, (Bar(1, "a", -9.0, -6.5, 1.0, True),)),
     )
 
 

@@ -14,7 +14,7 @@ from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, Thread
 from .diagnosis import Incident, RankState
 from .doctor_style import SCRIPT, STYLE
-from .timeline import Axis, Bar, Row, Timeline, seconds_text, timeline
+from .timeline import Axis, Bar, RankRow, Timeline, seconds_text, timeline
 
 _TICKS: Final = 5  # intervals between ticks
 _FINE: Final = 8  # intervals between the finer ticks of a zoomed line, for each of these
@@ -88,7 +88,7 @@ def _timeline(number: int, incident: Incident, line: Timeline) -> Iterator[str]:
     yield '</div></div><div class="info" role="status" aria-live="polite">Select a call to see it here.</div></div>'
 
 
-def _row(number: int, row: Row, state: RankState, axis: Axis, marks: str, blamed: bool) -> str:
+def _row(number: int, row: RankRow, state: RankState, axis: Axis, marks: str, blamed: bool) -> str:
     process = "no process" if state.pid is None else f"pid {state.pid}"
     mark = ", behind" if blamed and row.bars is not None else ""
     label = f'rank {row.rank}<span class="more">, {process}{mark}</span>'

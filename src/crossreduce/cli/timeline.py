@@ -36,7 +36,7 @@ class Bar(NamedTuple):
     ended: bool
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """The calls of one rank, the oldest first; ``None``: no dump describes the rank."""
 
     rank: int
@@ -74,7 +74,7 @@ class Timeline(NamedTuple):
     ``None``: there is one host, or no dump of another one.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
     axis: Axis
     uncertainty_s: float | None
 
@@ -113,7 +113,7 @@ def timeline(dumps: Sequence[Dump]) -> Timeline:
     return Timeline(tuple(sorted(rows)), _axis(bars), uncertainty_s)
 
 
-def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: float, shift: float) -> list[Row]:
+def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: float, shift: float) -> list[RankRow]:
     calls = {}
     for rank, history in found.items():
         calls[rank] = [op for op in history.ops if op.started_s <= abort_s and op.text != LEFT]
@@ -125,7 +125,7 @@ def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: 
     rows = []
     for rank in host:
         if rank not in found:
-            rows.append(Row(rank, number, None))
+            rows.append(RankRow(rank, number, None))
             continue
         bars = []
         for op in calls[rank]:
@@ -136,7 +136,7 @@ def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: 
             latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
             waited_s = max(0.0, min(latest, end_s) - op.started_s)
             bars.append(Bar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
-        rows.append(Row(rank, number, tuple(bars)))
+        rows.append(RankRow(rank, number, tuple(bars)))
     return rows
 
 
