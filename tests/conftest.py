@@ -23,7 +23,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Tests of ranks, which share memory on Linux only, and of libraries that are compiled as on Linux.
 LINUX_ONLY = [
     *(f"test_bootstrap{part}.py" for part in ("", "_strangers")),
-    *(f"test_cli_{part}.py" for part in ("bench_ranks", "doctor")),
+    *(f"test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
     *(f"test_communicator{part}.py" for part in ("", "_contexts")),
     *(f"test_cuda_{part}.py" for part in ("code", "engine", "fake", "jax", "kernels")),
     *(f"test_rank_{part}.py" for part in ("failures", "interrupts", "mismatches", "prepared", "resources")),
@@ -39,6 +39,7 @@ LINUX_ONLY = [
     "test_nccl.py",
     "test_report_browser.py",
     "test_shared_memory.py",
+    "test_statistics.py",
     "test_transports.py",
     "test_watchdog.py",
 ]

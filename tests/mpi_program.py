@@ -125,7 +125,13 @@ with mpi.join(timeout_s=30) as group:
     table[:] = me
     gathered = group.gather(table[(me + 1) % n], out=table if me == 0 else None)
     assert me or (gathered == np.arange(n)[:, None]).all()
+    before_barrier = group.stats()
     group.barrier()
+    counted = group.stats()
+    assert (counted.rank, counted.size) == (me, n)
+    assert counted.collectives["barrier"].calls == 1 + before_barrier.collectives.get("barrier", (0,))[0]
+    assert counted.total.calls == 1 + before_barrier.total.calls > 100
+    assert counted.total.nbytes == before_barrier.total.nbytes > n << 20
 
     # Invalid arguments raise before any rank waits; calls that differ raise on all ranks.
     raises(cr.UnsupportedError, "dtype object", lambda: group.all_reduce(np.array([None])))

@@ -465,6 +465,30 @@ def topology(c):
 
 
 @check
+def statistics(c):
+    """stats counts the collectives of a group, and its bytes; a new group begins at 0."""
+    from crossreduce.torch import stats
+
+    group = dist.new_group()
+    assert stats(group).collectives == {}
+    x, many = torch.ones(1000, dtype=torch.float64), [torch.empty(10) for _ in range(c.size)]
+    for _ in range(5):
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.all_gather(many, torch.ones(10), group=group)
+    dist.barrier(group)
+    found = stats(group)
+    assert (found.rank, found.size) == (c.rank, c.size)
+    assert found.collectives["all_reduce"][:2] == (10, 80_000), found
+    assert found.collectives["all_gather"][:2] == (1, 40 * c.size), found
+    assert found.collectives["barrier"].calls == 1, found
+    dist.destroy_process_group(group)
+    assert found.total.calls <= stats(group).total.calls
+    assert stats().total.calls > 12
+    raises(ValueError, "not a process group of crossreduce", stats, dist.new_group(backend="gloo"))
+
+
+@check
 def forked(c):
     """A process forked from a rank, such as a worker of DataLoader, cannot use the group, and does not affect it."""
     pid = os.fork()

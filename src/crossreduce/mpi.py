@@ -14,6 +14,7 @@ import numpy as np
 from .errors import ArgumentError, BackendError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
 from .ranks.communicator import ArrayView, Communicator
+from .ranks.counters import Stats
 from .ranks.measurement import measure
 from .ranks.prepared import new_calls, prepare
 from .topology import Topology
@@ -195,6 +196,16 @@ class MpiGroup:
     def measure_topology(self, seconds: float = 1.0) -> Topology:
         """Measure the links between hosts, plan on them from now on, and return them: see ``ranks.measurement``."""
         return measure(self._communicator, seconds)
+
+    def stats(self) -> Stats:
+        """Return this rank's calls so far: bytes, seconds, and how long it waited for which rank.
+
+        >>> print(group.stats())  # doctest: +SKIP
+        group "world", rank 0 of 8: 120 calls, 480000 bytes, 0.310 s, of which 0.120 s waiting
+          all_reduce: 120 calls, 480000 bytes, 0.310 s, of which 0.120 s waiting
+          waited for rank 3: 0.097 s, at 71 barriers
+        """
+        return self._communicator.stats()
 
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""

@@ -1,8 +1,9 @@
 """The command line of ``crossreduce``; ``app`` lists its commands.
 
 Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
-differ, a wrong schedule), or ``doctor`` can read no dump; 2: it could not finish (a wrong argument, a missing module);
-129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The import needs no typer or framework.
+differ, a wrong schedule), ``doctor`` can read no dump, or ``top --once`` finds no group; 2: it could not finish (a
+wrong argument, a missing module); 129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The
+import needs no typer or framework.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from .bench.command import bench
 from .doctor import doctor
 from .info import info
 from .plan import plan
+from .top import top
 from .topology import topology
 from .trace import trace
 from .train import train
@@ -22,12 +23,12 @@ app = Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (topology, plan, verify, train, bench, doctor, trace, info):
+for command in (topology, plan, verify, train, bench, top, doctor, trace, info):
     app.command()(command)
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
+def options(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Cross-device reductions for NumPy, PyTorch, JAX, TensorFlow and CuPy."""
     if version:
         print(f"crossreduce {__version__}")

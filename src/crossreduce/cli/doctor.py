@@ -1,19 +1,15 @@
-"""``crossreduce doctor``: find the rank that broke a group of ranks, from the dumps of their flight recorders.
+"""``crossreduce doctor``: report which rank broke a group of ranks, from the dumps of their flight recorders.
 
-Input: the directory of the dumps. Output: sentences and a table, or JSON. A rank that was stopped or dead wrote no
-dump; its state is taken from the dumps of the other ranks of its host, which read it from shared memory.
+Input: the directory of the dumps. Output: sentences and a table, JSON, or a page with a time line.
 """
 
 from __future__ import annotations
 
 import gc
 import json as json_module
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, groupby, islice
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -21,57 +17,18 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
 
-from ..errors import rank_list
-from ..ranks.flight_recorder import Dump, History, Thread, read
-from ..ranks.shared_memory import LEFT
-from .output import print_lines, terminal
+from ..ranks.flight_recorder import read
+from .diagnosis import Incident, diagnose
+from .doctor_report import page
+from .output import atomic_file, print_lines, printable, terminal
 
-_MAX_FRAMES: Final = 3
-_MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
 _MAX_ROWS: Final = 200  # of the table, which takes a millisecond per row
-_UNKNOWN: Final = "which no rank's dump describes."
-_NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
-# The cause if Ctrl-C ended a wait for a message; histories contain no messages.
-_INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
-# Frames of crossreduce.ranks, crossreduce.torch and torch.distributed: shown only if a stack has no others.
-_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
-
-
-@dataclass(frozen=True)
-class RankState:
-    """The state of one rank when its group broke."""
-
-    rank: int
-    host: int
-    hostname: str | None
-    pid: int | None
-    sequence: int  # the number of the rank's last call; 0: it made none
-    text: str  # the op, dtype and shape of this call
-    state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
-    seconds: float | None  # from the call's start (its end, if it finished) to the first abort by a rank of the host
-    dumped: bool  # whether the rank wrote a dump
-    stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
-
-
-@dataclass(frozen=True)
-class Incident:
-    """The failure of one group."""
-
-    group: str
-    time: str  # when the first rank aborted
-    cause: str  # the error that this rank raised
-    findings: tuple[str, ...]  # the diagnosis, one sentence each
-    # The rank that was interrupted while it waited for a message; else the ranks that left or did not begin the last
-    # call; if there are none, those suspected of hanging.
-    behind: tuple[int, ...]
-    missing: tuple[int, ...]  # the ranks without any information
-    without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
-    ranks: tuple[RankState, ...]
 
 
 def doctor(
     directory: Annotated[Path, Argument(metavar="DIR", help="The directory of the ranks' dumps.")],
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    report: Annotated[Path | None, Option(metavar="FILE.html", help="Write a page with a time line.")] = None,
 ) -> None:
     """Find the rank that kept the others waiting, and the state of each rank.
 
@@ -83,155 +40,25 @@ def doctor(
     gc.disable()  # nothing is garbage before the report; with 20,000 dumps, looking for it takes as long as reading
     try:
         found = read(directory)
-        groups = groupby(found.dumps, key=lambda dump: (dump.group, dump.token))
-        incidents = [diagnose(list(dumps)) for _, dumps in groups]
+        groups = [list(dumps) for _, dumps in groupby(found.dumps, key=lambda dump: (dump.group, dump.token))]
+        incidents = [diagnose(dumps) for dumps in groups]
     finally:
         if enabled:
             gc.enable()
+    with atomic_file("--report", report) as file:
+        if file is not None and incidents:
+            pairs = list(zip(incidents, groups, strict=True))
+            file.write_text(page(pairs, found.problems), "utf-8", errors="replace")
     if json:
-        report = {"incidents": [asdict(each) for each in incidents], "problems": list(found.problems)}
-        print(json_module.dumps(report, indent=2))
+        facts = {"incidents": [asdict(each) for each in incidents], "problems": list(found.problems)}
+        print(json_module.dumps(facts, indent=2))
     else:
         for each in incidents:
             _show(each)
         for problem in found.problems:
-            print("crossreduce:", "\n".join(map(_printable, problem.splitlines())), file=sys.stderr)
+            print("crossreduce:", "\n".join(map(printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
         raise Exit(1)
-
-
-def diagnose(dumps: Sequence[Dump]) -> Incident:
-    """Return the failure that the dumps of one group's ranks describe; one dump, of any rank, is enough."""
-    newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
-    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
-    states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
-    by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
-    states = list(by_rank.values())
-    last = max(state.sequence for state in states)
-    text = next(state.text for state in states if state.sequence == last)
-    missing = [state.rank for state in states if state.state == "unknown"]
-    late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
-    waited = _INTERRUPTED.match(first.cause)
-    interrupted = [rank for rank in by_rank if waited and rank == int(waited[1])]
-    behind = interrupted or [state.rank for state in states if state.state == "left"] + late
-    if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
-        in_last = [state for state in states if state.sequence == last and state.state == "running"]
-        behind = [state.rank for state in in_last if not state.dumped]
-    ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
-    behind.sort()
-    because = "" if ended else _NO_DUMP_BECAUSE
-    findings = [_finding(by_rank[rank], last, text, because, bool(interrupted)) for rank in behind[:_MAX_FINDINGS]]
-    if behind[_MAX_FINDINGS:]:
-        findings.append(f"The same, or similar, is true of {rank_list(behind[_MAX_FINDINGS:])}.")
-    blamed = set(behind)
-    waiting = [state.rank for state in states if state.sequence == last and state.rank not in blamed]
-    running = [rank for rank in waiting if by_rank[rank].state == "running"]
-    if running and last:
-        findings.append(f"{rank_list(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
-    finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
-    if finished:
-        findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
-    others = [rank for rank in late if rank not in blamed]
-    if others:
-        findings.append(f"{rank_list(others)} had not called op {last}, {text}.")
-    if missing:
-        findings.append(f"Nothing is known about {rank_list(missing)}, {_UNKNOWN}")
-    if not behind and not missing:
-        findings.append("No rank is behind: all ranks reached the same call.")
-    return Incident(
-        group=first.group,
-        time=first.time,
-        cause=first.cause,
-        findings=tuple(findings),
-        behind=tuple(behind),
-        missing=tuple(missing),
-        without_dump=tuple(state.rank for state in states if not state.dumped and state.state != "unknown"),
-        ranks=tuple(states),
-    )
-
-
-def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterator[RankState]:
-    """Yield the states of a host's ranks at the time of its first abort, each from its own dump or else the latest."""
-    beside = [dumps[rank] for rank in host if rank in dumps]
-    # A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so all
-    # histories of a host are cut at the time of its first abort.
-    now_s = min((dump.now_s for dump in beside), default=0.0)
-    latest = sorted(beside, key=lambda dump: -dump.now_s)
-    described = {history.rank: history for dump in reversed(latest) for history in dump.histories}
-    for rank in host:
-        own = dumps.get(rank)
-        hostname = (own or latest[0]).hostname if latest else None
-        if own is not None:
-            history = next((each for each in own.histories if each.rank == rank), None)
-        else:
-            history = described.get(rank)
-        yield _state(rank, number, hostname, own, history, now_s)
-
-
-def _state(
-    rank: int, host: int, hostname: str | None, own: Dump | None, recorded: History | None, now_s: float
-) -> RankState:
-    """Return a rank's state at a time from its own dump and its history."""
-    history = recorded or History(rank, ())
-    before = [op for op in history.ops if op.started_s <= now_s]
-    op = max(before, key=_sequence, default=None)
-    left = op is not None and op.text == LEFT
-    if left:
-        op = max((each for each in before if each.text != LEFT), key=_sequence, default=None)
-    state = "unknown" if recorded is None else "left" if left else "idle" if op is None else "finished"
-    ended_s = None if op is None or op.ended_s is None or op.ended_s > now_s else op.ended_s
-    if state == "finished" and ended_s is None:
-        state = "running"
-    seconds = None if op is None else now_s - (op.started_s if ended_s is None else ended_s)
-    return RankState(
-        rank=rank,
-        host=host,
-        hostname=hostname,
-        pid=own.pid if own is not None else history.pid,
-        sequence=op.sequence if op else 0,
-        text=op.text if op else "",
-        state=state,
-        seconds=seconds,
-        dumped=own is not None,
-        stack=_stack(own.threads) if own is not None else (),
-    )
-
-
-_sequence: Final = attrgetter("sequence")
-
-
-def _finding(state: RankState, last: int, text: str, because: str, in_message: bool) -> str:
-    """Return a sentence about a rank that is behind.
-
-    ``because``: possible reasons why it wrote no dump. ``in_message``: whether its wait for a message was interrupted.
-    """
-    process = "pid unknown" if state.pid is None else f"pid {state.pid}"
-    where = process if state.hostname is None else f"{process} on {state.hostname}"
-    rank, ago = f"{rank_list([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
-    never_called = f"; it did not call op {last}, {text}."
-    if in_message:
-        line = f"{rank} was interrupted while it waited for a message."
-    elif state.state == "left":
-        line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."
-    elif state.sequence == last:
-        line = f"{rank} is suspected: it called op {last}, {text}, {ago}, and stopped in this call."
-    elif state.state == "idle":
-        line = f"{rank} is behind: it called neither op {last}, {text}, nor any op before it."
-    elif state.state == "running":
-        line = f"{rank} is behind: it was in op {state.sequence}, {state.text}, called {ago}{never_called}"
-    else:
-        line = f"{rank} is behind: it finished op {state.sequence}, {state.text}, {ago}{never_called}"
-    if not state.dumped:
-        return f"{line} It wrote no dump{because}."
-    return line + (f" Its main thread was in {state.stack[0]}." if state.stack else "")
-
-
-def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, the innermost first; internal ones only if there are no others."""
-    frames = list(threads[0].stack) if threads else []
-    external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
-    shown = reversed((external or frames)[-_MAX_FRAMES:])
-    return tuple(f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})" for frame in shown)
 
 
 def _show(each: Incident) -> None:
@@ -239,7 +66,7 @@ def _show(each: Incident) -> None:
     hosts = len({state.host for state in each.ranks})
     ranks = f"{len(each.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     title = f'Group "{each.group}", {ranks}, {each.time}'
-    print_lines(map(_printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
+    print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
     table = Table()  # only the columns with long texts become narrower; these are folded, never cut off
     for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
         table.add_column(name, no_wrap=not long, overflow="fold")
@@ -253,14 +80,9 @@ def _show(each: Incident) -> None:
         dumped, called = "yes" if state.dumped else "no", "\n".join([state.text or "-", *state.stack])
         cells = [str(state.rank), process, str(state.sequence or "-"), f"{state.state}{elapsed}", dumped, called]
         style = "bold red" if state.rank in blamed else ""
-        table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
+        table.add_row(*(Text("\n".join(map(printable, cell.split("\n")))) for cell in cells), style=style)
     terminal().print(table)
     if len(each.ranks) > len(listed):
         print(
             f"{len(each.ranks) - len(listed)} of {len(each.ranks)} ranks are not in the table; --json has all of them."
         )
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters, which a terminal would execute."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -226,6 +226,11 @@ def print_lines(lines: Iterable[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
+def printable(text: str) -> str:
+    """Return text without control characters, which a terminal would execute."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def terminal(**options: Any) -> Console:
     """Return a console for tables, as wide as the terminal or COLUMNS.
 

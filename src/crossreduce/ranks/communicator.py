@@ -31,10 +31,11 @@ from . import tracing
 from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
-from .membership import Hosts, Member, renewed
+from .membership import Hosts, renewed
 from .one_host import RankExecutable
 from .peers import InnerFailure
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
+from .statistics import CountedMember
 
 _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
 
@@ -51,7 +52,7 @@ class ArrayView(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Communicator(Member):
+class Communicator(CountedMember):
     """The collectives of a group, from the view of one rank.
 
     Calls block, release Python's global lock, and react to signals; calls of several threads run one after another. All
@@ -90,7 +91,6 @@ class Communicator(Member):
     ) -> None:
         self.lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call in Python; see ``_is_calling``
-        self._pid = os.getpid()
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
@@ -280,6 +280,7 @@ class Communicator(Member):
 
     def _release(self) -> None:
         if self.memory.fd >= 0:
+            self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:
                 self.rendezvous.record_leaving()
             tracing.close(self)

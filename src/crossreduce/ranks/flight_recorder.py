@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
+from datetime import datetime
 from functools import cache, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -119,7 +120,7 @@ def new_dump(
         cause=cause,
         hostname=socket.gethostname(),
         pid=os.getpid(),
-        time=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        time=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f%z}",
         now_s=time.monotonic(),
         histories=tuple(sorted(histories)),
         threads=_threads(),

@@ -99,14 +99,17 @@ def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Ran
     return stages
 
 
-def native_program(stages: Sequence[Iterable[RankInstruction]]) -> Any:
-    """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes."""
+def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
+    """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
+
+    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.counted``.
+    """
 
     def native(each: RankInstruction) -> tuple[Any, ...]:
         run = kernel(each.numbers, each.size, len(each.operands), len(each.results))
         return run, each.operands, each.results, each.streaming
 
-    return kernels.native().RankProgram([list(map(native, stage)) for stage in stages])
+    return kernels.native().RankProgram([list(map(native, stage)) for stage in stages], kind, nbytes)
 
 
 @lru_cache(maxsize=4096)

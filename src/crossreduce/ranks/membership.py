@@ -131,6 +131,8 @@ class Member(Peers):
         own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex())
         self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
+        about: dict[str, str | int] = {"name": self.name, "token": self.token, "version": flight_recorder.version()}
+        self.memory.describe(self.global_ranks, about | {"size": self.size, "hosts": len(self.hosts)})
         self._reads_peers = 1 < len(self.host) == self.size <= READABLE_BUFFERS and all(
             self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
         )

@@ -12,6 +12,7 @@ they are divided and rounded, once.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from ..packing import itemsize
 from ..topology import Topology
 from ..traces.format import Phase as TracePhase
 from ..transports.base import Transport
+from .counters import counted
 from .exchange import (
     EAGER_BYTES,
     Exchange,
@@ -72,7 +74,7 @@ class MultiHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
-            return RankExecutable(native_program([[]] * 3), 3, text, _digest(text, ""))
+            return RankExecutable(native_program([[]] * 3, *counted(text, collective)), 3, text, _digest(text, ""))
         nbytes = itemsize(numbers.dtype)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -101,7 +103,8 @@ class MultiHostEngine:
         phases, deliveries = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipelined(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        return RankExecutable(native_program(stages), len(stages), text, digest, tuple(exchanges.values()), deliveries)
+        program = native_program(stages, *counted(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
+        return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
         """Return the most elements per array with which the pieces of all hosts fit into slots."""
@@ -135,7 +138,7 @@ class MultiHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5), 5, text, _digest(text, "inner"))
+        return RankExecutable(native_program([[]] * 5, *counted(text)), 5, text, _digest(text, "inner"))
 
     def _local_parts(
         self,
@@ -305,9 +308,10 @@ class MultiHostEngine:
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
         word = self._word(_REMOTE)
-        word.value = 1
+        word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
+        self.memory.count_between_hosts(time.monotonic_ns() - began)
         self.memory.native.trace(phase, stage)
 
     def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:

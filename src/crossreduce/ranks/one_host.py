@@ -21,6 +21,7 @@ from ..packing import itemsize
 from ..planning import direct, one_shot
 from ..schedule import Chunk, Schedule, Step
 from ..traces.format import Phase
+from .counters import counted
 from .exchange import ExchangeProgram
 from .instructions import RankInstruction, native_program
 from .peer_memory import is_used, peer_stages
@@ -91,7 +92,8 @@ class OneHostEngine:
                 found = host_collective(collective, self._ranks, root, nbytes)
                 piece = self._piece_bytes(collective, nbytes) if self._small_pieces else None
                 stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank, piece)
-        return RankExecutable(native_program(stages), len(stages), text, instructions=sum(map(len, stages)))
+        program = native_program(stages, *counted(text, collective, numbers.dtype, size, self._ranks))
+        return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 
     def _piece_bytes(self, collective: str, nbytes: int) -> int:
         least = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES)
@@ -101,7 +103,7 @@ class OneHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes: a barrier before and one after it."""
-        return RankExecutable(native_program([[]] * 3), 3, text)
+        return RankExecutable(native_program([[]] * 3, *counted(text)), 3, text)
 
     def run(
         self,

@@ -9,10 +9,11 @@ process ends, for any reason, so other ranks can detect the end.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -109,6 +110,23 @@ class RankMemory:
         """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
         return list(self.native.ops(self.host.index(rank)))
 
+    def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
+        """Describe the group for programs that are not ranks, such as ``crossreduce top``.
+
+        ``about`` is stored as JSON of at most about 1000 bytes. ``global_ranks``: the numbers of all ranks.
+        """
+        text = json.dumps({key: value[:100] if isinstance(value, str) else value for key, value in about.items()})
+        self.native.describe(global_ranks[self.host[self.place]], text)
+
+    def counts(self) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+        """Return the counters of this rank, for ``counters.rank_counts``."""
+        kinds, waits = self.native.counts(self.place)
+        return kinds, waits
+
+    def count_between_hosts(self, ns: int) -> None:
+        """Add to the time that the current op has spent in the exchange with other hosts."""
+        self.native.count_between_hosts(ns)
+
     def last_call(self, rank: int) -> CallSignature:
         """Return the last call that a rank of this host began; its number is 0 if there was none."""
         ops = self.ops(rank)
@@ -127,9 +145,7 @@ class RankMemory:
         """Return whether a rank of this host, running or stopped, has neither ended nor closed its memory."""
         if self.host[self.place] == rank:
             return True
-        query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, self.host.index(rank), 1, 0)
-        kind, *_ = struct.unpack(_LOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
-        return bool(kind != fcntl.F_UNLCK)
+        return lock_holder(self.fd, self.host.index(rank)) is not None
 
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
@@ -168,6 +184,16 @@ class RankMemory:
 def _mailboxes_offset(ranks: int, slot: int) -> int:
     """Return where the mailboxes begin, behind the slots: at a page."""
     return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
+
+
+def lock_holder(fd: int, place: int) -> int | None:
+    """Return the process that holds the lock of a rank, which the system releases when it ends; ``None``: no other one.
+
+    ``fd``: the memory, which may be open for reading only. ``place``: the rank's position among those of its host.
+    """
+    query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else pid
 
 
 def is_stopped(pid: int) -> bool:

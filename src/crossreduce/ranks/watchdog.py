@@ -30,14 +30,24 @@ class RemoteWait(NamedTuple):
     since_s: float
 
 
-class _Watchdog:
-    """The thread of a process that calls the checks of all transports, every 0.2 s."""
+class PeriodicChecks:
+    """A thread of this process that calls functions every ``every_s`` seconds, while there are any.
 
-    def __init__(self) -> None:
+    ``name`` is the thread's. ``lost`` is the warning if the system cannot start it.
+    """
+
+    def __init__(self, name: str, every_s: float, lost: str) -> None:
+        self._name, self._every_s, self._lost = name, every_s, lost
+        self._keys = itertools.count()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without functions and thread: a forked process has neither the groups nor the thread of its parent."""
         # A signal handler, or a finalizer, may close a transport while its thread adds or removes another one.
         self._lock = threading.RLock()
         self._checks: dict[int, WeakMethod[Callable[[], None]]] = {}
-        self._keys = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()  # of the current thread
 
@@ -48,10 +58,8 @@ class _Watchdog:
             self._checks[key] = WeakMethod(check)
             if self._thread is None:
                 self._closed = threading.Event()
-                target = self._check_repeatedly
-                self._thread = threading.Thread(
-                    target=target, args=(self._closed,), name="crossreduce watchdog", daemon=True
-                )
+                target, arguments = self._check_repeatedly, (self._closed,)
+                self._thread = threading.Thread(target=target, args=arguments, name=self._name, daemon=True)
                 try:
                     start_thread(self._thread)
                 except BaseException as error:
@@ -60,7 +68,7 @@ class _Watchdog:
                     if not isinstance(error, RuntimeError):
                         raise
                     # The other ranks already expect this one, so it continues.
-                    _LOG.warning("this rank will not warn if another host is late: %s", error)
+                    _LOG.warning("%s: %s", self._lost, error)
             return key
 
     def remove(self, key: int) -> None:
@@ -79,7 +87,7 @@ class _Watchdog:
         return thread
 
     def _check_repeatedly(self, closed: threading.Event) -> None:
-        while not closed.wait(_EVERY_S):
+        while not closed.wait(self._every_s):
             for key, method in list(self._checks.items()):
                 check = method()
                 if check is None:
@@ -95,17 +103,7 @@ class _Watchdog:
                 del check  # it would keep its object alive
 
 
-_WATCHDOG = _Watchdog()
-
-
-def _after_fork() -> None:
-    """Forget the parent's thread and groups in a forked process, which has neither."""
-    global _WATCHDOG
-    _WATCHDOG = _Watchdog()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_WATCHDOG: Final = PeriodicChecks("crossreduce watchdog", _EVERY_S, "this rank will not warn if another host is late")
 
 
 class WatchedTransport:

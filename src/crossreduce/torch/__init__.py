@@ -25,12 +25,13 @@ except ImportError as error:
 from _crossreduce_torch import register
 
 from ..errors import ArgumentError, shown
+from ..ranks.counters import Stats
 from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
 
-__all__ = ["NAME", "Group", "HookState", "all_reduce_hook", "measure_topology"]
+__all__ = ["NAME", "Group", "HookState", "Stats", "all_reduce_hook", "measure_topology", "stats"]
 
 NAME: Final = "crossreduce"
 """The name of the backend, for ``torch.distributed.init_process_group``."""
@@ -50,6 +51,28 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: there is no default group, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
+    found = _group(group)
+    measured: list[Topology] = []
+    found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
+    return measured[0]
+
+
+def stats(group: Any = None) -> Stats:
+    """Return this rank's collectives so far: bytes, seconds, and how long it waited for which rank.
+
+    CPU tensors only: messages, and what NCCL reduces, are not counted. Ranks may call it at different times.
+
+    Args:
+      group: a process group of this backend, or a ``HookState``; ``None``: the default group.
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+    """
+    found: Stats = _group(group).communicator.stats()
+    return found
+
+
+def _group(group: Any) -> Any:
+    """Return a group or a ``HookState``; ``None``: the default group."""
     found = dist.group.WORLD if group is None else group
     if found is None:
         remedy = f'torch.distributed.init_process_group("{NAME}")'
@@ -57,9 +80,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     if not isinstance(found, (Group, HookState)):
         remedy = 'a process group of the backend "crossreduce", or a HookState'
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
-    measured: list[Topology] = []
-    found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
-    return measured[0]
+    return found
 
 
 register()

@@ -39,12 +39,12 @@ uint64_t digest_of(const std::string &signature, uint64_t op) {
     return digest;
 }
 
-int64_t slots_offset(int ranks) {
-    const auto before = static_cast<int64_t>(sizeof(GroupState)) + ranks * static_cast<int64_t>(sizeof(RankState));
-    return (before + PAGE - 1) / PAGE * PAGE;
-}
-
 } // namespace
+
+int64_t SharedMemory::slots_offset(int ranks) {
+    const auto before = sizeof(GroupState) + static_cast<size_t>(ranks) * (sizeof(RankState) + row_of_waits(ranks) * sizeof(WaitCounts));
+    return (static_cast<int64_t>(before) + PAGE - 1) / PAGE * PAGE;
+}
 
 int64_t SharedMemory::nbytes(int ranks, int64_t slot) { return slots_offset(ranks) + ranks * slot; }
 
@@ -57,8 +57,18 @@ SharedMemory *SharedMemory::over(void *memory, int rank, int ranks, int64_t slot
     made->threads = threads;
     made->group = static_cast<GroupState *>(memory); // all zeros at first
     made->states = reinterpret_cast<RankState *>(static_cast<char *>(memory) + sizeof(GroupState));
+    made->wait_counts = reinterpret_cast<WaitCounts *>(made->states + ranks);
     made->slots = static_cast<char *>(memory) + slots_offset(ranks);
     return made;
+}
+
+void SharedMemory::describe(int64_t global_rank, const std::string &text) {
+    states[rank].global_rank.store(global_rank, std::memory_order_relaxed);
+    if (rank != 0) return;
+    group->ranks = static_cast<uint32_t>(ranks);
+    group->about_length = static_cast<uint32_t>(std::min<size_t>(text.size(), ABOUT_NBYTES));
+    std::memcpy(group->about, text.data(), group->about_length);
+    group->layout.store(LAYOUT, std::memory_order_release);
 }
 
 // A sequence lock: `number` is cleared before the first change and set after the last one. Each store releases the
@@ -166,7 +176,18 @@ bool SharedMemory::all_reached() {
 // Wait until all ranks have reached this rank's barrier, or the time is over; return whether they have.
 bool SharedMemory::wait(int64_t until_ns) {
     if (all_reached()) return true;
-    int64_t now = now_ns(CLOCK_MONOTONIC);
+    const int64_t began = now_ns(CLOCK_MONOTONIC);
+    const bool reached = wait_from(began, until_ns);
+    // The ranks are checked in order, from the first that is missing on, so the last one that was missing arrived last.
+    const auto ns = static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began);
+    WaitCounts &counts = waits(rank, latest);
+    count(counts.ns, ns);
+    count(counts.barriers, reached);
+    count(states[rank].counts[program->kind].waited_ns, ns);
+    return reached;
+}
+
+bool SharedMemory::wait_from(int64_t now, int64_t until_ns) {
     // A thread that runs ops beside its process's own work sleeps early: yielding takes the CPU from that work.
     const int64_t yield_ns = std::this_thread::get_id() == maker ? YIELD_NS : HELPER_YIELD_NS;
     const int64_t spin = std::min(until_ns, now + spin_ns), yield = std::min(until_ns, now + yield_ns);
@@ -218,6 +239,7 @@ void SharedMemory::arrive() {}
 bool SharedMemory::read_peer(int, int, int64_t, char *, int64_t) const { return false; }
 bool SharedMemory::can_read(int) const { return false; }
 bool SharedMemory::wait(int64_t) { return false; }
+bool SharedMemory::wait_from(int64_t, int64_t) { return false; }
 void SharedMemory::abort(const std::string &) {}
 
 #endif
@@ -319,7 +341,14 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
         if (outcome != Outcome::done) return outcome;
         next++;
     }
-    if (next == program->stages.size()) end_op();
+    if (next == program->stages.size()) {
+        CallCounts &counts = states[rank].counts[program->kind];
+        count(counts.calls, 1);
+        count(counts.nbytes, static_cast<uint64_t>(program->nbytes));
+        end_op();
+        count(counts.ns, static_cast<uint64_t>(record->ended_ns.load(std::memory_order_relaxed) -
+                                               record->started_ns.load(std::memory_order_relaxed)));
+    }
     return Outcome::done;
 }
 

@@ -46,12 +46,18 @@ struct RankProgram {
     int peers;           // of how many ranks, from the first, they may read the callers' buffers
     int buffers;         // how many of the caller's buffers they use
     int64_t slot_nbytes; // the bytes of each slot that they use, in one half
+    int kind;            // of the collective, below CALL_KINDS; and its bytes, for the counters
+    int64_t nbytes;
 };
 
 constexpr int RECORDED_OPS = 32;    // the number of ops of each rank that the flight recorder stores
 constexpr int SIGNATURE_WORDS = 29; // words of 8 bytes
 constexpr int SIGNATURE_NBYTES = 8 * SIGNATURE_WORDS;
 constexpr int CAUSE_NBYTES = 2040;
+constexpr int ABOUT_NBYTES = 1000;
+constexpr int CALL_KINDS = 10; // the collectives, one of which is "other"; crossreduce.ranks.counters has their names
+// Identifies the memory of a group; the last digits are the version of its layout. Change it with the structures below.
+constexpr uint64_t LAYOUT = 0x6372726564'000001;
 
 struct OpRecord { // an op in the flight recorder of a rank
     std::atomic<uint64_t> number;              // the op's number, from 1; 0: the record is empty or being written
@@ -65,6 +71,20 @@ struct OpRecord { // an op in the flight recorder of a rank
     bool read(uint64_t number, std::string &signature, int64_t &started_ns, int64_t &ended_ns) const;
 };
 
+// Counters of a rank's completed ops of one kind. Only the rank itself writes them; others, and other programs, read.
+struct CallCounts {
+    std::atomic<uint64_t> calls, nbytes, ns, waited_ns, between_hosts_ns;
+};
+
+struct WaitCounts { // the waits of one rank for another: at how many barriers it was the last one, and how long
+    std::atomic<uint64_t> barriers, ns;
+};
+
+// Add to a counter that only this thread writes: cheaper than an atomic addition.
+inline void count(std::atomic<uint64_t> &counter, uint64_t more) {
+    counter.store(counter.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+}
+
 struct alignas(64) RankState {
     // What other ranks read at every barrier is in one cache line.
     std::atomic<uint64_t> arrivals;   // the number of barriers that the rank has reached
@@ -75,6 +95,8 @@ struct alignas(64) RankState {
     std::atomic<uint64_t> first_buffers[2][2];
     alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
     std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
+    std::atomic<int64_t> global_rank;         // its number in messages
+    CallCounts counts[CALL_KINDS];
     OpRecord records[RECORDED_OPS];
     std::atomic<uint64_t> more_buffers[2][READABLE_BUFFERS - 2];
 
@@ -84,10 +106,14 @@ struct alignas(64) RankState {
     }
 };
 
-struct GroupState { // at the start of the memory; the states of the ranks and the slots follow
+struct GroupState { // at the start of the memory; the states of the ranks, their waits and the slots follow
     alignas(64) std::atomic<uint32_t> aborted; // 0: no; 1: yes; 2 + rank: this rank is writing the cause
     uint32_t cause_length;
     char cause[CAUSE_NBYTES];
+    // What a program that is not a rank needs to read the memory. It stays at this place in all layouts.
+    std::atomic<uint64_t> layout; // LAYOUT when the rest is written
+    uint32_t ranks, about_length;
+    char about[ABOUT_NBYTES];
 };
 
 enum class Outcome { done, waiting, mismatch, aborted, out_of_memory, unreadable };
@@ -98,8 +124,13 @@ class SharedMemory {
     static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
     // Use the caller's memory, which must be zero before the first rank uses it and must outlive this object.
     static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // Map what precedes the slots, to be read only (observer.cpp). Returns null and sets errno if that fails: EINVAL if
+    // the memory is not that of a group, EPROTO if it has another layout, EAGAIN if its ranks have not described it.
+    static SharedMemory *observe(int fd);
     ~SharedMemory();
     static int64_t nbytes(int ranks, int64_t slot);
+    // Describe the group, for observers. Each rank calls it once; the text is that of the first.
+    void describe(int64_t global_rank, const std::string &about);
 
     // Begin the next op. The program, the buffers and their memory must stay valid until the op ends.
     void begin(const RankProgram &program, std::vector<char *> buffers, const std::string &signature);
@@ -135,6 +166,11 @@ class SharedMemory {
     std::function<bool()> progress;
     int64_t queued_ns = 0; // since when the next op has waited in a queue, for a trace; 0: it did not
     RankState &state(int of) const { return states[of]; }
+    // The waits of one rank for another.
+    WaitCounts &waits(int by, int of) const { return wait_counts[static_cast<size_t>(by) * row_of_waits(ranks) + of]; }
+    const GroupState &about_group() const { return *group; }
+    // Add to the time that the current op has spent in the exchange with other hosts.
+    void count_between_hosts(uint64_t ns) { if (program != nullptr) count(states[rank].counts[program->kind].between_hosts_ns, ns); }
     // The memory of a rank's slot for the current op, and how many bytes an op may use there.
     char *memory(int of) const { return slots + of * slot + start; }
     int64_t room() const { return slot / 2 - (turns - 1) * TURN_NBYTES; }
@@ -142,9 +178,12 @@ class SharedMemory {
 
   private:
     SharedMemory() = default;
+    static int64_t slots_offset(int ranks);
+    static size_t row_of_waits(int ranks) { return (static_cast<size_t>(ranks) + 3) / 4 * 4; } // whole cache lines
     void arrive();
     bool all_reached();
     bool wait(int64_t until_ns);
+    bool wait_from(int64_t now, int64_t until_ns);
     Outcome run(const std::vector<Instruction> &instructions);
     bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
@@ -152,6 +191,7 @@ class SharedMemory {
 
     GroupState *group = nullptr;
     RankState *states = nullptr;
+    WaitCounts *wait_counts = nullptr;
     char *slots = nullptr;
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
     std::thread::id maker = std::this_thread::get_id();

@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "connections.hpp"
+#include "observer.hpp"
 #include "shared_memory.hpp"
 
 #if defined(__linux__)
@@ -75,9 +76,14 @@ bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruc
 PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
     return make_object<ProgramObject>(type, [&](ProgramObject &self) {
         PyObject *stages;
+        int kind = 0;
+        long long nbytes = 0;
         self.program = new RankProgram();
         self.kernels = PyList_New(0);
-        if (self.kernels == nullptr || !PyArg_ParseTuple(args, "O", &stages)) return false;
+        if (self.kernels == nullptr || !PyArg_ParseTuple(args, "O|iL", &stages, &kind, &nbytes)) return false;
+        if (kind < 0 || kind >= CALL_KINDS || nbytes < 0 || nbytes > MAX_NBYTES)
+            return value_error("the kind or the bytes of a call are out of range");
+        self.program->kind = kind, self.program->nbytes = nbytes;
         const auto read_stage = [&](PyObject *stage) {
             auto &instructions = self.program->stages.emplace_back();
             return read_each(stage, [&](PyObject *one) { return read_instruction(one, self, instructions); });
@@ -311,23 +317,29 @@ PyObject *memory_arrivals(PyObject *object, PyObject *) {
 PyObject *memory_ops(PyObject *object, PyObject *args) {
     int rank;
     const SharedMemory *memory = read_rank(object, args, rank);
-    if (memory == nullptr) return nullptr;
-    const RankState &state = memory->state(rank);
-    const uint64_t last = state.number.load(std::memory_order_acquire);
-    uint64_t number = last < RECORDED_OPS ? 1 : last - RECORDED_OPS + 1;
-    PyObject *all = PyList_New(0);
-    for (; all != nullptr && number <= last; number++) {
-        std::string signature;
-        int64_t started, ended;
-        if (!state.records[number % RECORDED_OPS].read(number, signature, started, ended)) continue;
-        Ref end(ended == 0 ? Py_BuildValue("") : PyFloat_FromDouble(static_cast<double>(ended) * 1e-9));
-        Ref text(PyUnicode_DecodeUTF8(signature.data(), static_cast<Py_ssize_t>(signature.size()), "replace"));
-        Ref one(!end || !text ? nullptr
-                              : Py_BuildValue("(KOdO)", static_cast<unsigned long long>(number), text.object,
-                                              static_cast<double>(started) * 1e-9, end.object));
-        if (!one || PyList_Append(all, one.object) < 0) Py_CLEAR(all);
-    }
-    return all;
+    return memory == nullptr ? nullptr : ops_of(*memory, rank);
+}
+
+PyObject *memory_counts(PyObject *object, PyObject *args) {
+    int rank;
+    const SharedMemory *memory = read_rank(object, args, rank);
+    return memory == nullptr ? nullptr : counts_of(*memory, rank);
+}
+
+PyObject *memory_describe(PyObject *object, PyObject *args) {
+    const char *about;
+    Py_ssize_t length;
+    long long global_rank;
+    if (!PyArg_ParseTuple(args, "Ls#", &global_rank, &about, &length) || !usable(memory_of(object), true)) return nullptr;
+    memory_of(object)->memory->describe(global_rank, {about, static_cast<size_t>(length)});
+    Py_RETURN_NONE;
+}
+
+PyObject *memory_count_between_hosts(PyObject *object, PyObject *args) {
+    long long ns;
+    if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), true)) return nullptr;
+    memory_of(object)->memory->count_between_hosts(ns < 0 ? 0 : static_cast<uint64_t>(ns));
+    Py_RETURN_NONE;
 }
 
 PyObject *memory_close(PyObject *object, PyObject *) {
@@ -403,8 +415,12 @@ PyMethodDef memory_methods[] = {
     {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
     {"running", locked<memory_running>, METH_NOARGS, "Return whether an op is running."},
     {"arrivals", locked<memory_arrivals>, METH_NOARGS, "Return the number of barriers that each rank has reached."},
-    {"ops", locked<memory_ops>, METH_VARARGS,
-     "ops(rank): return (number, signature, started_s, ended_s or None) of the rank's last 32 ops, oldest first."},
+    {"ops", locked<memory_ops>, METH_VARARGS, OPS_TEXT},
+    {"counts", locked<memory_counts>, METH_VARARGS, COUNTS_TEXT},
+    {"describe", locked<memory_describe>, METH_VARARGS,
+     "describe(global_rank, about): describe this rank and, if it is the first, the group, for observers."},
+    {"count_between_hosts", locked<memory_count_between_hosts>, METH_VARARGS,
+     "count_between_hosts(ns): add to the time that the current op has spent in the exchange with other hosts."},
     {"trace_to", locked<memory_trace_to>, METH_VARARGS,
      "trace_to(fd, json, limit): record the ops that begin from now on in an empty file, of at most `limit` bytes, with "
      "a text at its start; fd -1: in none."},

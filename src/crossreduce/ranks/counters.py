@@ -1,0 +1,197 @@
+"""Counters of a rank's collectives: calls, bytes, seconds, and the waits for each other rank.
+
+Input: what the compiled ``SharedMemory`` and ``Observer`` count. Output: ``Stats``, and its text in the OpenMetrics
+format. The compiled code only adds; a counter never decreases while its group exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..packing import itemsize
+
+KINDS: Final = (
+    "other",  # the ranks only compare something, or measure
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+)
+"""The names of collectives by the numbers that the compiled code counts by."""
+
+_INNER: Final = "inner "  # begins the text of a call that another library executes
+_OF_ALL_RANKS: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # an array for each rank
+
+
+class CollectiveStats(NamedTuple):
+    """The completed calls of one rank of one collective.
+
+    ``nbytes`` counts, as nccl-tests does, the array of an all-reduce, a reduce or a broadcast, and for each of the
+    other collectives the arrays of all ranks together. Of calls that another library executes, bytes are not counted.
+    ``waiting_s``: of ``seconds``, how long the rank waited for other ranks of its host, in uncompleted calls, too.
+    ``between_hosts_s``: how long it exchanged data with other hosts, or waited for them.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    waiting_s: float = 0.0
+    between_hosts_s: float = 0.0
+
+
+class WaitStats(NamedTuple):
+    """The waits of a rank for one other rank: at how many barriers that one was the last, and how long they took."""
+
+    barriers: int = 0
+    seconds: float = 0.0
+
+
+class Stats(NamedTuple):
+    """The completed calls and the waits of one rank since its group was made.
+
+    ``collectives``: by name, those that were called. ``waits``: by the numbers of the ranks for which this rank has
+    waited; the one with the most seconds is the straggler.
+
+    >>> calls = {"all_reduce": CollectiveStats(10, 4000, 2.0, 0.5), "barrier": CollectiveStats(1, 0, 0.5, 0.25)}
+    >>> stats = Stats("world", 0, 2, calls, {1: WaitStats(9, 0.75)})
+    >>> stats.total
+    CollectiveStats(calls=11, nbytes=4000, seconds=2.5, waiting_s=0.75, between_hosts_s=0.0)
+    >>> print(stats)
+    group "world", rank 0 of 2: 11 calls, 4000 bytes, 2.500 s, of which 0.750 s waiting
+      all_reduce: 10 calls, 4000 bytes, 2.000 s, of which 0.500 s waiting
+      barrier: 1 call, 0 bytes, 0.500 s, of which 0.250 s waiting
+      waited for rank 1: 0.750 s, at 9 barriers
+    """
+
+    group: str
+    rank: int
+    size: int
+    collectives: dict[str, CollectiveStats]
+    waits: dict[int, WaitStats]
+
+    @property
+    def total(self) -> CollectiveStats:
+        """The sums over all collectives."""
+        return total_of(self.collectives)
+
+    def openmetrics(self) -> str:
+        """Return the counters as text in the OpenMetrics format, which Prometheus reads."""
+        return openmetrics([self])
+
+    def __str__(self) -> str:
+        """Return the counters as text for people."""
+        lines = [f'group "{self.group}", rank {self.rank} of {self.size}: {_words(self.total)}']
+        lines += [f"  {name}: {_words(one)}" for name, one in self.collectives.items()]
+        for rank, wait in sorted(self.waits.items(), key=lambda item: -item[1].seconds):
+            at = f"{wait.barriers} barrier{'' if wait.barriers == 1 else 's'}"
+            lines.append(f"  waited for rank {rank}: {wait.seconds:.3f} s, at {at}")
+        return "\n".join(lines)
+
+
+def total_of(collectives: Mapping[str, CollectiveStats]) -> CollectiveStats:
+    """Return the sums over all collectives."""
+    return CollectiveStats(*map(sum, zip(CollectiveStats(), *collectives.values(), strict=True)))
+
+
+def _words(one: CollectiveStats) -> str:
+    text = f"{one.calls} call{'' if one.calls == 1 else 's'}, {one.nbytes} bytes, {one.seconds:.3f} s"
+    text += f", of which {one.waiting_s:.3f} s waiting"
+    return text + (f" and {one.between_hosts_s:.3f} s between hosts" if one.between_hosts_s else "")
+
+
+def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1) -> tuple[int, int]:
+    """Return the kind and the bytes by which a call is counted.
+
+    Args:
+      text: the call's description.
+      collective: its name; empty: it moves nothing, or another library executes it.
+      dtype: the arrays' dtype.
+      size: the elements of each rank's array.
+      ranks: the number of the group's ranks.
+
+    >>> counted(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), counted(b"barrier")
+    ((4, 120), (9, 0))
+    """
+    name = collective
+    if text == b"barrier":
+        name = "barrier"
+    elif text.startswith(_INNER.encode()):
+        name = text.decode(errors="replace").split()[1]
+    nbytes = size * itemsize(dtype) * (ranks if name in _OF_ALL_RANKS else 1) if collective and size else 0
+    return KINDS.index(name) if name in KINDS else 0, nbytes
+
+
+class RankCounts(NamedTuple):
+    """The counters of one rank: for each kind that was called, and for the ranks for which it waited, by their places.
+
+    A place is a rank's position among those of its host.
+    """
+
+    collectives: dict[str, CollectiveStats]
+    waits: dict[int, WaitStats]
+
+
+def rank_counts(found: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int]]]) -> RankCounts:
+    """Return the counters from what the compiled ``counts`` returns."""
+    kinds, waits = found
+    collectives = {
+        name: CollectiveStats(calls, nbytes, *(ns * 1e-9 for ns in times))
+        for name, (calls, nbytes, *times) in zip(KINDS, kinds, strict=True)
+        if calls or any(times)
+    }
+    return RankCounts(
+        collectives, {place: WaitStats(count, ns * 1e-9) for place, (count, ns) in enumerate(waits) if count or ns}
+    )
+
+
+_Values = Callable[[Any], float]
+_BY_COLLECTIVE: Final[tuple[tuple[str, str, str, _Values], ...]] = (
+    ("crossreduce_calls", "", "Completed collectives.", lambda one: one.calls),
+    ("crossreduce_bytes", "bytes", "Bytes of the arrays of completed collectives.", lambda one: one.nbytes),
+    ("crossreduce_call_seconds", "seconds", "Time in completed collectives.", lambda one: one.seconds),
+    ("crossreduce_wait_seconds", "seconds", "Time in waits for other ranks of the host.", lambda one: one.waiting_s),
+    (
+        "crossreduce_between_hosts_seconds",
+        "seconds",
+        "Time in the exchange with other hosts, waits for them included.",
+        lambda one: one.between_hosts_s,
+    ),
+)
+_BY_STRAGGLER: Final[tuple[tuple[str, str, str, _Values], ...]] = (
+    ("crossreduce_straggler_barriers", "", "Barriers at which the straggler was last.", lambda one: one.barriers),
+    ("crossreduce_straggler_seconds", "seconds", "Time in waits for the straggler.", lambda one: one.seconds),
+)
+
+
+def openmetrics(every: Iterable[Stats]) -> str:
+    """Return the counters of some ranks as text in the OpenMetrics format.
+
+    The labels are ``group``, ``rank`` and ``collective``, or, for waits, ``straggler``: a rank. Source: OpenMetrics 1.0
+    (https://prometheus.io/docs/specs/om/open_metrics_spec/).
+
+    >>> print(Stats("world", 0, 2, {"barrier": CollectiveStats(3)}, {}).openmetrics().split("# TYPE")[1].strip())
+    crossreduce_calls counter
+    # HELP crossreduce_calls Completed collectives.
+    crossreduce_calls_total{group="world",rank="0",collective="barrier"} 3
+    """
+    stats = list(every)
+    lines: list[str] = []
+    for families, label in ((_BY_COLLECTIVE, "collective"), (_BY_STRAGGLER, "straggler")):
+        for name, unit, text, value in families:
+            lines += [f"# TYPE {name} counter", *([f"# UNIT {name} {unit}"] if unit else []), f"# HELP {name} {text}"]
+            for each in stats:
+                found: dict[Any, Any] = each.collectives if label == "collective" else each.waits
+                for key in sorted(found):
+                    where = f'group="{_escaped(each.group)}",rank="{each.rank}",{label}="{key}"'
+                    lines.append(f"{name}_total{{{where}}} {value(found[key])}")
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

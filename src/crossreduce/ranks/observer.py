@@ -1,0 +1,211 @@
+"""Reads the groups of this machine from outside: another program, which is not a rank, watches them.
+
+Input: the processes of this user in ``/proc``; each rank has its group's memory open, and the links of its descriptors
+name it. Output: snapshots. The memory is opened and mapped for reading only, and no lock is taken, so a group cannot
+notice its observers. Its ranks may end at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .. import kernels
+from ..errors import BackendError, decoded
+from .counters import CollectiveStats, WaitStats, rank_counts, total_of
+from .flight_recorder import Op, version
+from .shared_memory import LEFT, is_stopped, lock_holder
+
+_LINK: Final = "/memfd:crossreduce"
+_UNDESCRIBED: Final = errno.EAGAIN  # the ranks are still making the group
+_OTHER_LAYOUT: Final = (errno.EPROTO, errno.EINVAL)
+
+
+class RankView(NamedTuple):
+    """One rank at the time of a snapshot.
+
+    ``state``: "running" (in a collective), "waiting" (in one, for other ranks of the host), "idle" (between two),
+    "stopped" (by a signal), "left" (the group) or "dead". ``pid`` is ``None`` if the process has ended. ``late`` has
+    the ranks of this host that have not reached the barrier at which this rank waits. Counters are since the start.
+    """
+
+    rank: int
+    pid: int | None
+    state: str
+    op: Op | None
+    late: tuple[int, ...]
+    total: CollectiveStats
+    waits: dict[int, WaitStats]
+
+
+class GroupView(NamedTuple):
+    """The ranks of this host of one group; ``cause`` is the error that broke it, ``None``: it can be used.
+
+    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key`` differs between groups of one name.
+    """
+
+    key: tuple[int, int]
+    name: str
+    token: str
+    version: str
+    size: int
+    hosts: int
+    now_s: float
+    cause: str | None
+    ranks: tuple[RankView, ...]
+
+
+class _Watched(NamedTuple):
+    fd: int
+    native: Any
+    about: dict[str, Any]
+
+
+class Observer:
+    """Finds the groups of this machine's processes, and takes snapshots of them; ``close`` releases everything.
+
+    ``problems`` describes memory that cannot be read; ``hidden`` counts processes of other users, which are not
+    searched. The groups of this process are left out: a process that closes a file loses its own locks on it, and the
+    other ranks would regard it as dead.
+    """
+
+    def __init__(self) -> None:
+        """Raise ``BackendError`` if there can be no groups on this system."""
+        if kernels.native() is None or not Path("/proc/self/fd").is_dir():
+            problem = "groups of ranks can be watched only on Linux, with the compiled kernels."
+            raise BackendError.of(problem, remedy="crossreduce top on the machine and in the environment of the ranks")
+        self.problems: tuple[str, ...] = ()
+        self.hidden = 0
+        self._watched: dict[tuple[int, int], _Watched] = {}
+
+    def search(self) -> None:
+        """Look for new groups, and forget those of which no process of this user has the memory open."""
+        found, self.hidden = _descriptors()
+        own = {key for key, _ in _memories(Path("/proc/self"))}
+        problems = []
+        for key in [*self._watched]:
+            if key not in found:
+                self._forget(key)
+        for key in found.keys() - self._watched.keys() - own:
+            problem = self._attach(key, found[key])
+            if problem is not None:
+                problems.append(problem)
+        self.problems = tuple(sorted(problems))
+
+    def snapshots(self) -> list[GroupView]:
+        """Return the current state of each group, by name and age."""
+        views = [_group(key, watched) for key, watched in self._watched.items()]
+        return sorted(views, key=lambda view: (view.name, view.key))
+
+    def close(self) -> None:
+        """Release the memory of all groups."""
+        for key in [*self._watched]:
+            self._forget(key)
+
+    def _attach(self, key: tuple[int, int], link: Path) -> str | None:
+        """Open the memory behind a link in ``/proc``; return why it cannot be read, or ``None``."""
+        fd = -1
+        try:
+            fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) != key:  # the process has closed it and opened something else
+                return None
+            native = kernels.native().Observer(fd)
+            about = json.loads(native.about())
+            self._watched[key] = _Watched(fd, native, about)
+            fd = -1
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None)
+            if number in (None, *_OTHER_LAYOUT):
+                process = link.parts[2]
+                text = f"a group of process {process} has memory of another version of crossreduce than {version()}"
+                return f"{text}, and cannot be read.  try: crossreduce top in the environment of that process"
+            if number not in (_UNDESCRIBED, errno.ENOENT, errno.ESRCH):
+                return f"{link} cannot be read: {os.strerror(number or 0)}."
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return None
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        watched = self._watched.pop(key)
+        watched.native.close()
+        os.close(watched.fd)
+
+
+def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
+    """Return a link in ``/proc`` for each group's memory, and the number of processes that cannot be searched."""
+    found: dict[tuple[int, int], Path] = {}
+    hidden = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                for key, link in _memories(process):
+                    found.setdefault(key, link)
+            except PermissionError:
+                hidden += 1
+    return found, hidden
+
+
+def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Return the device and inode of each group's memory that a process has open, and its link.
+
+    Raises:
+      PermissionError: the process belongs to another user.
+    """
+    found = []
+    try:
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed just now
+                if str(link.readlink()).startswith(_LINK):
+                    status = link.stat()
+                    found.append(((status.st_dev, status.st_ino), link))
+    except PermissionError:
+        raise
+    except OSError:  # it has ended
+        pass
+    return found
+
+
+def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
+    fd, native, about = watched
+    ranks = native.ranks()
+    numbers = [rank for rank, *_ in ranks]
+    pids = [lock_holder(fd, place) for place in range(len(ranks))]
+    # Calls are read before the arrivals of other ranks, so that no rank seems to wait for one that is ahead of it.
+    ops = [[Op(*op) for op in native.ops(place)] for place in range(len(ranks))]
+    arrivals = [arrived for _, _, arrived, _ in native.ranks()]
+    views = []
+    for place, number in enumerate(numbers):
+        counts = rank_counts(native.counts(place))
+        op, pid = ops[place][-1] if ops[place] else None, pids[place]
+        late = tuple(numbers[k] for k, arrived in enumerate(arrivals) if arrived < ranks[place][2])
+        state = "idle"
+        if op is not None and op.text == LEFT:
+            op, state = (ops[place][-2] if len(ops[place]) > 1 else None), "left"
+        elif pid is None:
+            state = "dead"
+        elif is_stopped(pid):
+            state = "stopped"
+        elif op is not None and op.ended_s is None:
+            state = "waiting" if late else "running"
+        total = total_of(counts.collectives)
+        waits = {numbers[k]: wait for k, wait in counts.waits.items()}
+        views.append(RankView(number, pid, state, op, late if state == "waiting" else (), total, waits))
+    cause = native.cause()
+    return GroupView(
+        key,
+        str(about.get("name")),
+        str(about.get("token")),
+        str(about.get("version")),
+        int(about.get("size", len(ranks))),
+        int(about.get("hosts", 1)),
+        time.monotonic(),
+        str(decoded(cause)) if cause else None,
+        tuple(views),
+    )

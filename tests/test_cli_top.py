@@ -1,0 +1,505 @@
+"""``crossreduce top``: the straggler, states of ranks, what cannot be read, and that no group notices it."""
+
+import json
+import mmap
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from members import Resources, member, memory, starter
+from ranks import Died, SocketTransport, ranks
+
+from crossreduce import kernels
+from crossreduce.cli import rates
+from crossreduce.errors import PeerLostError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.counters import CollectiveStats, WaitStats
+from crossreduce.ranks.observer import GroupView, Observer, RankView
+
+
+def top(*args, **options):
+    """Run ``crossreduce top --once`` in a new process; return its exit code, stdout and stderr."""
+    command = [sys.executable, "-m", "crossreduce", "top", "--once", *args]
+    environment = os.environ | {"COLUMNS": "140"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def group_of(name):
+    """Return the group of a name in the JSON of ``top``."""
+    code, out, error = top("--json", "--group", name, "--interval", "0.5")
+    assert (code, error) == (0, ""), error
+    (found,) = json.loads(out)["groups"]
+    return found
+
+
+def watched(n, function, *args, watch, **options):
+    """Run ranks that end when ``watch(pids)`` has returned; return what the ranks and ``watch`` returned."""
+    seen = []
+    end, write = os.pipe()
+    try:
+        with starter(n) as started:
+
+            def begun(pids):
+                try:
+                    started.wait()
+                    seen.append(watch(pids))
+                finally:
+                    for pid in pids:  # a rank that is still stopped would not end
+                        os.kill(pid, signal.SIGCONT)
+                    os.write(write, b"e" * n)
+
+            found = ranks(n, function, started, end, *args, begun=begun, timeout_s=60, **options)
+    finally:
+        os.close(end)
+        os.close(write)
+    return found, seen[0]
+
+
+def has_ended(end):
+    return bool(select.select([end], [], [], 0)[0])
+
+
+def busy(rendezvous, started, end, name, slow):
+    """Make calls, before which rank ``slow`` sleeps, and check their results; rank 0 decides when to end."""
+    comm = member(rendezvous, 30, name)
+    started.ready()
+    x = np.empty(1000, np.int64)
+    done = np.zeros(1, np.uint8)
+    while not done[0]:
+        if comm.rank == slow:
+            time.sleep(0.01)
+        x[:] = comm.rank + 1
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+        assert (x == comm.size * (comm.size + 1) // 2).all()
+        done[0] = has_ended(end)
+        comm.broadcast(memory(done), 0)
+    calls = comm.stats().total.calls
+    comm.close()
+    return calls
+
+
+def test_the_straggler_is_named():
+    """The view names the slow rank, for which the others wait most of the time, and has calls and bytes per second."""
+
+    def watch(pids):
+        time.sleep(0.3)
+        return group_of("slow"), top("--group", "slow"), pids
+
+    _, (found, (code, out, error), pids) = watched(4, busy, "slow", 2, watch=watch)
+    assert (found["group"], found["size"], found["hosts"], found["cause"]) == ("slow", 4, 1, None)
+    assert found["straggler"]["rank"] == 2
+    assert 0.5 < found["straggler"]["share"] <= 1
+    assert [one["pid"] for one in found["ranks"]] == pids
+    for one in found["ranks"]:
+        each = one["rates"]
+        assert 0 < each["calls_per_s"] < 250
+        assert each["bytes_per_s"] == pytest.approx(each["calls_per_s"] * (8000 + 1) / 2, rel=0.2)
+        assert one["op"]["text"] in ("all_reduce sum int64[1000]", "broadcast root 0 uint8[1]")
+        if one["rank"] != 2:
+            assert (each["waiting_for"], each["waiting"] > 0.5) == (2, True)
+    assert (code, error) == (0, "")
+    assert re.search(r'^group "slow", 4 ranks, op \d+$', out, re.MULTILINE)
+    assert re.search(r"^rank 2 keeps the others waiting: \d+ % of their time$", out, re.MULTILINE)
+    assert re.search(rf"│ +0 │ {pids[0]} │ .* │ +\d+ │ +rank 2 │|│ +0 │ {pids[0]} │ .*rank 2 │", out), out
+
+
+def test_nobody_is_named_without_cause():
+    """A group whose ranks do nothing has no straggler."""
+
+    def watch(pids):
+        return group_of("quiet")
+
+    _, found = watched(2, quiet, "quiet", watch=watch)
+    assert found["straggler"] is None
+    assert [one["state"] for one in found["ranks"]] == ["idle", "idle"]
+    assert [one["rates"]["calls_per_s"] for one in found["ranks"]] == [0, 0]
+
+
+def quiet(rendezvous, started, end, name):
+    comm = member(rendezvous, 30, name)
+    comm.barrier()
+    started.ready()
+    os.read(end, 1)
+    comm.close()
+
+
+def test_a_stopped_rank_is_named():
+    """A rank that a signal has stopped is shown as stopped, and as the one for which the others wait."""
+
+    def watch(pids):
+        time.sleep(0.2)
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.3)
+        return group_of("stopped"), top("--group", "stopped")[1]
+
+    _, (found, text) = watched(3, busy, "stopped", None, watch=watch)
+    assert [one["state"] for one in found["ranks"]] == ["waiting", "stopped", "waiting"]
+    assert [one["late"] for one in found["ranks"]] == [[1], [], [1]]
+    assert found["straggler"]["rank"] == 1
+    assert found["straggler"]["share"] > 0.8
+    assert re.search(r"^rank 1 keeps the others waiting: \d+ % of their time; it is stopped$", text, re.MULTILINE)
+
+
+def mourning(rendezvous, started, end):
+    comm = member(rendezvous, 30, "dead")
+    started.ready()
+    if comm.rank == 1:
+        os.read(end, 1)
+        os._exit(3)
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        comm.barrier()
+    os.read(end, 1)
+
+
+def test_a_dead_rank_is_named():
+    """After a rank has died, the view shows that, and the error that the others raised."""
+
+    def watch(pids):
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(1)
+        return group_of("dead"), top("--group", "dead")[1]
+
+    ends, (found, text) = watched(3, mourning, watch=watch, check=False)
+    assert isinstance(ends[1], Died)
+    assert [one["state"] for one in found["ranks"]][1] == "dead"
+    assert found["ranks"][1]["pid"] is None
+    assert found["cause"].startswith("rank 1 died during op 1, barrier,")
+    assert re.search(r'^broken: rank 1 died during op 1, barrier, of group "dead"', text, re.MULTILINE)
+
+
+def two_hosts(rendezvous, started, end):
+    comm = Communicator(rendezvous, SocketTransport(rendezvous), name="hosts", timeout_s=20)
+    started.ready()
+    x, done = np.ones(1000, np.float32), np.zeros(1, np.uint8)
+    while not done[0]:
+        if comm.rank == 3:
+            time.sleep(0.02)
+        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+        done[0] = has_ended(end)
+        comm.broadcast(memory(done), 0)
+    comm.close()
+
+
+def test_another_host_is_named():
+    """If a rank of another host is slow, the view of this host shows that it waits for other hosts."""
+
+    def watch(pids):
+        time.sleep(0.3)
+        code, out, error = top("--json", "--group", "hosts")
+        assert (code, error) == (0, "")
+        return json.loads(out)["groups"], top("--group", "hosts")[1]
+
+    environment = [{"CROSSREDUCE_HOST": name} for name in "aabb"]
+    _, (groups, text) = watched(4, two_hosts, watch=watch, environment=environment)
+    fast, slow = sorted(groups, key=lambda group: group["ranks"][0]["rank"])
+    assert [one["rank"] for one in fast["ranks"]] == [0, 1]
+    assert (fast["straggler"]["rank"] in (0, 1), fast["straggler"]["hosts"]) == (True, True)
+    assert fast["straggler"]["share"] > 0.5
+    assert slow["straggler"]["rank"] == 3
+    assert slow["straggler"]["hosts"] is False
+    assert "2 of 4 ranks are on this host, one of 2" in text
+    due = r"^exchanges with other hosts, and waits for them, take \d+ % of the time of rank [01]$"
+    assert re.search(due, text, re.MULTILINE), text
+    assert "between hosts" in text
+
+
+def test_no_group():
+    """Without a group the view says so, and ``--once`` has the exit code 1."""
+    code, out, error = top("--interval", "0.1", "--group", "no such\x1b group")
+    assert (code, error) == (1, "")
+    assert out.startswith('No group of ranks of the name "no such? group" runs in your processes on this machine.\n')
+    code, out, _ = top("--interval", "0.1", "--group", "no such group", "--json")
+    assert (code, json.loads(out)["groups"]) == (1, [])
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
+def test_invalid_intervals(interval):
+    """Intervals that are not 0.1 to 3600 s are refused."""
+    code, _, error = top("--interval", interval)
+    assert code == 2
+    assert error.startswith("crossreduce: --interval must be a number of seconds.")
+
+
+def test_processes_of_other_users():
+    """Processes of another user are counted, not searched, and their groups are not shown."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+
+    def watch(pids):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                observer = Observer()
+                observer.search()
+                os.write(writer, json.dumps([len(observer.snapshots()), observer.hidden, observer.problems]).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            found = json.load(file)
+        os.waitpid(pid, 0)
+        return found
+
+    _, (count, hidden, problems) = watched(2, quiet, "private", watch=watch)
+    assert (count, problems) == (0, [])
+    assert hidden >= 2
+
+
+# The group does not notice
+
+
+def test_a_group_is_not_disturbed():
+    """A group gives right results while two views read it every 0.1 s, one of which is killed again and again; it makes
+    calls at least half as fast as before, and its memory is mapped without the right to write."""
+
+    def watch(pids):
+        views = []
+        command = [sys.executable, "-m", "crossreduce", "top", "--json", "--interval", "0.1", "--group", "calm"]
+        views.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        lines = [json.loads(views[0].stdout.readline()) for _ in range(5)]
+        maps = Path(f"/proc/{views[0].pid}/maps").read_text()
+        for _ in range(3):
+            other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            other.stdout.readline()
+            other.stdout.readline()
+            other.kill()
+            other.communicate()
+        views[0].kill()
+        views[0].communicate()
+        time.sleep(0.3)
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        return lines, maps
+
+    found, (lines, maps) = watched(2, busy, "calm", None, watch=watch)
+    assert found[0] == found[1] > 100
+    assert len([line for line in lines if line["groups"]]) == 5
+    rights = [line.split()[1] for line in maps.splitlines() if "/memfd:crossreduce" in line]
+    assert rights == ["r--s"]
+
+
+def watches_itself(rendezvous, started, end):
+    comm = member(rendezvous, 10, "own")
+    comm.barrier()
+    observer = Observer()
+    observer.search()
+    names = [view.name for view in observer.snapshots()]
+    observer.close()
+    comm.barrier()
+    alive = [comm.memory.alive(rank) for rank in range(comm.size)]
+    started.ready()
+    os.read(end, 1)
+    comm.close()
+    return "own" in names, alive
+
+
+def test_the_groups_of_the_own_process_are_left_out():
+    """A rank that watches groups does not open its own group's memory: closing it would release the rank's lock, and
+    the others would take the rank for dead."""
+    found, _ = watched(2, watches_itself, watch=lambda _: None)
+    assert found == [(False, [True, True])] * 2
+
+
+def test_an_observer_releases_everything():
+    """After an observer is closed, or its groups have ended, no descriptor and no mapping is left."""
+
+    def watch(pids):
+        before, observer = Resources(), Observer()
+        for _ in range(3):
+            observer.search()
+        names = {view.name for view in observer.snapshots()}
+        during = Resources()
+        observer.close()
+        return names, during == before, Resources() == before
+
+    _, (names, same, after) = watched(2, quiet, "released", watch=watch)
+    assert "released" in names
+    assert (same, after) == (False, True)
+
+
+# Memory that is not that of a group of this version
+
+
+@pytest.fixture
+def described():
+    """Return a descriptor of memory that looks like that of a group of one rank, and its offset of the layout."""
+    native = kernels.native()
+    fd = os.memfd_create("crossreduce-test")
+    os.ftruncate(fd, native.SharedMemory.nbytes(1, 8192))
+    shared = native.SharedMemory(fd, 0, 1, 8192, 0.0, 1)
+    shared.describe(7, '{"name": "one"}')
+    with mmap.mmap(fd, 0) as mapped:
+        offset = mapped.find((0x6372726564000001).to_bytes(8, "little"))
+    assert offset > 0
+    yield fd, offset
+    shared.close()
+    os.close(fd)
+
+
+def test_what_an_observer_reads(described):
+    """The compiled observer returns the description, the ranks, their calls and counters."""
+    fd, _ = described
+    one = kernels.native().Observer(fd)
+    assert json.loads(one.about()) == {"name": "one"}
+    assert one.ranks() == [(7, os.getpid(), 0, 0)]
+    assert (one.cause(), one.ops(0)) == (b"", [])
+    assert one.counts(0) == ([(0, 0, 0, 0, 0)] * 10, [(0, 0)])
+    for rank in (-1, 1):
+        with pytest.raises(ValueError, match="the rank is out of range"):
+            one.ops(rank)
+    one.close()
+    with pytest.raises(ValueError, match="the observer is closed"):
+        one.ranks()
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "error"),
+    [
+        (0, 1, BlockingIOError),  # not described yet: EAGAIN
+        (0x6372726564000002, 1, "Protocol error"),  # another version
+        (0x1234, 1, "Invalid argument"),  # something else
+        (0x6372726564000001, 0, "Invalid argument"),
+        (0x6372726564000001, 2000, "Invalid argument"),  # more ranks than the memory has room for
+        (0x6372726564000001, 2**32 - 1, "Invalid argument"),
+    ],
+)
+def test_other_memory_is_refused(described, layout, count, error):
+    """Memory of another layout, with impossible fields or too small is refused before anything else is read."""
+    fd, offset = described
+    with mmap.mmap(fd, 0) as mapped:
+        mapped[offset : offset + 8] = layout.to_bytes(8, "little")
+        mapped[offset + 8 : offset + 12] = count.to_bytes(4, "little")
+    if isinstance(error, str):
+        with pytest.raises(OSError, match=error):
+            kernels.native().Observer(fd)
+    else:
+        with pytest.raises(error, match="temporarily unavailable"):
+            kernels.native().Observer(fd)
+
+
+def test_descriptors_that_are_not_memory(tmp_path):
+    """Descriptors that are closed, too small or not memory are refused."""
+    empty = os.memfd_create("test")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for fd in (empty, folder, -1, 1 << 20):
+        with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor|No such device"):
+            kernels.native().Observer(fd)
+    os.close(empty)
+    os.close(folder)
+
+
+def test_a_group_of_another_version_is_reported(described, tmp_path):
+    """The view says which process has a group of another version, and what to do."""
+    fd, offset = described
+    with mmap.mmap(fd, 0) as mapped:
+        mapped[offset] = 9
+    assert tmp_path.exists()
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[fd])
+    try:
+        _, out, _ = top("--interval", "0.1")
+        _, report, _ = top("--interval", "0.1", "--json")
+    finally:
+        holder.communicate(b"\n", timeout=20)
+    (problem,) = json.loads(report)["problems"]
+    assert re.search(rf"a group of process ({holder.pid}|{os.getpid()}) has memory of another version", problem)
+    assert "try: crossreduce top in the environment of that process" in " ".join(out.split())
+
+
+# The live view
+
+
+def test_the_live_view_ends_with_q():
+    """On a terminal the view is updated until q is pressed; other keys do nothing."""
+
+    def watch(pids):
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"COLUMNS": "120", "LINES": "40", "TERM": "xterm"}
+        command = [sys.executable, "-m", "crossreduce", "top", "--interval", "0.2", "--group", "live"]
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environment)
+        os.close(theirs)
+        out, deadline, typed = b"", time.monotonic() + 40, []
+        try:
+            while time.monotonic() < deadline:
+                if not select.select([ours], [], [], 0.5)[0]:
+                    continue
+                try:
+                    out += os.read(ours, 1 << 16)
+                except OSError:  # Linux reports the end of a terminal as an error
+                    break
+                frames = out.count(b"keeps the others waiting")
+                for key, after in ((b"x", 1), (b"q", 3)):
+                    if frames >= after and key not in typed:
+                        os.write(ours, key)
+                        typed.append(key)
+            return process.wait(20), typed, out.decode()
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+
+    _, (code, typed, out) = watched(3, busy, "live", 1, watch=watch)
+    assert (code, typed) == (0, [b"x", b"q"])
+    assert "rank 1 keeps the others waiting: " in out
+    assert out.startswith("\x1b[?1049h")  # another screen, which is left at the end
+    assert "\x1b[?1049l" in out
+
+
+# Rates
+
+
+def view(now_s, *states, waits, calls=10, between=(0.0, 0.0, 0.0)):
+    every = tuple(
+        RankView(rank, 100 + rank, state, None, (), CollectiveStats(calls, calls * 1000, 1, sum(w), between[rank]),
+                 {other: WaitStats(1, seconds) for other, seconds in enumerate(w) if seconds})
+        for rank, (state, w) in enumerate(zip(states, waits, strict=True))
+    )  # fmt: skip
+    return GroupView((1, 2), "g", "t", "v", 3, 1, now_s, None, every)
+
+
+STATES = ("running", "running", "running")
+NO_WAITS = [[0, 0, 0]] * 3
+
+
+def test_rates_between_two_snapshots():
+    """Rates are differences over the time between snapshots; the straggler's share is that of the others' time."""
+    before = view(10.0, *STATES, waits=NO_WAITS)
+    after = view(12.0, *STATES, waits=[[0, 0, 1.5], [0.1, 0, 1.3], [0.2, 0, 0]], calls=30)
+    found = rates.compare(before, after)
+    assert found.ranks[0] == rates.RankRates(10.0, 10_000.0, 0.75, 2, 0.0)
+    assert found.ranks[1][2:4] == (pytest.approx(0.7), 2)
+    assert found.straggler == rates.Straggler(2, pytest.approx(2.8 / 4), False)
+    assert rates.compare(None, after) == rates.GroupRates((None,) * 3, None)
+    assert rates.compare(after, after).straggler is None
+    assert rates.compare(before, view(12.0, *STATES, waits=[[0, 0, 0.3], [0, 0, 0], [0, 0, 0]])).straggler is None
+
+
+def test_ranks_that_ended_do_not_lower_the_share():
+    """Ranks that are dead or have left cannot wait: the share is that of the others."""
+    before = view(10.0, *STATES, waits=NO_WAITS)
+    after = view(11.0, "waiting", "dead", "stopped", waits=[[0, 0, 0.9], [0, 0, 0], [0, 0, 0]])
+    assert rates.compare(before, after).straggler == rates.Straggler(2, pytest.approx(0.9), False)
+
+
+def test_waits_for_other_hosts():
+    """A rank that is late because it exchanges data with other hosts is not blamed itself."""
+    before = view(10.0, *STATES, waits=NO_WAITS)
+    after = view(11.0, *STATES, waits=[[0, 0, 0], [0.9, 0, 0], [0.9, 0, 0]], between=(0.8, 0, 0))
+    found = rates.compare(before, after)
+    assert found.straggler == rates.Straggler(0, pytest.approx(0.8), True)
+    assert found.sentence == "exchanges with other hosts, and waits for them, take 80 % of the time of rank 0"
+    nobody = view(11.0, *STATES, waits=NO_WAITS, between=(0.1, 0.7, 0.2))
+    assert rates.compare(before, nobody).straggler == rates.Straggler(1, pytest.approx(0.7), True)
+    other = view(11.0, *STATES, waits=[[0, 0, 0.6], [0, 0, 0.9], [0, 0, 0]], between=(0.3, 0, 0))
+    assert rates.compare(before, other).straggler == rates.Straggler(2, pytest.approx(0.75), False)

@@ -1,0 +1,334 @@
+"""The counters of a rank's calls: ``stats``, OpenMetrics texts, and the files of CROSSREDUCE_METRICS."""
+
+import os
+import re
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from members import Resources, Warnings, member, memories, memory
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_new
+from prometheus_client.parser import text_string_to_metric_families as parse_old
+from ranks import SocketTransport, ranks
+
+from crossreduce import kernels
+from crossreduce.errors import ContextError, MismatchError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks import metrics
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.counters import KINDS, CollectiveStats, Stats, WaitStats
+from crossreduce.ranks.prepared import new_calls, prepare
+
+
+def parsed(text):
+    """Return the samples of an OpenMetrics text: values by name and labels."""
+    families = list(parse_new(text))
+    assert all(family.type == "counter" for family in families)
+    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def every_collective(rendezvous):
+    """Call each collective another number of times, and return the statistics."""
+    comm = member(rendezvous)
+    n, x, rows = comm.size, np.ones(100, np.float32), np.ones((comm.size, 100), np.float32)
+    results, root = np.zeros_like(rows), comm.rank == 1
+    assert comm.stats() == Stats("world", comm.rank, n, {}, {})
+    for _ in range(1):
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(results[0]))
+    for _ in range(2):
+        comm.reduce(ReduceOp.SUM, memory(x), memory(results[0]) if root else None, 1)
+    for _ in range(3):
+        comm.broadcast(memory(x), 0)
+    for _ in range(4):
+        comm.all_gather(memory(x), memories(results))
+    for _ in range(5):
+        comm.reduce_scatter(ReduceOp.MAX, memories(rows), memory(results[0]))
+    for _ in range(6):
+        comm.gather(memory(x), memories(results) if root else None, 1)
+    for _ in range(7):
+        comm.scatter(memories(rows) if root else None, memory(x), 1)
+    for _ in range(8):
+        comm.all_to_all(memories(rows), memories(results))
+    for _ in range(9):
+        comm.barrier()
+    comm.agree("barriers of another kind")
+    with pytest.raises(MismatchError, match="differ"):
+        comm.all_reduce(ReduceOp.SUM if root else ReduceOp.MAX, memory(x), memory(x))
+    found = comm.stats()
+    comm.close()
+    assert comm.stats() == found or comm.stats().total.calls == found.total.calls
+    return found
+
+
+def test_calls_and_bytes_of_each_collective():
+    """Every collective is counted by its name, with the bytes of nccl-tests; calls that fail are not counted."""
+    found = ranks(3, every_collective)
+    array = 400
+    due = {"all_reduce": (1, array), "reduce": (2, array), "broadcast": (3, array), "all_gather": (4, 3 * array)}
+    due |= {"reduce_scatter": (5, 3 * array), "gather": (6, 3 * array), "scatter": (7, 3 * array)}
+    due |= {"all_to_all": (8, 3 * array), "barrier": (9, 0), "other": (1, 0)}
+    assert set(due) == set(KINDS)
+    for rank, stats in enumerate(found):
+        assert (stats.group, stats.rank, stats.size) == ("world", rank, 3)
+        assert {name: one[:2] for name, one in stats.collectives.items()} == {
+            k: (n, n * b) for k, (n, b) in due.items()
+        }
+        assert stats.total.calls == sum(calls for calls, _ in due.values())
+        assert all(0 <= one.waiting_s <= one.seconds for name, one in stats.collectives.items() if name != "all_reduce")
+        assert stats.total.between_hosts_s == 0
+        # The waits for other ranks are those of the collectives, and no rank waits for itself.
+        assert sum(wait.seconds for wait in stats.waits.values()) == pytest.approx(stats.total.waiting_s)
+        assert rank not in stats.waits
+
+
+def slow_rank(rendezvous, pause, calls):
+    comm = member(rendezvous, 30, "a group")
+    x = np.ones(10, np.float32)
+    began = time.monotonic()
+    for _ in range(calls):
+        if comm.rank == 1:
+            time.sleep(pause)
+        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+    took = time.monotonic() - began
+    stats = comm.stats()
+    comm.close()
+    return stats, took
+
+
+def test_the_rank_that_others_wait_for():
+    """The time for which the others waited for a slow rank is counted for it, and it was the last at each call."""
+    pause, calls = 0.05, 10
+    found = ranks(3, slow_rank, pause, calls)
+    for rank in (0, 2):
+        stats, took = found[rank]
+        assert stats.waits[1].seconds > 0.9 * pause * calls
+        assert stats.waits[1].barriers >= calls - 2  # on a busy machine another rank may be later once
+        assert stats.waits[1].seconds <= stats.total.waiting_s <= stats.total.seconds <= took
+        assert str(stats).startswith(f'group "a group", rank {rank} of 3: 10 calls, 400 bytes, ')
+        assert "\n  waited for rank 1: 0." in str(stats)
+    slow, took = found[1]
+    assert slow.total.seconds < took - 0.9 * pause * calls
+
+
+def prepared(rendezvous):
+    comm = member(rendezvous)
+    calls, x = new_calls(comm), np.ones(1000, np.float64)
+    out = np.empty_like(x)
+    comm.all_reduce(ReduceOp.MAX, memory(x), memory(out))
+    prepare(calls, comm, "all_reduce", ReduceOp.MAX, None, x, memory(x), out)
+    for _ in range(7):
+        assert calls.run(comm, "all_reduce", ReduceOp.MAX, 0, x, out) is out
+    stats = comm.stats()
+    comm.close()
+    return stats.collectives
+
+
+def test_prepared_calls_are_counted():
+    """Calls that run without Python are counted as others are."""
+    for collectives in ranks(2, prepared):
+        assert {name: one[:2] for name, one in collectives.items()} == {"all_reduce": (8, 64_000)}
+
+
+def while_waiting(rendezvous):
+    """Read the statistics in another thread, while the main thread waits for a late rank; return the readings."""
+    comm = member(rendezvous)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.8)
+        comm.barrier()
+        comm.close()
+        return None
+    readings, ended = [], threading.Event()
+
+    def read():
+        while not ended.is_set():
+            began = time.monotonic()
+            readings.append((comm.stats(), time.monotonic() - began))
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    comm.barrier()
+    ended.set()
+    thread.join()
+    comm.close()
+    return readings
+
+
+def test_reading_during_a_call():
+    """Statistics can be read while a call waits: the wait is counted while it lasts, and no counter decreases."""
+    readings, _ = ranks(2, while_waiting)
+    totals = [stats.total for stats, _ in readings]
+    assert len(totals) > 10
+    assert sorted(took for _, took in readings)[len(readings) // 2] < 0.05
+    waits = [one.waiting_s for one in totals if one.calls == 1]
+    assert waits[-1] - waits[0] > 0.5
+    for before, after in pairwise(totals):
+        assert all(x <= y for x, y in zip(before, after, strict=True))
+
+
+def two_hosts(rendezvous):
+    comm = Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=20)
+    x = np.ones(10_000, np.float32)
+    for _ in range(3):
+        if comm.rank == 3:
+            time.sleep(0.1)
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    stats = comm.stats()
+    comm.close()
+    return stats
+
+
+def test_the_exchange_between_hosts():
+    """On several hosts, leaders count the time of the exchange with other hosts; waits name ranks of the own host."""
+    environment = [{"CROSSREDUCE_HOST": name} for name in "aabb"]
+    found = ranks(4, two_hosts, environment=environment)
+    for rank, stats in enumerate(found):
+        assert stats.collectives["all_reduce"][:2] == (3, 120_000)
+        assert set(stats.waits) <= {rank ^ 1}
+    assert found[0].total.between_hosts_s > 0.15  # it waited for rank 3's host
+    assert found[2].waits[3].seconds > 0.15
+
+
+def forked(rendezvous):
+    comm = member(rendezvous)
+    comm.barrier()
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            comm.stats()
+        except ContextError as error:
+            os.write(writer, str(error).splitlines()[0].encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 1000).decode()
+    os.wait()
+    comm.close()
+    return text
+
+
+def test_a_forked_process():
+    """A process that was forked from a rank gets an error: it does not have the memory of the group."""
+    for text in ranks(2, forked):
+        assert text.startswith('group "world" belongs to process ')
+
+
+# OpenMetrics
+
+
+def test_openmetrics_of_any_name():
+    """Names are escaped as the format requires, and the text is one that parsers of both formats accept."""
+    names = ["world", 'a "quoted" one', "back\\slash", "two\nlines", "ümläut", "a{b}=c,d"]
+    calls = {"all_reduce": CollectiveStats(3, 1200, 0.5, 0.25, 0.125), "barrier": CollectiveStats(1, 0, 1e-9)}
+    for name in names:
+        text = Stats(name, 5, 8, calls, {2: WaitStats(4, 1.5)}).openmetrics()
+        samples = parsed(text)
+        labels = ("collective", "all_reduce"), ("group", name), ("rank", "5")
+        assert samples["crossreduce_calls_total", *labels] == 3
+        assert samples["crossreduce_bytes_total", *labels] == 1200
+        assert samples["crossreduce_call_seconds_total", *labels] == 0.5
+        assert samples["crossreduce_wait_seconds_total", *labels] == 0.25
+        assert samples["crossreduce_between_hosts_seconds_total", *labels] == 0.125
+        where = ("group", name), ("rank", "5"), ("straggler", "2")
+        assert samples["crossreduce_straggler_barriers_total", *where] == 4
+        assert samples["crossreduce_straggler_seconds_total", *where] == 1.5
+        assert len(samples) == 2 * 5 + 2
+        old = [one for family in parse_old(text) for one in family.samples]  # that of node_exporter
+        assert {(one.name, *sorted(one.labels.items())): one.value for one in old} == samples
+
+
+def with_metrics(rendezvous, folder, every_s):
+    kept, before = Warnings(), Resources()
+    metrics.writers._every_s = every_s
+    comm = member(rendezvous, name="a/group")
+    x, seen = np.ones(10, np.float32), []
+    path = Path(folder, f"run-a_group-rank{comm.rank}.prom")
+    for _ in range(60):
+        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+        time.sleep(0.01)
+        if path.exists():
+            seen.append(path.read_text())
+    comm.close()
+    return seen, path.read_text(), kept.texts, Resources() == before
+
+
+def test_metrics_files(tmp_path, monkeypatch):
+    """Each rank replaces its file while it runs, and a last time when the group is closed; a reader never sees a part
+    of it, and no counter decreases. The thread ends with the group."""
+    monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / "new" / "run.prom"))
+    for rank, (seen, last, warnings, same) in enumerate(ranks(2, with_metrics, tmp_path / "new", 0.05)):
+        assert (warnings, same) == ([], True)
+        calls = "crossreduce_calls_total", ("collective", "all_reduce"), ("group", "a/group"), ("rank", str(rank))
+        assert len(set(seen)) > 3
+        tables = [parsed(text) for text in seen]
+        for before, after in pairwise(tables):
+            assert all(after[key] >= value for key, value in before.items())
+        assert parsed(last)[calls] == 60
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        f"run-a_group-rank{rank}.prom" for rank in (0, 1)
+    ]
+
+
+def unwritable(rendezvous):
+    kept = Warnings()
+    metrics.writers._every_s = 0.02
+    comm = member(rendezvous)
+    for _ in range(20):
+        comm.barrier()
+        time.sleep(0.01)
+    comm.close()
+    return kept.texts
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder with the name"])
+def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, kind):
+    """If the folder or the file cannot be written, each rank logs one warning that names it, and calls work."""
+    taken = tmp_path / "taken"
+    if kind == "a file":
+        taken.write_text("")
+        chosen, due = taken / "below", rf"cannot make the folder {taken}/below \(CROSSREDUCE_METRICS\)"
+    else:
+        for rank in range(2):
+            (taken / f"crossreduce-world-rank{rank}.prom").mkdir(parents=True)
+        chosen, due = taken, rf"cannot write {taken}/crossreduce-world-rank"
+    monkeypatch.setenv("CROSSREDUCE_METRICS", str(chosen))
+    for rank, texts in enumerate(ranks(2, unwritable)):
+        (text,) = texts
+        assert text.startswith(f"rank {rank} ")
+        assert re.search(due, text), text
+    assert not [*tmp_path.glob("**/.*")]
+
+
+def stuck_writer(rendezvous, pipe):
+    """Let the thread that writes files block forever, and make calls meanwhile."""
+    metrics.writers._every_s = 0.02
+    metrics.MetricsFile.write = lambda *_: os.read(pipe, 1)
+    comm = member(rendezvous)
+    time.sleep(0.1)
+    x = np.ones(10, np.float32)
+    for _ in range(100):
+        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+    return comm.stats().total.calls
+
+
+def test_a_writer_that_hangs(tmp_path, monkeypatch):
+    """Calls do not wait for the thread that writes the files, even if the file system hangs."""
+    monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path))
+    reader, writer = os.pipe()
+    assert ranks(2, stuck_writer, reader) == [100, 100]
+    os.close(reader)
+    os.close(writer)
+
+
+# The compiled counters
+
+
+def test_invalid_kinds_raise():
+    """A rank program of an unknown kind, or with impossible bytes, raises an error."""
+    for arguments in ((len(KINDS), 0), (-1, 0), (0, -1), (0, 1 << 60)):
+        with pytest.raises(ValueError, match="the kind or the bytes of a call are out of range"):
+            kernels.native().RankProgram([[], []], *arguments)
