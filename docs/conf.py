@@ -69,6 +69,7 @@ napoleon_use_ivar = True
 html_theme = "pydata_sphinx_theme"
 html_title = f"crossreduce {release}"
 html_static_path = ["_static"]
+html_extra_path = ["_generated/extra"]  # pages of the plan explorer
 html_css_files = ["site.css"]
 html_js_files = ["versions.js"]
 html_show_sourcelink = False

@@ -10,7 +10,7 @@ import pytest
 from histories import history, new_dump
 
 from crossreduce.cli import timeline
-from crossreduce.cli.timeline import Axis, Bar, RankRow
+from crossreduce.cli.timeline import Axis, CallBar, RankRow
 from crossreduce.ranks import flight_recorder
 from crossreduce.ranks.flight_recorder import Frame, History, Op, Thread
 from crossreduce.ranks.shared_memory import LEFT
@@ -226,9 +226,9 @@ def test_waits_of_a_host():
     found = timeline.timeline(dumps)
     assert found.uncertainty_s is None
     assert found.rows == (
-        RankRow(0, 0, (Bar(1, "a", -10.0, -7.0, 2.0, True), Bar(2, "b", -6.0, 0.0, 6.0, False))),
-        RankRow(1, 0, (Bar(1, "a", -8.0, -7.0, 0.0, True), Bar(2, "b", -5.0, 0.0, 5.0, False))),
-        RankRow(2, 0, (Bar(1, "a", -9.0, -6.5, 1.0, True),)),
+        RankRow(0, 0, (CallBar(1, "a", -10.0, -7.0, 2.0, True), CallBar(2, "b", -6.0, 0.0, 6.0, False))),
+        RankRow(1, 0, (CallBar(1, "a", -8.0, -7.0, 0.0, True), CallBar(2, "b", -5.0, 0.0, 5.0, False))),
+        RankRow(2, 0, (CallBar(1, "a", -9.0, -6.5, 1.0, True),)),
     )
 
 
@@ -264,8 +264,8 @@ def test_new_dumps_have_a_precise_time():
 
 def test_long_pauses_are_shortened():
     """A pause that is longer than everything else is shortened and marked; order and the other proportions stay."""
-    bars = [Bar(k, "a", float(k), k + 0.5, 0.0, True) for k in range(-140, -100)]
-    axis = timeline._axis([*bars, Bar(1, "a", -100.0, 0.0, 0.0, False)])
+    bars = [CallBar(k, "a", float(k), k + 0.5, 0.0, True) for k in range(-140, -100)]
+    axis = timeline._axis([*bars, CallBar(1, "a", -100.0, 0.0, 0.0, False)])
     (pause,) = axis.pauses
     assert pause.seconds == 100
     assert 0.2 < pause.end - pause.begin < 0.3
@@ -273,12 +273,14 @@ def test_long_pauses_are_shortened():
     assert axis.place(-130) - axis.place(-135) == pytest.approx(axis.place(-110) - axis.place(-115))
     for place in (0.0, 0.1, 0.5, 0.9, 1.0):
         assert axis.place(axis.time(place)) == pytest.approx(place)
-    even = timeline._axis([Bar(k, "a", float(k), k + 1.0, 0.0, True) for k in range(-10, 0)])
+    even = timeline._axis([CallBar(k, "a", float(k), k + 1.0, 0.0, True) for k in range(-10, 0)])
     assert even.pauses == ()
     assert even.place(-5.0) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("bars", [[], [Bar(1, "a", 0.0, 0.0, 0.0, False)], [Bar(1, "a", -1e-9, 0.0, 0.0, True)]])
+@pytest.mark.parametrize(
+    "bars", [[], [CallBar(1, "a", 0.0, 0.0, 0.0, False)], [CallBar(1, "a", -1e-9, 0.0, 0.0, True)]]
+)
 def test_an_axis_of_few_calls(bars):
     """Groups that made no call, or one, have an axis, too."""
     axis = timeline._axis(bars)

@@ -1,9 +1,9 @@
 """The plan explorer's page: its numbers are those of the plan, it requests nothing, and a failure writes nothing."""
 
 import hashlib
+import importlib
 import json
 import re
-import runpy
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -420,19 +420,21 @@ def test_the_libraries_are_unchanged():
         assert "Permission is hereby granted, free of charge" in (assets / f"{name}.LICENSE").read_text()
 
 
-def test_the_gallery(tmp_path, monkeypatch, capsys):
-    """scripts/gallery has ten different plans, and writes their pages and a list of them."""
-    script = runpy.run_path(str(ROOT / "scripts" / "gallery"))
-    entries = script["GALLERY"]
+def test_the_gallery(tmp_path, monkeypatch):
+    """The gallery of the documentation has ten different plans, and writes a picture and a page of each."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    gallery = importlib.import_module("gallery")
+    entries = gallery.GALLERY
     assert len({entry.name for entry in entries}) == len({entry.title for entry in entries}) == 10
     for entry in entries:
         assert len(Topology.machine(entry.machine, entry.hosts).devices) > max(entry.devices, default=1)
     part = entries[1]
-    monkeypatch.setitem(script["main"].__globals__, "GALLERY", (part,))
-    monkeypatch.setattr("sys.argv", ["gallery", "--output", str(tmp_path / "new" / "gallery"), "--no-pictures"])
-    script["main"]()
-    assert f"{part.name}.html" in capsys.readouterr().out
-    folder = tmp_path / "new" / "gallery"
-    listed = json.loads((folder / "gallery.json").read_text())
-    assert listed == [{"name": part.name, "title": part.title, "page": f"{part.name}.html"}]
-    assert (folder / listed[0]["page"]).read_text("utf-8") == report_html(PLANS["forest"]())
+    monkeypatch.setattr(gallery, "GALLERY", (part,))
+    gallery.write(tmp_path, tmp_path / "new" / "pages")
+    text = (tmp_path / "gallery.md").read_text()
+    assert f"## {part.title}" in text
+    assert f'href="pages/{part.name}.html"' in text
+    assert "<svg" in (tmp_path / f"{part.name}.svg").read_text()
+    plan = PLANS["forest"]()
+    assert f"{plan.algbw:.4g} GB/s. The bound is {float(plan.bound.algbw):.4g} GB/s" in text
+    assert (tmp_path / "new" / "pages" / f"{part.name}.html").read_text("utf-8") == report_html(plan)

@@ -246,7 +246,7 @@ def test_files_of_the_root_lead_to_pages(site, tmp_path):
     assert rooted(path).strip() == shown.strip()
 
 
-@pytest.mark.parametrize("name", ["docstrings", "gallery", "versions"])
+@pytest.mark.parametrize("name", ["docstrings", "versions"])
 def test_examples_of_the_modules_are_right(site, name):
     """The examples in the docstrings of docs/site print what they show."""
     assert doctest.testmod(site(name)).attempted > 0

@@ -1,54 +1,74 @@
-"""Draw ten machines of the library and describe the plans of an all-reduce on each.
+"""Describe ten plans of the library's machines, with a picture of the links and a page of the plan explorer for each.
 
-Output, in the given folder: an SVG of the links of each machine, and ``gallery.md``. Nothing is measured.
+Output: in a folder, an SVG per plan and ``gallery.md``; in a second one, the plan explorer's pages.
 """
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import crossreduce as cr
 from crossreduce.export.pictures import draw_topology
-
-MACHINES = ("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "hgx-h100", "gb200-nvl72", "mi250", "mi300x", "ncv4", "pcie-8")
-SIZES = {"8 KiB": 8 << 10, "1 MiB": 1 << 20, "1 GiB": 1 << 30}
+from crossreduce.planning.explain import duration, percent, size
 
 
-def write(folder: Path) -> None:
-    """Write the pictures and the text of all machines into ``folder``."""
-    (folder / "gallery.md").write_text("\n".join(section(name, folder) for name in MACHINES))
+class Entry(NamedTuple):
+    """A plan of the gallery."""
+
+    name: str
+    title: str
+    machine: str
+    hosts: int = 1
+    devices: tuple[int, ...] = ()  # empty: all
+    collective: str = "all_reduce"
+    nbytes: str = "64M"
 
 
-def section(name: str, folder: Path) -> str:
-    """Draw a machine and return its part of the page as Markdown."""
-    machine = cr.Topology.machine(name)
-    draw_topology(machine, folder / f"{name}.svg")
-    about = json.loads((files("crossreduce.topology") / "data" / f"{name}.json").read_text())["description"]
-    plans = {text: cr.plan(machine, "all_reduce", nbytes) for text, nbytes in SIZES.items()}
-    limit = plans["1 GiB"].bound
-    rows = [
-        f"| {text} | `{plan.algorithm}` | {time(plan.seconds)} | {plan.algbw:.3g} GB/s |"
-        for text, plan in plans.items()
-    ]
+GALLERY: Final = (
+    Entry("dgx-1v", "DGX-1V: six rings", "dgx-1v"),
+    Entry("dgx-1v-part", "Five GPUs of a DGX-1V: two trees", "dgx-1v", 1, (0, 1, 2, 4, 6), nbytes="256M"),
+    Entry("dgx-1v-broadcast", "DGX-1V: a broadcast", "dgx-1v", collective="broadcast"),
+    Entry("dgx-2", "DGX-2: 16 GPUs around switches", "dgx-2"),
+    Entry("pcie-8", "Eight GPUs on PCIe", "pcie-8"),
+    Entry("mi250", "Eight MI250: 16 devices in a mesh", "mi250"),
+    Entry("mi300x", "Eight MI300X: all linked", "mi300x"),
+    Entry("tpu-v4", "TPU v4: a torus of 64 chips", "tpu-v4"),
+    Entry("hgx-h100-4", "Four hosts with eight H100 each", "hgx-h100", 4),
+    Entry("gb200-nvl72", "GB200 NVL72: 72 GPUs around one switch", "gb200-nvl72"),
+)
+
+
+def write(folder: Path, pages: Path) -> None:
+    """Write the pictures and the text of all plans into ``folder``, and the plan explorer's pages into ``pages``."""
+    pages.mkdir(parents=True, exist_ok=True)
+    (folder / "gallery.md").write_text("\n".join(section(entry, folder, pages) for entry in GALLERY))
+
+
+def planned(entry: Entry) -> cr.Plan:
+    """Return the plan of an entry."""
+    topology = cr.Topology.machine(entry.machine, entry.hosts)
+    part = topology.subset(entry.devices) if entry.devices else topology
+    return cr.plan(part, entry.collective, entry.nbytes)
+
+
+def section(entry: Entry, folder: Path, pages: Path) -> str:
+    """Draw the links of a plan, write its page, and return its part of the gallery as Markdown."""
+    plan = planned(entry)
+    draw_topology(plan.topology, folder / f"{entry.name}.svg")
+    plan.report(pages / f"{entry.name}.html")
+    chosen = f" --devices {','.join(map(str, entry.devices))}" if entry.devices else ""
+    hosts = f" --hosts {entry.hosts}" if entry.hosts > 1 else ""
+    collective = f" --collective {entry.collective}" if entry.collective != "all_reduce" else ""
+    command = f"crossreduce plan {entry.machine}{hosts}{chosen}{collective} --nbytes {entry.nbytes}"
     return "\n".join(
         [
-            f"## {name}\n",
-            f"{about[0].upper()}{about[1:]}: {len(machine.devices)} devices, {len(machine.links)} links.\n",
-            f"```{{image}} _generated/{name}.svg\n:alt: The links of {name}\n:width: 420px\n```\n",
-            f"The bound of an all-reduce is {float(limit.algbw):.4g} GB/s.\n",
-            "| array per device | `auto` plans | time | rate |\n|---|---|---|---|",
-            *rows,
-            "",
+            f"## {entry.title}\n",
+            f"{plan.collective} of {size(plan.nbytes)} by `{plan.algorithm}`: {duration(plan.seconds)}, "
+            f"{plan.algbw:.4g} GB/s. The bound is {float(plan.bound.algbw):.4g} GB/s; large arrays reach "
+            f"{percent(plan.ratio)} of it.\n",
+            f'<p><a href="{pages.name}/{entry.name}.html">Watch this plan in the plan explorer</a></p>\n',
+            f"```{{image}} _generated/{entry.name}.svg\n:alt: The links of {entry.machine}\n:width: 420px\n```\n",
+            f"```sh\n{command} --report plan.html\n```\n",
         ]
     )
-
-
-def time(seconds: float) -> str:
-    """Return a time as text.
-
-    >>> time(2.5e-5), time(0.0042)
-    ('25 us', '4.2 ms')
-    """
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -14,7 +14,7 @@ from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, Thread
 from .diagnosis import Incident, RankState
 from .doctor_style import SCRIPT, STYLE
-from .timeline import Axis, Bar, RankRow, Timeline, seconds_text, timeline
+from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline
 
 _TICKS: Final = 5  # intervals between ticks
 _FINE: Final = 8  # intervals between the finer ticks of a zoomed line, for each of these
@@ -101,7 +101,7 @@ def _row(number: int, row: RankRow, state: RankState, axis: Axis, marks: str, bl
     return f'{head}<div class="track" role="listbox" tabindex="0" aria-label="{words}">{bars}{marks}</div></div>'
 
 
-def _bar(prefix: str, rank: int, bar: Bar, axis: Axis) -> str:
+def _bar(prefix: str, rank: int, bar: CallBar, axis: Axis) -> str:
     begin, end = axis.place(bar.begin_s), axis.place(bar.end_s)
     kind = ("odd" if bar.sequence % 2 else "even") + ("" if bar.ended else " hung")
     text = f"rank {rank}, op {bar.sequence}, {bar.text}: began at {seconds_text(bar.begin_s)}, "

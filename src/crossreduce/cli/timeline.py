@@ -21,7 +21,7 @@ _SHORTENED: Final = 0.3  # a shortened pause is as long as this share of all sho
 _MOST_BREAKS: Final = 12
 
 
-class Bar(NamedTuple):
+class CallBar(NamedTuple):
     """A call of a rank: seconds relative to the first abort, mostly negative.
 
     ``waited_s``: how long it waited from its begin on, until the last rank of its host had begun the call.
@@ -41,7 +41,7 @@ class RankRow(NamedTuple):
 
     rank: int
     host: int
-    bars: tuple[Bar, ...] | None
+    bars: tuple[CallBar, ...] | None
 
 
 class Pause(NamedTuple):
@@ -135,7 +135,7 @@ def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: 
             began = len(begins[op.sequence]) + sum(first > op.sequence for first in oldest.values())
             latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
             waited_s = max(0.0, min(latest, end_s) - op.started_s)
-            bars.append(Bar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
+            bars.append(CallBar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
         rows.append(RankRow(rank, number, tuple(bars)))
     return rows
 
@@ -161,7 +161,7 @@ def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
     return (low + high) / 2, abs(high - low) / 2
 
 
-def _axis(bars: Sequence[Bar]) -> Axis:
+def _axis(bars: Sequence[CallBar]) -> Axis:
     """Return an axis for bars: pauses longer than all shorter ones together are shortened, since nothing happens."""
     times = sorted({time for bar in bars for time in (bar.begin_s, bar.begin_s + bar.waited_s, bar.end_s)} | {0.0})
     if len(times) < 2:
