@@ -35,6 +35,8 @@ nitpicky = True  # every reference must have a target; scripts/docs makes warnin
 nitpick_ignore_regex = [  # signatures name classes of other projects, whose sites cannot be read at every build
     ("py:class", r"(collections\.abc|datetime|fractions|numpy|os|torch)\..*"),
     ("py:class", "Fraction"),
+    # and classes that the reference has in crossreduce.torch
+    ("py:class", r"(crossreduce\.ranks\.counters\.)?(CollectiveStats|WaitStats)"),
     # and classes of this library that are not public: arguments of constructors that users do not call
     ("py:class", r"crossreduce\.(planning\.planners\.Request|planning\.bounds\.certificate\.Cut)"),
     ("py:class", r"crossreduce\.(ranks\.communicator\.Communicator|transports\.mpi\.MpiTransport)"),

@@ -25,13 +25,23 @@ except ImportError as error:
 from _crossreduce_torch import register
 
 from ..errors import ArgumentError, shown
-from ..ranks.counters import Stats
+from ..ranks.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
 
-__all__ = ["NAME", "Group", "HookState", "Stats", "all_reduce_hook", "measure_topology", "stats"]
+__all__ = [
+    "NAME",
+    "CollectiveStats",
+    "Group",
+    "HookState",
+    "Stats",
+    "WaitStats",
+    "all_reduce_hook",
+    "measure_topology",
+    "stats",
+]
 
 NAME: Final = "crossreduce"
 """The name of the backend, for ``torch.distributed.init_process_group``."""
