@@ -89,7 +89,7 @@ def test_command_lines_of_the_readme_run(tmp_path):
     for line in lines:
         words = shlex.split(line, comments=True)
         subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
-    assert {file.suffix for file in tmp_path.iterdir()} == {".svg", ".xml", ".json"}
+    assert {file.suffix for file in tmp_path.iterdir()} == {".html", ".xml", ".json"}
 
 
 def test_the_readme_is_short():
