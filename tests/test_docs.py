@@ -35,7 +35,6 @@ DOCUMENTS = {
     "docs/explanation/exactness.md": 2,
     "docs/reference/files.md": 3,
     "docs/tracing.md": 1,
-    "docs/watching.md": 1,
 }
 
 
