@@ -31,9 +31,9 @@ PACKAGES = {
 FLOORS = (
     ("errors", "autograph", "threads", "progress"),
     ("ops", "devices"),
-    ("profilers",),
     ("kernels",),
     ("values",),
+    ("profilers",),
     ("topology",),
     ("packing",),
     ("frameworks",),

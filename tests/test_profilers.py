@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,46 @@ def test_errors_are_those_without_a_profiler():
             cr.ReductionToOneDevice().batch_reduce("sum", 5)
     names = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
     assert names == ["crossreduce:all_reduce"] * 3 + ["crossreduce:batch_reduce"] * 2
+
+
+class Fitted(NamedTuple):
+    """A tree with a field of a name that distributed values have, too."""
+
+    values: object
+    bias: object
+
+
+class Rude:
+    """An object that raises for each attribute."""
+
+    def __getattribute__(self, name):
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize(
+    ("trees", "nbytes"),
+    [
+        ([torch.eye(3).to_sparse()] * 2, 0),
+        ([Fitted(torch.tensor(1.0), torch.ones(2))] * 2, 12),
+        ([Fitted(None, torch.ones(2))] * 2, 8),
+        (Fitted(torch.ones(10), torch.ones(10)), 40),
+        ([{"s": cr.IndexedSlices(np.ones((1, 4)), np.array([3]), (9, 4))}] * 2, 40),
+    ],
+)
+def test_a_profiler_does_not_make_calls_fail(trees, nbytes):
+    """A call on values of any kind that the library accepts gives the same result while a profiler is on."""
+    plain = cr.all_reduce(trees)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        profiled = cr.all_reduce(trees)
+    assert str(profiled) == str(plain)
+    (name,) = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
+    assert name == "crossreduce:all_reduce"
+    assert call_facts("all_reduce", "sum", trees).nbytes == nbytes
+
+
+def test_facts_of_an_object_that_raises():
+    """An object whose attributes cannot be read has no facts."""
+    assert call_facts("all_reduce", Rude(), [Rude()]) == ("all_reduce", "", 0, 0, "", ())
 
 
 def test_facts_of_any_value():

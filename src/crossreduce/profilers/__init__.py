@@ -11,7 +11,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 from . import nvtx
@@ -81,8 +81,9 @@ def entry(name: str, op: Any, value: Any) -> Iterator[None]:
     facts = call_facts(name, op, value)
     with ExitStack() as entries:
         for profiler in PROFILERS.found:
-            if profiler.is_on():
-                entries.enter_context(profiler.entry(facts))
+            with suppress(Exception):  # a profiler must not make a call fail
+                if profiler.is_on():
+                    entries.enter_context(profiler.entry(facts))
         _THREAD.inside = True
         try:
             yield
