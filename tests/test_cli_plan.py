@@ -140,7 +140,9 @@ def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, t
 def test_pictures(printed, tmp_path, command, name, start, words):
     """--picture draws the topology, or the schedule on it, and creates no other file."""
     line = [command, "dgx-1v", *(["--devices", "0,1,2,3", "--algorithm", "one_device"] if command == "plan" else [])]
-    printed(*line, "--picture", tmp_path / name)
+    text = printed(*line)
+    assert printed(*line, "--picture", tmp_path / name) == f"{text}{tmp_path / name}: open it in a browser\n"
+    json.loads(printed(*line, "--json", "--picture", tmp_path / name))
     assert list(tmp_path.iterdir()) == [tmp_path / name]
     picture = (tmp_path / name).read_bytes()
     assert picture.startswith(start)

@@ -328,7 +328,8 @@ def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
     """``crossreduce plan --report`` prints the explanation and writes the page; a wrong name is an error at once."""
     path = tmp_path / "plan.html"
     plan = cr.plan("dgx-1v", nbytes="4M")
-    assert printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path) == plan.explain() + "\n"
+    out = printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path)
+    assert out == f"{plan.explain()}\n{path}: open it in a browser\n"
     assert path.read_text("utf-8") == report_html(plan)
     report = json.loads(printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path, "--json"))
     assert report["algorithm"] == plan.algorithm

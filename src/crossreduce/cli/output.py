@@ -226,6 +226,13 @@ def print_lines(lines: Iterable[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
+def print_files(*paths: Path | None) -> None:
+    """Print a line for each file that was written for a browser."""
+    for path in paths:
+        if path is not None:
+            print_lines([f"{printable(str(path))}: open it in a browser"])
+
+
 def printable(text: str) -> str:
     """Return text without control characters, which a terminal would execute."""
     return "".join(char if char.isprintable() else "?" for char in text)

@@ -34,6 +34,7 @@ from .output import (
     bound_json,
     check_folder,
     draw,
+    print_files,
     print_paged,
     progress,
     rate_json,
@@ -210,6 +211,8 @@ def plan(
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
+    if not json:
+        print_files(report, picture)
 
 
 def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, str]:

@@ -24,7 +24,7 @@ from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
 from .measured import Measured, MeasuredAlgorithm, calibration_json, calibration_lines, fitted
-from .output import atomic_file, bound_json, draw, grouped, progress, terminal
+from .output import atomic_file, bound_json, draw, grouped, print_files, progress, terminal
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
@@ -112,6 +112,8 @@ def topology(
             if calibration is not None:
                 print("", *calibration_lines(calibration, measured_algorithm), sep="\n")
         draw("draw_topology", drawing, chosen, title=title)
+    if not json:
+        print_files(picture)
 
 
 def _list(*, as_json: bool) -> None:

@@ -243,3 +243,12 @@ def percent(ratio: Fraction) -> str:
     ('100 %', '99.99 %')
     """
     return f"{int(ratio * 100)} %" if (ratio * 100).denominator == 1 else f"{int(ratio * 10000) / 100} %"
+
+
+def rest_percent(ratio: Fraction) -> str:
+    """Return what ``percent(ratio)`` lacks to 100 %.
+
+    >>> percent(Fraction(99845, 100000)), rest_percent(Fraction(99845, 100000))
+    ('99.84 %', '0.16 %')
+    """
+    return percent(1 - Fraction(int(ratio * 10000), 10000))

@@ -104,14 +104,14 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import busiest, duration, limited_by, percent, shape, size, tree_lines
+        from .explain import busiest, duration, limited_by, percent, rest_percent, shape, size, tree_lines
 
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
         head = f"{self.collective} of {size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
         if self.rate is None or limit.algbw is None or not self.nbytes:
             return f"{head}: no data has to move."
-        loss = f" (a loss of {percent(1 - self.ratio)})" if self.ratio < 1 else ""
+        loss = f" (a loss of {rest_percent(self.ratio)})" if self.ratio < 1 else ""
         related = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
         lines = [
             head,

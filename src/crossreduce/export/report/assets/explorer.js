@@ -62,7 +62,6 @@ class Explorer {
 
   controls() {
     const { get } = this, beside = get("beside");
-    beside.append(element("option", { value: "", textContent: "nothing" }), ...this.model.plans.map((plan, k) => element("option", { value: String(k), textContent: plan.name })));
     beside.addEventListener("change", () => this.setBeside(beside.value));
     get("cut").addEventListener("change", () => {
       this.mark();
@@ -136,12 +135,23 @@ class Explorer {
 
   choosePlan(k) {
     this.plan = this.model.plans[k];
+    this.listBeside();
     this.trees.show(this.plan);
     this.map.show(this.plan);
     this.table.show(this.plan);
     this.wirings[0].caption.textContent = `${this.plan.name}: ${this.plan.duration}`;
     if (this.picked) this.details.show(this.plan, this.picked);
     this.at(Math.min(this.seconds, this.end));
+  }
+
+  // Offer each plan but the one that is shown.
+  listBeside() {
+    const { plans } = this.model, beside = this.get("beside"), chosen = this.second === this.plan ? "" : beside.value;
+    const others = [...plans.keys()].filter((k) => plans[k] !== this.plan);
+    beside.replaceChildren(element("option", { value: "", textContent: "nothing" }),
+      ...others.map((k) => element("option", { value: String(k), textContent: plans[k].name })));
+    beside.value = chosen;
+    if (this.second === this.plan) this.setBeside("");
   }
 
   setBeside(value) {
