@@ -19,10 +19,10 @@ from test_rank_prepared import group_of
 from trace_events import read_events
 
 import crossreduce.trace
-from crossreduce import ArgumentError, Topology, simulate
+from crossreduce import ArgumentError, ReductionError, Topology, simulate
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.host_parts import host_schedule
-from crossreduce.ranks.shared_memory import LEFT
+from crossreduce.ranks.shared_memory import BROKEN, LEFT
 from crossreduce.traces import calls as trace_calls
 from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
@@ -234,9 +234,57 @@ def test_a_killed_rank_leaves_a_readable_file(tmp_path):
         assert numbers == [*range(1, len(numbers) + 1)]
         assert len(numbers) > 3
         assert all(call.end_ns is not None for call in found.calls[:-1])
-    assert group.ranks[0].calls[-1].end_ns is None  # it waited for rank 1
-    assert group.ranks[0].calls[-1].outcome == 255
+    assert group.ranks[0].calls[-1].outcome == BROKEN  # it waited for rank 1
+    assert group.ranks[0].calls[-1].parts[-1].waited_for == 1
     assert not [note for note in notes if "malformed" in note or "truncated" in note]
+
+
+def one_never_calls(rendezvous, folder):
+    """Rank 2 does not make the third call. Return what the trace of rank 0 shows during its wait, and its error."""
+    group = member(rendezvous, timeout_s=1)
+    summed(group)
+    summed(group)
+    if group.rank == 2:
+        time.sleep(2)
+        group.close()
+        return None
+    shown = []
+
+    def look():
+        shown.append(only_group(folder)[0].ranks[0].calls[-1])
+
+    timer = threading.Timer(0.6, look)
+    timer.start()
+    with pytest.raises(ReductionError) as caught:
+        summed(group, 7)
+    timer.join()
+    group.close()
+    return shown[0], type(caught.value).__name__
+
+
+def test_a_call_that_times_out_is_in_its_trace(tmp_path, trace):
+    """A wait is recorded while it goes on, and to its end if the group is aborted; the rank that never came is named."""
+    (shown, error), other, _ = traced(3, one_never_calls, tmp_path, tmp_path)
+    assert {error, other[1]} == {"CollectiveTimeout"}
+    assert (shown.number, shown.end_ns, shown.parts[-1].phase, shown.parts[-1].waited_for) == (3, None, Phase.WAIT, 2)
+    assert 0.3e9 < shown.last_ns - shown.begin_ns < 2e9
+    group, notes = only_group(tmp_path)
+    assert notes == ()
+    assert group.ranks[2].calls[-1].number == 2
+    for rank in (0, 1):
+        call = group.ranks[rank].calls[-1]
+        wait = call.parts[-1]
+        assert (call.number, call.text, call.outcome) == (3, "all_reduce sum int64[7]", BROKEN)
+        assert (wait.phase, wait.waited_for) == (Phase.WAIT, 2)
+        assert wait.end_ns - wait.begin_ns > 0.9e9
+        assert wait.end_ns <= call.end_ns < wait.end_ns + 1e9
+        assert [part.phase for part in call.parts].count(Phase.WAIT) == 1
+    (row,) = [row for row in summarize([group], align([group])) if row.text.endswith("[7]")]
+    assert (row.calls, row.unfinished, row.seconds) == (1, 1, None)
+    assert row.waiting > 0.9
+    assert row.waited_for == ((2, 1.0),)
+    assert trace(tmp_path, "-o", tmp_path / "out.json")[0] == 0
+    assert '"outcome":"the group was aborted"' in (tmp_path / "out.json").read_text()
 
 
 def in_threads(rendezvous):

@@ -53,6 +53,11 @@ class TracedCall(NamedTuple):
         return self.text.partition(" ")[0]
 
     @property
+    def completed(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self.outcome == 0
+
+    @property
     def last_ns(self) -> int:
         """The end of the call, or of its last phase if it has not ended."""
         if self.end_ns is not None:

@@ -121,6 +121,7 @@ void TraceFile::begin(uint64_t new_number, const std::string &name, int64_t now,
     call = count;
     mark = began = now;
     running = true;
+    open_wait = false;
     write({Phase::call, RUNNING, 0, text, now, 0, number});
 }
 
