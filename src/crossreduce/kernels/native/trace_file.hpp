@@ -70,12 +70,13 @@ class TraceFile {
         header->count.store(++count, std::memory_order_release);
     }
     void renew(); // grow the file, or begin to replace the oldest records
-    bool reserve(int64_t nbytes);
+    bool reserve(int64_t from, int64_t until);
     uint32_t text_number(const std::string &text);
 
     int fd = -1, process = 0;
     char *memory = nullptr;
     int64_t nbytes = 0, limit = 0; // of the file now, and at most
+    uint64_t texts_room = 0, texts_reserved = 0; // for texts, at most and now
     TraceHeader *header = nullptr;
     TraceRecord *records = nullptr;
     uint64_t capacity = 0, count = 0, place = 0;
