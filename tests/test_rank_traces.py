@@ -8,7 +8,9 @@ import struct
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +21,11 @@ from test_rank_prepared import group_of
 from trace_events import read_events
 
 import crossreduce.trace
-from crossreduce import ArgumentError, Topology, simulate
+from crossreduce import ArgumentError, ReductionError, Topology, simulate
 from crossreduce.ops import ReduceOp
+from crossreduce.ranks import tracing
 from crossreduce.ranks.host_parts import host_schedule
-from crossreduce.ranks.shared_memory import LEFT
+from crossreduce.ranks.shared_memory import BROKEN, LEFT
 from crossreduce.traces import calls as trace_calls
 from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
@@ -234,9 +237,57 @@ def test_a_killed_rank_leaves_a_readable_file(tmp_path):
         assert numbers == [*range(1, len(numbers) + 1)]
         assert len(numbers) > 3
         assert all(call.end_ns is not None for call in found.calls[:-1])
-    assert group.ranks[0].calls[-1].end_ns is None  # it waited for rank 1
-    assert group.ranks[0].calls[-1].outcome == 255
+    assert group.ranks[0].calls[-1].outcome == BROKEN  # it waited for rank 1
+    assert group.ranks[0].calls[-1].parts[-1].waited_for == 1
     assert not [note for note in notes if "malformed" in note or "truncated" in note]
+
+
+def one_never_calls(rendezvous, folder):
+    """Rank 2 does not make the third call. Return what the trace of rank 0 shows during its wait, and its error."""
+    group = member(rendezvous, timeout_s=1)
+    summed(group)
+    summed(group)
+    if group.rank == 2:
+        time.sleep(2)
+        group.close()
+        return None
+    shown = []
+
+    def look():
+        shown.append(only_group(folder)[0].ranks[0].calls[-1])
+
+    timer = threading.Timer(0.6, look)
+    timer.start()
+    with pytest.raises(ReductionError) as caught:
+        summed(group, 7)
+    timer.join()
+    group.close()
+    return shown[0], type(caught.value).__name__
+
+
+def test_a_call_that_times_out_is_in_its_trace(tmp_path, trace):
+    """A wait is recorded while it goes on, and to its end if the group is aborted. It names the missing rank."""
+    (shown, error), other, _ = traced(3, one_never_calls, tmp_path, tmp_path)
+    assert {error, other[1]} == {"CollectiveTimeout"}
+    assert (shown.number, shown.end_ns, shown.parts[-1].phase, shown.parts[-1].waited_for) == (3, None, Phase.WAIT, 2)
+    assert 0.3e9 < shown.last_ns - shown.begin_ns < 2e9
+    group, notes = only_group(tmp_path)
+    assert notes == ()
+    assert group.ranks[2].calls[-1].number == 2
+    for rank in (0, 1):
+        call = group.ranks[rank].calls[-1]
+        wait = call.parts[-1]
+        assert (call.number, call.text, call.outcome) == (3, "all_reduce sum int64[7]", BROKEN)
+        assert (wait.phase, wait.waited_for) == (Phase.WAIT, 2)
+        assert wait.end_ns - wait.begin_ns > 0.9e9
+        assert wait.end_ns <= call.end_ns < wait.end_ns + 1e9
+        assert [part.phase for part in call.parts].count(Phase.WAIT) == 1
+    (row,) = [row for row in summarize([group], align([group])) if row.text.endswith("[7]")]
+    assert (row.calls, row.unfinished, row.seconds) == (1, 1, None)
+    assert row.waiting > 0.9
+    assert row.waited_for == ((2, 1.0),)
+    assert trace(tmp_path, "-o", tmp_path / "out.json")[0] == 0
+    assert '"outcome":"the group was aborted"' in (tmp_path / "out.json").read_text()
 
 
 def in_threads(rendezvous):
@@ -332,13 +383,13 @@ def test_a_growing_file_keeps_all_calls(tmp_path):
     group, notes = only_group(tmp_path)
     assert [call.number for call in group.ranks[0].calls] == [*range(1, 9001)]
     assert notes == ()
-    assert 9000 * 2 * 32 < path.stat().st_size < 9000 * 2 * 32 + (1 << 17)
+    assert 9000 * 2 * 32 < path.stat().st_size < 9000 * 2 * 32 + (1 << 18) + (1 << 13)  # texts, facts
 
 
 def on_a_full_disk(rendezvous, folder):
     group, _ = group_of(rendezvous)
     warnings = Warnings()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_400_000, resource.RLIM_INFINITY))
     crossreduce.trace.start(folder)
     x = np.ones(4)
     for _ in range(9000):
@@ -375,6 +426,9 @@ def test_an_unwritable_directory_is_one_warning(tmp_path):
         (text,) = texts
         assert "cannot write its trace" in text
     for texts in traced(1, in_two_groups_traced, tmp_path, environment=[{"CROSSREDUCE_TRACE_BYTES": "many"}]):
+        (text,) = texts
+        assert "CROSSREDUCE_TRACE_BYTES is ignored" in text
+    for texts in traced(1, in_two_groups_traced, tmp_path, environment=[{"CROSSREDUCE_TRACE_BYTES": "9" * 5000}]):
         (text,) = texts
         assert "CROSSREDUCE_TRACE_BYTES is ignored" in text
 
@@ -417,12 +471,56 @@ def test_the_functions_trace_the_calls_between_them(tmp_path):
     assert len([*tmp_path.glob("rank1.*.2.trace")]) == 2
 
 
-@pytest.mark.parametrize("nbytes", [1, "1K", "many", -1, 1 << 50])
+@pytest.mark.parametrize("nbytes", [1, "1K", "many", -1, 1 << 50, "9" * 5000])
 def test_invalid_limits(tmp_path, nbytes):
     """An invalid limit is an error, and nothing is started."""
-    with pytest.raises(ArgumentError, match=r"nbytes must be|limit of a trace"):
+    with pytest.raises(ArgumentError, match=r"nbytes must be|limit of a trace|nbytes is too long"):
         crossreduce.trace.start(tmp_path / "new", nbytes)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("directory", [None, "", "a\0b", b"a", 3])
+def test_invalid_directories(tmp_path, monkeypatch, directory):
+    """What is not the name of a directory is an error, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="not the name of a directory"):
+        crossreduce.trace.start(directory)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_group_that_is_made_during_stop_is_not_traced(tmp_path, monkeypatch):
+    """``register`` waits for a ``stop`` in another thread, and then does not trace the new group."""
+    entered, opened, order = threading.Event(), [], []
+    old, new = SimpleNamespace(lock=None, traced=None), SimpleNamespace(traced=None)
+
+    def acquire(timeout):
+        del timeout
+        entered.set()
+        thread.join(0.3)
+        order.append("stopped")
+        return False
+
+    def register():
+        entered.wait(10)
+        tracing.register(new)
+        order.append("registered")
+
+    old.lock, old.name = SimpleNamespace(acquire=acquire), "old"
+    thread = threading.Thread(target=register)
+    monkeypatch.setattr(tracing, "_GROUPS", Groups([old]))
+    monkeypatch.setattr(tracing, "_STARTED", [tracing._Settings(tmp_path, 1 << 20)])
+    monkeypatch.setattr(tracing, "_open", lambda group, settings: opened.append((group, settings)))
+    thread.start()
+    crossreduce.trace.stop()
+    thread.join()
+    assert order == ["stopped", "registered"]
+    assert opened == []
+
+
+class Groups(list):
+    """A set of groups that need no hash."""
+
+    add = list.append
 
 
 def test_start_in_an_unwritable_directory(tmp_path):
@@ -591,6 +689,10 @@ def test_bad_directories(tmp_path, trace):
     assert "not a trace of crossreduce" in err
 
 
+def rows_of(content):
+    return [row for part in content.records for row in part.tolist()]
+
+
 def copied(of_two, target):
     target.mkdir()
     for path in of_two.iterdir():
@@ -604,8 +706,8 @@ def test_a_truncated_file_is_read_to_its_end(of_two, tmp_path, trace):
     whole = read_trace(first)
     first.write_bytes(first.read_bytes()[: -32 * 10 - 5])
     content = read_trace(first)
-    assert content.records == whole.records[:-11]
-    assert content.notes == (f"it is truncated: 11 of {len(whole.records)} records are missing",)
+    assert rows_of(content) == rows_of(whole)[:-11]
+    assert content.notes == (f"it is truncated: 11 of {len(rows_of(whole))} records are missing",)
     second.write_bytes(second.read_bytes()[:4100])
     code, _, err = trace(tmp_path / "cut", "-o", tmp_path / "o.json")
     assert code == 0
@@ -627,6 +729,102 @@ def test_malformed_files_are_notes(of_two, tmp_path):
         found = read_directory(tmp_path / "bad")
         assert sum(len(group.ranks) for run in found.runs for group in run) in (1, 2)
     assert first.exists()
+
+
+def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
+    """Numbers of records that the file does not have, and calls of impossible size, are notes or ignored."""
+    first, second = copied(of_two, tmp_path / "bad")
+    data = bytearray(second.read_bytes())
+    whole = len(rows_of(read_trace(second)))
+    for capacity, count in ((1 << 28, 1 << 28), (1 << 36, 1 << 62)):
+        struct.pack_into("=2Q", data, 40, capacity, count)
+        second.write_bytes(data)
+        tracemalloc.start()
+        content = read_trace(second)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(rows_of(content)) in (whole, whole - 1)
+        assert "is truncated" in content.notes[0]
+        assert peak < 4 << 20
+    for capacity, count in ((0, 5), (1 << 60, 5)):
+        struct.pack_into("=2Q", data, 40, capacity, count)
+        second.write_bytes(data)
+        with pytest.raises(ValueError, match="header is malformed"):
+            read_trace(second)
+    with first.open("wb") as file:
+        file.truncate(40 << 30)
+    with pytest.raises(ValueError, match="not a trace"):
+        read_trace(first)
+
+
+@pytest.mark.parametrize("digits", [1, 18, 19, 4000, 5000])
+def test_impossible_shapes_have_no_bytes(digits):
+    """The bytes of an array from a corrupt text are those of an array that can exist, or unknown."""
+    text = f"all_reduce sum float32[{'9' * digits}]"
+    assert trace_calls.array_nbytes(text, 2) == (36 if digits == 1 else None)
+
+
+def test_other_kinds_of_files_are_notes(of_two, tmp_path):
+    """A FIFO with the name of a trace or of a topology is not waited for."""
+    copied(of_two, tmp_path / "fifo")
+    for name in ("rank0.ab.trace", "topology.ab.1.json"):
+        os.mkfifo(tmp_path / "fifo" / name)
+    found = read_directory(tmp_path / "fifo")
+    assert sorted(found.notes) == [
+        f"{name} cannot be read: it is not a regular file." for name in ("rank0.ab.trace", "topology.ab.1.json")
+    ]
+    assert len(found.runs) == 1
+
+
+def test_processes_of_containers_are_apart(of_two, tmp_path):
+    """Two runs whose processes have equal pids, as in containers, are two runs."""
+    target = tmp_path / "both"
+    copied(of_two, target)
+    for path in of_two.iterdir():
+        data = bytearray(path.read_bytes())
+        (length,) = struct.unpack_from("=Q", data, 8)
+        facts = Facts.decoded(bytes(data[112 : 112 + length]))
+        assert len(facts.process) == 32
+        text = facts._replace(token="ab", process="1f").encoded()
+        struct.pack_into("=Q", data, 8, len(text))
+        data[112 : 112 + len(text)] = text
+        (target / path.name.replace(facts.token, "ab")).write_bytes(data)
+    assert [len(run) for run in read_directory(target).runs] == [1, 1]
+
+
+def test_a_trace_without_calls_says_so(of_two, tmp_path, trace):
+    """If no call was recorded, a note says so."""
+    for path in copied(of_two, tmp_path / "empty"):
+        data = bytearray(path.read_bytes())
+        struct.pack_into("=Q", data, 48, 0)
+        path.write_bytes(data)
+    code, out, err = trace(tmp_path / "empty")
+    assert (code, out) == (0, "")
+    assert "no calls were recorded" in err
+
+
+def of_many_shapes(rendezvous, shapes):
+    group = member(rendezvous)
+    for size in range(1, shapes + 1):
+        summed(group, size)
+    group.close()
+
+
+def test_many_shapes(tmp_path, trace):
+    """The calls of thousands of shapes have texts; without room for them, a note says so. The table has a limit."""
+    traced(1, of_many_shapes, tmp_path / "large", 3000)
+    group, notes = only_group(tmp_path / "large")
+    assert {call.text for call in group.ranks[0].calls} == {f"all_reduce sum int64[{k}]" for k in range(1, 3001)}
+    assert notes == ()
+    code, out, _ = trace(tmp_path / "large")
+    assert code == 0
+    assert "and 2900 more rows" in out
+    assert len(out.splitlines()) < 1000
+    traced(1, of_many_shapes, tmp_path / "small", 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
+    group, notes = only_group(tmp_path / "small")
+    unknown = sum(call.text == "?" for call in group.ranks[0].calls)
+    assert unknown > 500
+    assert f'the texts of {unknown} calls had no room, so they are "?"' in "".join(notes)
 
 
 def test_the_reader_and_the_writer_agree_on_texts():

@@ -35,11 +35,14 @@ from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, summarize
 from .output import atomic_file, print_lines, progress, terminal
 
-_TEXT: Final = re.compile(r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))? (?P<dtype>\w+)\[.*\]")
+_TEXT: Final = re.compile(
+    r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[.*\]"
+)
 _COLUMNS: Final = ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan")
 MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
 _MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
 _MOST_NOTES: Final = 20
+_MOST_ROWS: Final = 100  # of a group: those with the most time
 
 
 def trace(
@@ -78,6 +81,8 @@ def trace(
                 notes.append(f"{output} has the newest calls only: {lost} older ones are left out.")
             file.write_text(to_chrome([group for group, _ in shown], shifts, predict, notes), "utf-8")
         rows = summarize(groups, shifts)
+        if not rows:
+            notes.append("no calls were recorded.")
         predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
         advance("done")
     if json:
@@ -130,9 +135,9 @@ def _prediction(given: Topology | None) -> Predict:
         collective, root = match["collective"], match["root"]
         op, dtype = match["op"] or "sum", match["dtype"]
         widened = False
-        if match["op"] and dtype not in INTEGERS:
-            widened = itemsize(ACCUMULATORS[ReduceOp(op), dtype]) > itemsize(dtype)
         try:
+            if match["op"] and dtype not in INTEGERS:
+                widened = itemsize(ACCUMULATORS[ReduceOp(op), dtype]) > itemsize(dtype)
             rounded = 1 << (nbytes - 1).bit_length()
             schedule = host_schedule(topology, hosts, collective, rounded, None if root is None else int(root), widened)
             return float(simulate(schedule, topology, nbytes).seconds)
@@ -149,7 +154,7 @@ def _prediction(given: Topology | None) -> Predict:
         if topology is None or {*topology.devices} != {*host_names(len(group.hosts))}:
             return None
         hosts, local = _local(group)
-        text = re.sub(r"root (\d+)", lambda match: f"root {local.get(int(match[1]), match[1])}", call.text)
+        text = re.sub(r"root (\d{1,18})\b", lambda match: f"root {local.get(int(match[1]), match[1])}", call.text)
         return seconds(hosts, topology, text, call.nbytes)
 
     return predict
@@ -179,9 +184,8 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
         table = Table(title=Text(_printable(f'group "{name}" ({token})')), title_justify="left")
         for title in _COLUMNS:  # nothing is cut off in a narrow terminal
             table.add_column(title, justify="left" if title in ("call", "for whom") else "right", overflow="fold")
-        for row, seconds in zip(rows, predicted, strict=True):
-            if row.token != token:
-                continue
+        own = [pair for pair in zip(rows, predicted, strict=True) if pair[0].token == token]
+        for row, seconds in own[:_MOST_ROWS]:
             whom = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row.waited_for[:_MOST_SHOWN])
             whom += ", ..." if row.waited_for[_MOST_SHOWN:] else ""
             count = f"{row.calls}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
@@ -191,6 +195,8 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
             cells = [_printable(row.text), nbytes, count, times[0], rate, times[1], times[2], f"{row.waiting:.0%}"]
             table.add_row(*map(Text, [*cells, whom or "-", times[3]]))
         terminal().print(table)
+        if own[_MOST_ROWS:]:
+            print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
 
 
 def _time(seconds: float | None) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import weakref
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError, message, shown
 from ..schedule import byte_count
 from ..topology import Topology
 from ..traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
@@ -24,6 +26,7 @@ from .peers import PeerInfo
 from .shared_memory import RankMemory
 
 _LOG: Final = logging.getLogger("crossreduce")
+_MOST_TEXT: Final = 100
 _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group that runs in another thread
 
 
@@ -53,6 +56,7 @@ class _Settings(NamedTuple):
 _GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _STARTED: Final[list[_Settings | None]] = []  # the last one is what `start` or `stop` has set; empty: the environment's
 _WARNED: Final[set[str]] = set()
+_CHANGE: Final = [threading.RLock()]  # held while the settings or the set of groups change; a signal handler may nest
 
 
 def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES) -> None:
@@ -64,7 +68,11 @@ def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES)
     Raises:
       ArgumentError: ``nbytes`` is invalid or too small, or the directory cannot be created or written.
     """
-    limit, path = _limit(nbytes), Path(directory).absolute()
+    limit = _limit(nbytes)
+    given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise ArgumentError.of("this is not the name of a directory.", shown(directory), 'start("traces")')
+    path = Path(given).absolute()
     try:
         _make(path)
     except OSError as error:
@@ -80,10 +88,11 @@ def stop() -> None:
 
 def register(group: TracedGroup) -> None:
     """Trace a new group if tracing is on."""
-    _GROUPS.add(group)
-    settings = _STARTED[-1] if _STARTED else _from_environment()
-    if settings is not None:
-        _open(group, settings)
+    with _CHANGE[0]:
+        _GROUPS.add(group)
+        settings = _STARTED[-1] if _STARTED else _from_environment()
+        if settings is not None:
+            _open(group, settings)
 
 
 def close(group: TracedGroup) -> None:
@@ -110,19 +119,24 @@ def write_topology(group: TracedGroup) -> None:
 
 
 def _set(settings: _Settings | None) -> None:
-    _STARTED[:] = [settings]
-    for group in list(_GROUPS):
-        if not group.lock.acquire(timeout=_LOCK_S):
-            text = f'group "{group.name}" is in a call, so its trace is not changed.'
-            _LOG.warning("%s", message(text, remedy="start and stop between calls"))
-            continue
-        try:
-            with suppress(ValueError):  # raised if the group is closed
-                close(group)
-                if settings is not None:
-                    _open(group, settings)
-        finally:
-            group.lock.release()
+    with _CHANGE[0]:
+        _STARTED[:] = [settings]
+        for group in list(_GROUPS):
+            _change(group, settings)
+
+
+def _change(group: TracedGroup, settings: _Settings | None) -> None:
+    if not group.lock.acquire(timeout=_LOCK_S):
+        text = f'group "{group.name}" is in a call, so its trace is not changed.'
+        _LOG.warning("%s", message(text, remedy="start and stop between calls"))
+        return
+    try:
+        with suppress(ValueError):  # raised if the group is closed
+            close(group)
+            if settings is not None:
+                _open(group, settings)
+    finally:
+        group.lock.release()
 
 
 def _open(group: TracedGroup, settings: _Settings) -> None:
@@ -130,7 +144,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
     rank = group.global_ranks[group.rank]
     own = group.peers[group.rank]
     hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
-    facts = Facts(group.name, group.token, rank, hosts, own.hostname, own.pid, _clock(), version())
+    facts = Facts(group.name, group.token, rank, hosts, own.hostname, own.pid, _process(), _clock(), version())
     try:
         _make(settings.directory)
         fd, path = _new_file(settings.directory, f"rank{rank}.{group.token}")
@@ -180,11 +194,22 @@ def _from_environment() -> _Settings | None:
 
 
 def _limit(nbytes: int | str) -> int:
-    limit = byte_count(int(nbytes) if isinstance(nbytes, str) and nbytes.isdecimal() else nbytes)
+    if isinstance(nbytes, str):
+        if len(nbytes) > _MOST_TEXT:  # Python converts no text of several thousand digits
+            raise ArgumentError.of("nbytes is too long.", f"{len(nbytes)} characters", '"64M"')
+        if nbytes.isdecimal():
+            nbytes = int(nbytes)
+    limit = byte_count(nbytes)
     if not LEAST_NBYTES <= limit <= 1 << 40:
         problem = "the limit of a trace must be from 256 KiB to 1 TiB."
         raise ArgumentError.of(problem, f"{limit} bytes", '"64M"')
     return limit
+
+
+@lru_cache(maxsize=1)
+def _process() -> str:
+    """Return text that no other process has."""
+    return secrets.token_hex(16)
 
 
 def _clock() -> str:
@@ -196,8 +221,15 @@ def _clock() -> str:
     return " ".join(parts) or f"process {os.getpid()}"
 
 
-if hasattr(os, "register_at_fork"):  # the groups of a process do not belong to its children
-    os.register_at_fork(after_in_child=_GROUPS.clear)
+def _forget() -> None:
+    """Forget the groups in a forked child: they do not belong to it. Another thread may have held the lock."""
+    _GROUPS.clear()
+    _CHANGE[0] = threading.RLock()
+    _process.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _warn(about: str, text: str, remedy: str) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, ReductionError
 from ..packing import itemsize
 from ..topology import Topology
-from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, read_trace
+from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
 
 LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.shared_memory``
 _ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
+_MOST_DIGITS: Final = 18
+_MOST_ARRAY_NBYTES: Final = 1 << 60
+_TOPOLOGY_NBYTES: Final = 1 << 26
+_PHASES: Final = {int(phase): phase for phase in Phase}
 _OF_PARTS: Final = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 
 
@@ -51,6 +55,11 @@ class TracedCall(NamedTuple):
     def collective(self) -> str:
         """The name of the collective."""
         return self.text.partition(" ")[0]
+
+    @property
+    def completed(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self.outcome == 0
 
     @property
     def last_ns(self) -> int:
@@ -101,7 +110,7 @@ def read_directory(directory: Path) -> FoundTraces:
         try:
             content = read_trace(path)
         except (OSError, ValueError, MemoryError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
+            why = getattr(error, "strerror", None) or str(error) or "it needs more memory than there is"
             notes.append(f"{path.name} cannot be read: {why}.")
             continue
         contents.append(content)
@@ -124,8 +133,9 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
         match = TOPOLOGY.fullmatch(path.name)
         if match is not None:
             try:
-                topology = Topology.from_json(path.read_text("utf-8"))
-            except (OSError, ValueError, ReductionError) as error:
+                with open_regular(path) as file:  # one that is too large is malformed
+                    topology = Topology.from_json(file.read(_TOPOLOGY_NBYTES).decode())
+            except (OSError, ValueError, ReductionError, RecursionError) as error:
                 notes.append(f"{path.name} cannot be read: {error}.")
                 continue
             found.setdefault(match["token"], []).append((int(match["number"]), topology))
@@ -154,20 +164,21 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
     calls: dict[int, TracedCall] = {}
     parts: dict[int, list[CallPart]] = {}
     queued: dict[int, int] = {}
-    for record in content.records:
-        if record.phase is Phase.CALL:
-            text = content.texts[record.detail - 1] if 0 < record.detail <= len(content.texts) else "?"
-            end = None if record.outcome == RUNNING else record.end_ns
-            nbytes = array_nbytes(text, size)
-            calls[record.number] = TracedCall(
-                record.number, text, nbytes, record.begin_ns, end, record.outcome, None, ()
-            )
-        elif record.phase is Phase.QUEUE:
-            queued[record.number] = record.begin_ns
+    sizes = [array_nbytes(text, size) for text in content.texts]
+    for kind, outcome, rank, detail, begin, end, number in chain.from_iterable(
+        part.tolist() for part in content.records
+    ):
+        phase = _PHASES[kind]
+        if phase is Phase.CALL:
+            known = 0 < detail <= len(content.texts)
+            text, nbytes = (content.texts[detail - 1], sizes[detail - 1]) if known else ("?", None)
+            ended = None if outcome == RUNNING else end
+            calls[number] = TracedCall(number, text, nbytes, begin, ended, outcome, None, ())
+        elif phase is Phase.QUEUE:
+            queued[number] = begin
         else:
-            waited = host[record.rank] if record.phase is Phase.WAIT and record.rank < len(host) else None
-            part = CallPart(record.phase, record.begin_ns, record.end_ns, record.detail, waited)
-            parts.setdefault(record.number, []).append(part)
+            waited = host[rank] if phase is Phase.WAIT and rank < len(host) else None
+            parts.setdefault(number, []).append(CallPart(phase, begin, end, detail, waited))
     return tuple(
         call._replace(queued_ns=queued.get(number), parts=tuple(parts.get(number, ())))
         for number, call in sorted(calls.items())
@@ -176,7 +187,7 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
 
 
 def array_nbytes(text: str, ranks: int) -> int | None:
-    """Return the bytes of the whole array of a call from its text, or ``None`` if it has no array.
+    """Return the bytes of the whole array of a call from its text; ``None``: it has no array that can exist.
 
     >>> array_nbytes("all_reduce sum float32[2, 3]", 4), array_nbytes("all_gather float32[2, 3]", 4)
     (24, 96)
@@ -191,15 +202,18 @@ def array_nbytes(text: str, ranks: int) -> int | None:
     except (KeyError, ReductionError):
         return None
     for size in filter(None, match["shape"].replace(" ", "").split(",")):
+        if len(size) > _MOST_DIGITS:
+            return None
         nbytes *= int(size)
-    return nbytes * (ranks if match["collective"] in _OF_PARTS else 1)
+    nbytes *= ranks if match["collective"] in _OF_PARTS else 1
+    return nbytes if nbytes <= _MOST_ARRAY_NBYTES else None
 
 
 def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
     """Return the groups of each run, and the runs, in the order of their starts."""
-    runs: list[tuple[set[tuple[str, int]], list[GroupTrace]]] = []
+    runs: list[tuple[set[str], list[GroupTrace]]] = []
     for group in groups:
-        processes = {(trace.facts.clock, trace.facts.pid) for trace in group.ranks.values()}
+        processes = {trace.facts.process for trace in group.ranks.values()}
         members, same = [group], [run for run in runs if run[0] & processes]
         for run in same:
             processes |= run[0]

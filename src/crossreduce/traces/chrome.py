@@ -20,7 +20,7 @@ from .format import Phase
 
 Predict: TypeAlias = Callable[[GroupTrace, TracedCall], float | None]  # returns seconds, or None
 
-OUTCOMES: Final = {0: "done", 2: "the ranks' calls differ", 255: "not ended"}
+OUTCOMES: Final = {0: "done", 2: "the ranks' calls differ", 3: "the group was aborted", 255: "not ended"}
 NAMES: Final = {
     Phase.WAIT: "wait",
     Phase.COPY_IN: "copy in",

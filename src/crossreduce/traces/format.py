@@ -7,11 +7,16 @@ writes the file; a file that a killed process has left is complete up to its las
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import struct
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 DEFAULT_NBYTES: Final = 1 << 26
 LEAST_NBYTES: Final = 1 << 18
@@ -22,8 +27,9 @@ RUNNING: Final = 255
 
 _MAGIC: Final = b"CRTRACE1"
 _HEADER: Final = struct.Struct("=8s6Qq6q")
-_RECORD: Final = struct.Struct("=BBHIqqQ")
-_MOST_RECORDS: Final = 1 << 28
+_MOST_RECORDS: Final = 1 << 36
+_AT_ONCE: Final = 1 << 15
+_MOST_BEFORE_RECORDS: Final = 1 << 26
 _DAY_NS: Final = 86_400 * 10**9
 
 
@@ -41,16 +47,18 @@ class Phase(IntEnum):
     INNER = 9
 
 
-class Record(NamedTuple):
-    """A record, as in the native ``trace_file.hpp``. Times are nanoseconds of the monotonic clock."""
-
-    phase: Phase
-    outcome: int
-    rank: int
-    detail: int
-    begin_ns: int
-    end_ns: int
-    number: int
+RECORD: Final = np.dtype(
+    [
+        ("phase", "u1"),
+        ("outcome", "u1"),
+        ("rank", "u2"),
+        ("detail", "u4"),
+        ("begin_ns", "i8"),
+        ("end_ns", "i8"),
+        ("number", "u8"),
+    ]
+)
+"""A record, as in the native ``trace_file.hpp``. Times are nanoseconds of the monotonic clock."""
 
 
 class ClockReading(NamedTuple):
@@ -64,7 +72,7 @@ class ClockReading(NamedTuple):
 class Facts(NamedTuple):
     """What a rank states at the start of its file. ``rank`` and ``hosts`` have the ranks' numbers in messages.
 
-    ``clock`` is equal for processes that share a monotonic clock.
+    ``clock`` is equal for processes that share a monotonic clock. ``process`` is random: pids repeat in containers.
     """
 
     group: str
@@ -73,13 +81,14 @@ class Facts(NamedTuple):
     hosts: tuple[tuple[int, ...], ...]
     hostname: str
     pid: int
+    process: str
     clock: str
     version: str
 
     def encoded(self) -> bytes:
         """Return the facts as JSON.
 
-        >>> facts = Facts("world", "ab", 1, ((0, 1),), "node", 7, "boot", "1")
+        >>> facts = Facts("world", "ab", 1, ((0, 1),), "node", 7, "1f", "boot", "1")
         >>> Facts.decoded(facts.encoded()) == facts
         True
         """
@@ -91,9 +100,10 @@ class Facts(NamedTuple):
         try:
             found: dict[str, Any] = json.loads(text)
             hosts = tuple(tuple(map(_number, host)) for host in found["hosts"])
-            texts = [found[name] for name in ("group", "token", "hostname", "clock", "version")]
-            group, token, hostname, clock, version = texts
-            facts = cls(group, token, _number(found["rank"]), hosts, hostname, _number(found["pid"]), clock, version)
+            texts = [found[name] for name in ("group", "token", "hostname", "process", "clock", "version")]
+            group, token, hostname, process, clock, version = texts
+            rank, pid = _number(found["rank"]), _number(found["pid"])
+            facts = cls(group, token, rank, hosts, hostname, pid, process, clock, version)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError("the facts at its start are malformed") from None
         ranks = [rank for host in hosts for rank in host]
@@ -103,13 +113,31 @@ class Facts(NamedTuple):
 
 
 class TraceContent(NamedTuple):
-    """A file: the facts, the texts of calls, the records, oldest first, two readings of the clocks, and notes."""
+    """A file: the facts, the texts of calls, the records, oldest first, two readings of the clocks, and notes.
+
+    The records are in several arrays of ``RECORD``.
+    """
 
     facts: Facts
     texts: tuple[str, ...]
-    records: list[Record]
+    records: list[NDArray[np.void]]
     clocks: tuple[ClockReading, ClockReading]
     notes: tuple[str, ...]
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+      ValueError: it is something else, such as a FIFO, which this does not wait for.
+      OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is not a regular file")
+    return file
 
 
 def read_trace(path: Path) -> TraceContent:
@@ -117,54 +145,66 @@ def read_trace(path: Path) -> TraceContent:
 
     Raises:
       ValueError: it is not a trace.
-      OSError: it cannot be read.
+      OSError, MemoryError: it cannot be read.
     """
-    data = path.read_bytes()
-    if len(data) < _HEADER.size or data[:8] != _MAGIC:
-        raise ValueError("it is not a trace of crossreduce, or its rank ended while it made it")
-    _, json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, *clocks = _HEADER.unpack_from(data)
-    if not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at or capacity > _MOST_RECORDS:
-        raise ValueError("its header is malformed")
-    if len(data) < texts_at + texts_nbytes:
-        raise ValueError("it is truncated before its first record")
-    facts = Facts.decoded(data[_HEADER.size : _HEADER.size + json_nbytes])
-    texts = _texts(data[texts_at : texts_at + texts_nbytes])
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_HEADER.size)
+        if len(start) < _HEADER.size or start[:8] != _MAGIC:
+            raise ValueError("it is not a trace of crossreduce, or its rank ended while it made it")
+        _, json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, *clocks = _HEADER.unpack(start)
+        if (
+            not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at <= _MOST_BEFORE_RECORDS
+            or not 0 < capacity <= _MOST_RECORDS
+        ):
+            raise ValueError("its header is malformed")
+        if size < texts_at + texts_nbytes:
+            raise ValueError("it is truncated before its first record")
+        facts = Facts.decoded(file.read(json_nbytes))
+        file.seek(texts_at)
+        texts = _texts(file.read(texts_nbytes))
+        kept = min(count, capacity)
+        here = min(kept, max(0, size - records_at) // RECORD.itemsize)
+        # The place of the oldest record is the one that a running process writes next.
+        oldest = count % capacity if count > capacity else 0
+        newer = _records(file, records_at, min(here, oldest + (count > capacity)), here)
+        records = [*newer, *_records(file, records_at, 0, min(here, oldest))]
     notes = []
-    kept = min(count, capacity)
-    here = (len(data) - records_at) // _RECORD.size
     if here < kept:
-        notes.append(f"it is truncated: {kept - max(0, here)} of {kept} records are missing")
-    # The place of the oldest record is the one that a running process writes next.
-    first = count % capacity + 1 if count > capacity else 0
-    order = [place % capacity for place in range(first, first + kept - (count > capacity))] if capacity else []
+        notes.append(f"it is truncated: {kept - here} of {kept} records are missing")
     if count > capacity:
-        notes.append(f"the oldest {count - len(order)} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
+        replaced = count - (capacity - 1)
+        notes.append(f"the oldest {replaced} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
     if problem:
         notes.append(f"the file could not grow (error {problem}), so new records replaced old ones early")
-    records, malformed = [], 0
-    for place in order:
-        if place >= here:
-            continue
-        record = _record(_RECORD.unpack_from(data, records_at + place * _RECORD.size))
-        if record is None:
-            malformed += 1
-        else:
-            records.append(record)
+    malformed = here - (count > capacity and here > oldest) - sum(map(len, records))
     if malformed:
         notes.append(f"{malformed} records are malformed and left out")
+    without = sum(int(((part["phase"] == Phase.CALL) & (part["detail"] == 0)).sum()) for part in records)
+    if without:
+        notes.append(f'the texts of {without} calls had no room, so they are "?"')
     readings = ClockReading(*clocks[:3]), ClockReading(*clocks[3:])
     return TraceContent(facts, texts, records, readings, tuple(notes))
 
 
-def _record(fields: tuple[int, ...]) -> Record | None:
-    try:
-        record = Record(Phase(fields[0]), *fields[1:])
-    except ValueError:
-        return None
-    open_call = record.phase is Phase.CALL and record.outcome == RUNNING
-    if record.begin_ns < 0 or (not open_call and not 0 <= record.end_ns - record.begin_ns < 366 * _DAY_NS):
-        return None
-    return record
+def _records(file: BinaryIO, at: int, first: int, end: int) -> list[NDArray[np.void]]:
+    """Return the valid records from number ``first`` to ``end``; the file may be much larger than what is valid."""
+    found = []
+    file.seek(at + first * RECORD.itemsize)
+    for place in range(first, end, _AT_ONCE):
+        data = file.read(min(_AT_ONCE, end - place) * RECORD.itemsize)
+        part = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+        valid = _valid(part)
+        if valid.any():
+            found.append(part if valid.all() else part[valid])
+    return found
+
+
+def _valid(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    phase, begin, end = records["phase"], records["begin_ns"], records["end_ns"]
+    open_call = (phase == Phase.CALL) & (records["outcome"] == RUNNING)
+    ended = (begin <= end) & (end - np.maximum(begin, 0) < 366 * _DAY_NS)
+    return np.asarray((min(Phase) <= phase) & (phase <= max(Phase)) & (begin >= 0) & (open_call | ended))
 
 
 def _texts(data: bytes) -> tuple[str, ...]:

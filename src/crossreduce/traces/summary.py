@@ -69,9 +69,9 @@ def _row(
         max(call.last_ns + add[rank] for rank, call in ranks.items())
         - min(call.begin_ns + add[rank] for rank, call in ranks.items())
         for ranks in calls
-        if all(call.end_ns is not None for call in ranks.values())
+        if all(call.completed for call in ranks.values())
     ]
-    own = [call.end_ns - call.begin_ns - _waited(call) for call in every if call.end_ns is not None]
+    own = [call.end_ns - call.begin_ns - _waited(call) for call in every if call.end_ns is not None and call.completed]
     queues = [call.begin_ns - call.queued_ns for call in every if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
     for ranks in calls:
@@ -86,7 +86,7 @@ def _row(
         text=text,
         nbytes=every[0].nbytes,
         calls=len(calls),
-        unfinished=sum(any(call.end_ns is None for call in ranks.values()) for ranks in calls),
+        unfinished=sum(not all(call.completed for call in ranks.values()) for ranks in calls),
         seconds=median(seconds) / 1e9 if seconds else None,
         own_seconds=median(own) / 1e9 if own else None,
         queue_seconds=median(queues) / 1e9 if queues else None,

@@ -322,14 +322,22 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
     while (next < until) {
         // A rank that aborted may have left an op unfinished. In its next op it must not arrive at a barrier, since the
         // others would count that for the unfinished op, nor write to its slot, from which they may still read.
-        if (!waiting && group->aborted.load(std::memory_order_acquire) != 0) return Outcome::aborted;
+        if (!waiting && group->aborted.load(std::memory_order_acquire) != 0) {
+            abort_trace();
+            return Outcome::aborted;
+        }
         if (next > 0) {
             if (!waiting) {
                 arrive();
                 // A rank that never waits must also return regularly, so that its caller can check the peers.
                 if (now_ns(CLOCK_MONOTONIC) >= until_ns) return Outcome::waiting;
             }
-            if (!wait(until_ns)) return group->aborted.load() != 0 ? Outcome::aborted : Outcome::waiting;
+            if (!wait(until_ns)) {
+                if (traced) traced->record_open_wait(now_in_trace(), latest, next);
+                if (group->aborted.load() == 0) return Outcome::waiting;
+                abort_trace();
+                return Outcome::aborted;
+            }
             waiting = false;
             if (traced && latest >= 0) traced->record(Phase::wait, now_in_trace(), latest, next);
             if (next == 1 && !signatures_match()) {
@@ -338,6 +346,7 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             }
         }
         const Outcome outcome = run(program->stages[next]);
+        if (outcome == Outcome::aborted) abort_trace();
         if (outcome != Outcome::done) return outcome;
         next++;
     }
@@ -353,6 +362,13 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
 }
 
 int64_t SharedMemory::now_in_trace() { return now_ns(CLOCK_MONOTONIC); }
+
+void SharedMemory::abort_trace() {
+    if (!traced || program == nullptr) return;
+    const int64_t now = now_in_trace();
+    if (waiting && latest >= 0) traced->record_open_wait(now, latest, next);
+    traced->end(now, static_cast<int>(Outcome::aborted));
+}
 
 void SharedMemory::end_op(Outcome outcome) {
     if (program != nullptr) {

@@ -138,7 +138,8 @@ class SharedMemory {
     Outcome advance(size_t until, int64_t slice_ns);
     // End the current op early. All ranks must do so in the same stage.
     void end_op(Outcome outcome = Outcome::done);
-    // Record the ops that begin from now on in a file; null: in none. A thread may run an op meanwhile.
+    // Record the ops that begin from now on in a file; null: in none. Another thread may run stages of an op meanwhile,
+    // which stays in its file, but must not begin one: the caller has the lock of the Python object for both.
     void trace_to(std::shared_ptr<TraceFile> file) {
         next_trace = std::move(file);
         if (program == nullptr) traced = next_trace;
@@ -148,6 +149,8 @@ class SharedMemory {
     void trace(Phase phase, size_t stage) {
         if (traced && program != nullptr) traced->record(phase, now_in_trace(), 0, stage);
     }
+    // End the trace of the current op, which was aborted. No other thread may run stages.
+    void abort_trace();
     // Abort the group and wake all ranks. Later causes are ignored.
     void abort(const std::string &cause);
     // Whether this rank can read the memory of another rank's process. Asked before the first op.

@@ -253,6 +253,7 @@ PyObject *memory_abort(PyObject *object, PyObject *args) {
     Py_ssize_t length;
     if (!PyArg_ParseTuple(args, "y#", &cause, &length) || !usable(memory_of(object), false)) return nullptr;
     memory_of(object)->memory->abort({cause, static_cast<size_t>(length)});
+    if (!memory_of(object)->busy) memory_of(object)->memory->abort_trace(); // else the thread that runs stages does it
     Py_RETURN_NONE;
 }
 

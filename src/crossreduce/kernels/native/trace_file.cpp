@@ -6,7 +6,9 @@
 #include "futex.hpp"
 
 namespace {
-constexpr int64_t PAGE = 4096, TEXTS_NBYTES = 1 << 16, FIRST_NBYTES = 1 << 18;
+constexpr int64_t PAGE = 4096, FIRST_NBYTES = 3 << 16;
+// The room for texts is this part of the file, within these limits; it is reserved in pieces.
+constexpr int64_t TEXTS_PART = 16, LEAST_TEXTS_NBYTES = 1 << 16, MOST_TEXTS_NBYTES = 1 << 20, TEXTS_PIECE = 1 << 17;
 constexpr uint8_t RUNNING = 255;
 } // namespace
 
@@ -28,7 +30,9 @@ static void read_clocks(int64_t (&clocks)[3]) {
 std::shared_ptr<TraceFile> TraceFile::open(int fd, const std::string &json, int64_t limit) {
     std::shared_ptr<TraceFile> made(new TraceFile());
     const auto before = static_cast<int64_t>(sizeof(TraceHeader) + json.size());
-    const int64_t texts_at = (before + PAGE - 1) / PAGE * PAGE, least = texts_at + TEXTS_NBYTES + 16 * PAGE;
+    const int64_t texts_at = (before + PAGE - 1) / PAGE * PAGE;
+    const int64_t room = std::clamp(limit / TEXTS_PART / PAGE * PAGE, LEAST_TEXTS_NBYTES, MOST_TEXTS_NBYTES);
+    const int64_t records_at = texts_at + room, least = records_at + 16 * PAGE;
     made->limit = std::max(limit, least);
     made->process = getpid();
     if ((made->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) < 0) return nullptr;
@@ -37,11 +41,14 @@ std::shared_ptr<TraceFile> TraceFile::open(int fd, const std::string &json, int6
     if (at == MAP_FAILED) return nullptr;
     made->memory = static_cast<char *>(at);
     madvise(at, static_cast<size_t>(made->limit), MADV_DONTFORK); // a forked child is not a rank
-    if (!made->reserve(std::min(made->limit, std::max(FIRST_NBYTES, least)))) return nullptr;
+    made->nbytes = std::min(made->limit, records_at + FIRST_NBYTES);
+    if (!made->reserve(0, texts_at + LEAST_TEXTS_NBYTES) || !made->reserve(records_at, made->nbytes)) return nullptr;
+    made->texts_room = static_cast<uint64_t>(room);
+    made->texts_reserved = static_cast<uint64_t>(LEAST_TEXTS_NBYTES);
     auto *header = new (at) TraceHeader();
     header->json_nbytes = json.size();
     header->texts_at = static_cast<uint64_t>(texts_at);
-    header->records_at = static_cast<uint64_t>(texts_at + TEXTS_NBYTES);
+    header->records_at = static_cast<uint64_t>(records_at);
     std::memcpy(made->memory + sizeof(TraceHeader), json.data(), json.size());
     read_clocks(header->clocks[0]);
     read_clocks(header->clocks[1]);
@@ -63,21 +70,25 @@ TraceFile::~TraceFile() {
             used = static_cast<int64_t>(header->records_at + std::min(count, capacity) * sizeof(TraceRecord));
         }
         munmap(memory, static_cast<size_t>(limit));
-        if (used > 0 && ftruncate(fd, used) != 0) errno = 0; // the rest is empty
+        // What follows is empty, so it does not matter if it stays.
+        [[maybe_unused]] const bool cut = used > 0 && ftruncate(fd, used) == 0;
     }
     if (fd >= 0) close(fd);
 }
 
-// Allocate the first bytes of the file on the disk. Return false and set errno if that fails.
-bool TraceFile::reserve(int64_t wanted) {
-    const int error = posix_fallocate(fd, 0, wanted);
-    if (error == 0) nbytes = wanted;
-    else errno = error;
+// Allocate a part of the file on the disk. Return false and set errno if that fails.
+bool TraceFile::reserve(int64_t from, int64_t until) {
+    int error;
+    do error = posix_fallocate(fd, from, until - from);
+    while (error == EINTR);
+    if (error != 0) errno = error;
     return error == 0;
 }
 
 void TraceFile::renew() {
-    if (!full && nbytes < limit && reserve(std::min(limit, 2 * nbytes))) {
+    const int64_t wanted = std::min(limit, 2 * nbytes);
+    if (!full && nbytes < limit && reserve(nbytes, wanted)) {
+        nbytes = wanted;
         capacity = (static_cast<uint64_t>(nbytes) - header->records_at) / sizeof(TraceRecord);
         header->capacity.store(capacity, std::memory_order_release);
         read_clocks(header->clocks[1]);
@@ -95,7 +106,7 @@ std::shared_ptr<TraceFile> TraceFile::open(int, const std::string &, int64_t) {
     return nullptr;
 }
 TraceFile::~TraceFile() = default;
-bool TraceFile::reserve(int64_t) { return false; }
+bool TraceFile::reserve(int64_t, int64_t) { return false; }
 void TraceFile::renew() { place = 0; }
 
 #endif
@@ -105,12 +116,19 @@ uint32_t TraceFile::text_number(const std::string &name) {
     const auto found = texts.find(name);
     if (found != texts.end()) return found->second;
     const uint64_t used = header->texts_nbytes.load(std::memory_order_relaxed);
-    if (name.size() > UINT16_MAX || used + 2 + name.size() > TEXTS_NBYTES) return 0;
+    const uint64_t wanted = used + 2 + name.size();
+    if (name.size() > UINT16_MAX || wanted > texts_room) return 0;
+    if (wanted > texts_reserved) {
+        const uint64_t until = std::min(texts_room, texts_reserved + TEXTS_PIECE);
+        const auto at = static_cast<int64_t>(header->texts_at);
+        if (!reserve(at + static_cast<int64_t>(texts_reserved), at + static_cast<int64_t>(until))) return 0;
+        texts_reserved = until;
+    }
     const auto length = static_cast<uint16_t>(name.size());
     char *at = memory + header->texts_at + used;
     std::memcpy(at, &length, 2);
     std::memcpy(at + 2, name.data(), name.size());
-    header->texts_nbytes.store(used + 2 + name.size(), std::memory_order_release);
+    header->texts_nbytes.store(wanted, std::memory_order_release);
     return texts[name] = static_cast<uint32_t>(texts.size() + 1);
 }
 
@@ -121,6 +139,7 @@ void TraceFile::begin(uint64_t new_number, const std::string &name, int64_t now,
     call = count;
     mark = began = now;
     running = true;
+    open_wait = false;
     write({Phase::call, RUNNING, 0, text, now, 0, number});
 }
 

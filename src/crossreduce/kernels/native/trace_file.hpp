@@ -45,26 +45,38 @@ class TraceFile {
     void begin(uint64_t number, const std::string &text, int64_t now_ns, int64_t queued_ns);
     // Record what the call did from the end of its last record until now.
     void record(Phase phase, int64_t now_ns, int rank, size_t stage) {
-        write({phase, 0, static_cast<uint16_t>(rank), static_cast<uint32_t>(stage), mark, now_ns, number});
+        add({phase, 0, static_cast<uint16_t>(rank), static_cast<uint32_t>(stage), mark, now_ns, number});
         mark = now_ns;
+        open_wait = false;
+    }
+    // Record a wait that goes on. The next record of the call replaces it, since it begins at the same time.
+    void record_open_wait(int64_t now_ns, int rank, size_t stage) {
+        add({Phase::wait, 0, static_cast<uint16_t>(rank), static_cast<uint32_t>(stage), mark, now_ns, number});
+        open_wait = running;
     }
     void end(int64_t now_ns, int outcome);
     int problem() const { return static_cast<int>(header->problem.load(std::memory_order_relaxed)); }
 
   private:
     TraceFile() = default;
+    void add(const TraceRecord &record) {
+        if (!running) return; // the call was aborted
+        if (open_wait) records[place - 1] = record;
+        else write(record);
+    }
     void write(const TraceRecord &record) {
         if (place == capacity) renew();
         records[place++] = record;
         header->count.store(++count, std::memory_order_release);
     }
     void renew(); // grow the file, or begin to replace the oldest records
-    bool reserve(int64_t nbytes);
+    bool reserve(int64_t from, int64_t until);
     uint32_t text_number(const std::string &text);
 
     int fd = -1, process = 0;
     char *memory = nullptr;
     int64_t nbytes = 0, limit = 0; // of the file now, and at most
+    uint64_t texts_room = 0, texts_reserved = 0; // for texts, at most and now
     TraceHeader *header = nullptr;
     TraceRecord *records = nullptr;
     uint64_t capacity = 0, count = 0, place = 0;
@@ -73,5 +85,5 @@ class TraceFile {
     uint64_t number = 0, call = 0; // of the current op, and of its record
     uint32_t text = 0;
     int64_t mark = 0, began = 0; // the end of the last record; the start of the call
-    bool running = false;
+    bool running = false, open_wait = false; // the last record is that of a wait that goes on
 };
