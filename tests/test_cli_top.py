@@ -417,7 +417,7 @@ def test_a_group_of_another_version_is_reported(described, tmp_path):
     assert "try: crossreduce top in the environment of that process" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("text", [b'{"name": "on', b"[" * 900, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"])
+@pytest.mark.parametrize("text", [b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"])
 def test_a_malformed_description_is_reported(described, text):
     """A description that no rank has written is reported as such, and not as another version's."""
     fd, offset = described
