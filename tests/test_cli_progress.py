@@ -145,3 +145,13 @@ def test_steps_are_reported_to_the_innermost_watcher():
     report("nobody", 1, 1)
     assert inner == [("item a", 0, 2), ("item b", 1, 2)]
     assert outer == [("after", 1, 1)]
+
+
+@pytest.mark.parametrize("given", ["9" * 21, "99999999999", "999", "\N{SUPERSCRIPT TWO}", "-1", "x", ""])
+def test_descriptors_for_bars_that_are_not_open(given):
+    """Without a usable descriptor of its parent's terminal, a command shows no bar, and does its work."""
+    command = [sys.executable, "-m", "crossreduce", "topology", "ncv4", "--json"]
+    environment = os.environ | {"CROSSREDUCE_PROGRESS_FD": given}
+    ran = subprocess.run(command, capture_output=True, env=environment, timeout=100, check=True)
+    assert json.loads(ran.stdout)["machine"] == "ncv4"
+    assert ran.stderr == b""

@@ -339,7 +339,7 @@ def described():
     fd = os.memfd_create("crossreduce-test")
     os.ftruncate(fd, native.SharedMemory.nbytes(1, 8192))
     shared = native.SharedMemory(fd, 0, 1, 8192, 0.0, 1)
-    shared.describe(7, '{"name": "one"}')
+    shared.describe([7], b'{"name": "one"}')
     with mmap.mmap(fd, 0) as mapped:
         offset = mapped.find((0x6372726564000001).to_bytes(8, "little"))
     assert offset > 0
@@ -417,6 +417,67 @@ def test_a_group_of_another_version_is_reported(described, tmp_path):
     assert "try: crossreduce top in the environment of that process" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("text", [b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"])
+def test_a_malformed_description_is_reported(described, text):
+    """A description that no rank has written is reported as such, and not as another version's."""
+    fd, offset = described
+    os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
+    _, report, error = top("--interval", "0.1", "--json")
+    (problem,) = json.loads(report)["problems"]
+    assert problem.startswith(f"a group of process {os.getpid()} has a malformed description, and cannot be shown: ")
+    assert error == ""
+
+
+def test_impossible_numbers_of_ops_and_ranks(described):
+    """Whatever numbers the memory has, the view ends and shows the group."""
+    fd, offset = described
+    state = (offset + 16 + 1000 + 63) // 64 * 64  # of the rank; its second cache line begins with the op's number
+    assert kernels.native().Observer(fd).ranks()[0][3] == 0
+    os.pwrite(fd, (2**64 - 1).to_bytes(8, "little"), state + 64)
+    os.pwrite(fd, (-5).to_bytes(8, "little", signed=True), state + 64 + 24)
+    code, report, error = top("--interval", "0.1", "--json", "--group", "one")
+    assert (code, error) == (0, "")
+    (found,) = json.loads(report)["groups"]
+    assert [one["rank"] for one in found["ranks"]] == [-5]
+
+
+def test_the_first_rank_describes_all():
+    """Once an observer can read the memory, all ranks have their numbers: the first rank writes them."""
+    native = kernels.native()
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, native.SharedMemory.nbytes(3, 8192))
+    shared = [native.SharedMemory(fd, rank, 3, 8192, 0.0, 1) for rank in range(3)]
+    for rank in (1, 2):
+        shared[rank].describe([4, 6, 9], b"{}")
+        with pytest.raises(BlockingIOError, match="temporarily unavailable"):
+            native.Observer(fd)
+    shared[0].describe([4, 6, 9], b"{}")
+    assert [rank for rank, *_ in native.Observer(fd).ranks()] == [4, 6, 9]
+    with pytest.raises(ValueError, match="the number of each rank of the host"):
+        shared[0].describe([4, 6], b"{}")
+    with pytest.raises(OverflowError, match="too"):
+        shared[0].describe([4, 6, 1 << 63], b"{}")
+    for one in shared:
+        one.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("name", ["\N{GRINNING FACE}" * 100, "\x01" * 100])
+def test_names_that_json_makes_longer(name):
+    """Groups with long names of characters that JSON escapes, or that have many bytes, are shown."""
+
+    def watch(_):
+        observer = Observer()
+        observer.search()
+        found = [view.name for view in observer.snapshots()], observer.problems
+        observer.close()
+        return found
+
+    _, (names, problems) = watched(2, quiet, name, watch=watch)
+    assert name in names
+    assert problems == ()
+
+
 # The live view
 
 
@@ -483,6 +544,15 @@ def test_rates_between_two_snapshots():
     assert rates.compare(None, after) == rates.GroupRates((None,) * 3, None)
     assert rates.compare(after, after).straggler is None
     assert rates.compare(before, view(12.0, *STATES, waits=[[0, 0, 0.3], [0, 0, 0], [0, 0, 0]])).straggler is None
+
+
+def test_a_group_with_other_ranks_is_new():
+    """If a group's memory has other ranks than before, there is nothing to compare."""
+    after = view(12.0, *STATES, waits=NO_WAITS)
+    other = after._replace(now_s=10.0, ranks=(*after.ranks[:2], after.ranks[2]._replace(rank=0)))
+    assert rates.compare(other, after) == rates.GroupRates((None,) * 3, None)
+    assert rates.compare(after._replace(now_s=10.0, ranks=after.ranks[:2]), after).ranks == (None,) * 3
+    assert rates.compare(other, other._replace(now_s=12.0)).ranks[2] == rates.RankRates(0.0, 0.0, 0.0, None, 0.0)
 
 
 def test_ranks_that_ended_do_not_lower_the_share():

@@ -246,7 +246,7 @@ def with_metrics(rendezvous, folder, every_s):
     metrics.writers._every_s = every_s
     comm = member(rendezvous, name="a/group")
     x, seen = np.ones(10, np.float32), []
-    path = Path(folder, f"run-a_group-rank{comm.rank}.prom")
+    path = Path(folder, f"run-{metrics.name_in_files(comm.name)}-rank{comm.rank}.prom")
     for _ in range(60):
         comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
         time.sleep(0.01)
@@ -262,15 +262,100 @@ def test_metrics_files(tmp_path, monkeypatch):
     monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / "new" / "run.prom"))
     for rank, (seen, last, warnings, same) in enumerate(ranks(2, with_metrics, tmp_path / "new", 0.05)):
         assert (warnings, same) == ([], True)
-        calls = "crossreduce_calls_total", ("collective", "all_reduce"), ("group", "a/group"), ("rank", str(rank))
+        calls = (
+            "crossreduce_calls_total",
+            ("collective", "all_reduce"),
+            ("group", "a/group"),
+            ("rank", str(rank)),
+            ("run", "run"),
+        )
         assert len(set(seen)) > 3
         tables = [parsed(text) for text in seen]
         for before, after in pairwise(tables):
             assert all(after[key] >= value for key, value in before.items())
         assert parsed(last)[calls] == 60
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        f"run-a_group-rank{rank}.prom" for rank in (0, 1)
+        f"run-a_group-9d76075c-rank{rank}.prom" for rank in (0, 1)
     ]
+
+
+def counted(calls, group="g", rank=0):
+    return Stats(group, rank, 2, {"barrier": CollectiveStats(calls)}, {})
+
+
+@pytest.mark.parametrize("hangs_s", [0.3, 1.5])
+def test_the_last_file_has_the_final_counters(tmp_path, hangs_s):
+    """If a group ends while the thread writes older counters, the file has the final ones in the end, and later
+    writes do not change it. The end of the group does not wait for a file system that hangs."""
+    file, reading = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event()
+    found = iter([1])
+
+    def stats():
+        if (old := next(found, None)) is None:
+            return counted(2)
+        reading.set()
+        time.sleep(hangs_s)
+        return counted(old)
+
+    thread = threading.Thread(target=file.write, args=(stats,))
+    thread.start()
+    assert reading.wait(10)
+    began = time.monotonic()
+    file.close(stats)
+    assert time.monotonic() - began < 1.4
+    thread.join()
+    file.write(lambda: counted(3))
+    assert file.path.read_text() == counted(2).openmetrics()
+    assert [*tmp_path.iterdir()] == [file.path]
+
+
+def test_temporary_files(tmp_path, monkeypatch):
+    """Temporary names cannot be guessed, and links are not followed; those of killed ranks are removed."""
+    monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    old, new, other = (tmp_path / f".crossreduce-g-rank{name}" for name in ("0.prom.1", "0.prom.2", "1.prom.1"))
+    for path in (old, new, other):
+        path.symlink_to(victim)
+    for path in (old, other):
+        os.utime(path, (1, 1), follow_symlinks=False)
+    file = metrics.metrics_file("g", 0)
+    assert sorted(tmp_path.iterdir()) == sorted([new, other, victim])
+    monkeypatch.setattr(metrics.secrets, "token_hex", lambda _: "2")  # as if somebody had guessed it
+    file.write(lambda: counted(1))
+    assert victim.read_text() == "precious"
+    monkeypatch.undo()
+    mask = os.umask(0o022)
+    file.write(lambda: counted(1))
+    os.umask(mask)
+    assert not file.path.is_symlink()
+    assert file.path.stat().st_mode & 0o777 == 0o644  # the collector runs as another user
+
+
+def test_files_of_different_groups(tmp_path, monkeypatch):
+    """Groups of different names have different files, whatever the names; and so have programs that run at the same
+    time, whose series differ by a label, too."""
+    names = ["a/b", "a b", "a_b", "g" * 80, "g" * 81, "g" * 82, "\u4e16" * 80, "\u4e16" * 81, "a\ud800", "a\ud801", ""]
+    files = []
+    for name in ("one.prom", "two.prom"):
+        monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / name))
+        files += [metrics.metrics_file(name, rank) for name in names for rank in (0, 123456)]
+    for file in files:
+        file.write(lambda: counted(1))
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(texts) == len(files) == 2 * 2 * len(names)
+    series = [key for text in texts for key in parsed(text)]
+    assert sorted(dict(key[1:])["run"] for key in series if key[0] == "crossreduce_calls_total") == sorted(
+        ["one", "two"] * 2 * len(names)
+    )
+
+
+def test_waits_in_failed_calls():
+    """The text does not call waits a part of the time in completed calls: failed calls have waits, too."""
+    text = str(Stats("g", 0, 2, {"barrier": CollectiveStats(1, 32, 0.0, 1.054)}, {})).splitlines()[1]
+    assert text == "  barrier: 1 call, 32 bytes, 0.000 s, waited 1.054 s, also in failed calls"
+    text = str(Stats("g", 0, 2, {"barrier": CollectiveStats(1, 32, 2.0, 1.0, 0.5)}, {})).splitlines()[1]
+    assert text == "  barrier: 1 call, 32 bytes, 2.000 s, waited 1.000 s, 0.500 s between hosts"
 
 
 def unwritable(rendezvous):

@@ -201,8 +201,8 @@ class MpiGroup:
         """Return this rank's calls so far: bytes, seconds, and how long it waited for which rank.
 
         >>> print(group.stats())  # doctest: +SKIP
-        group "world", rank 0 of 8: 120 calls, 480000 bytes, 0.310 s, of which 0.120 s waiting
-          all_reduce: 120 calls, 480000 bytes, 0.310 s, of which 0.120 s waiting
+        group "world", rank 0 of 8: 120 calls, 480000 bytes, 0.310 s, waited 0.120 s
+          all_reduce: 120 calls, 480000 bytes, 0.310 s, waited 0.120 s
           waited for rank 3: 0.097 s, at 71 barriers
         """
         return self._communicator.stats()

@@ -200,8 +200,8 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
     with ExitStack() as stack:
         console = Console(stderr=True)
         given = os.environ.get(PROGRESS_FD)
-        if given is not None and given.isdigit() and not console.is_terminal:
-            with suppress(OSError):  # the descriptor is not open
+        if given is not None and re.fullmatch("[0-9]{1,9}", given) and not console.is_terminal:
+            with suppress(OSError, OverflowError, TypeError, ValueError):  # the descriptor is not open
                 stream = stack.enter_context(os.fdopen(int(given), "w", encoding="utf-8", closefd=False))
                 console = Console(file=stream)
         shown = Progress(

@@ -60,15 +60,18 @@ class GroupRates(NamedTuple):
 
 
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:
-    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a group that is new."""
+    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a group that is new.
+
+    A group with other ranks than before is new, too: its memory was changed by something else than its ranks.
+    """
     elapsed = 0.0 if before is None else after.now_s - before.now_s
-    if before is None or elapsed <= 0:
+    if before is None or elapsed <= 0 or [one.rank for one in before.ranks] != [one.rank for one in after.ranks]:
         return GroupRates((None,) * len(after.ranks), None)
-    earlier = {one.rank: one for one in before.ranks}
-    rates = tuple(_rank_rates(earlier[one.rank], one, elapsed) for one in after.ranks)
+    pairs = [*zip(before.ranks, after.ranks, strict=True)]
+    rates = tuple(_rank_rates(earlier, one, elapsed) for earlier, one in pairs)
     caused = {one.rank: 0.0 for one in after.ranks}  # the seconds that others waited for a rank
-    for one in after.ranks:
-        for other, seconds in _waits(earlier[one.rank], one).items():
+    for earlier, one in pairs:
+        for other, seconds in _waits(earlier, one).items():
             caused[other] += seconds
     rank = max(caused, key=lambda each: caused[each])
     # Ranks that have left or died do not wait, and would make the share too small.

@@ -34,8 +34,8 @@ class CollectiveStats(NamedTuple):
 
     ``nbytes`` counts, as nccl-tests does, the array of an all-reduce, a reduce or a broadcast, and for each of the
     other collectives the arrays of all ranks together. Of calls that another library executes, bytes are not counted.
-    ``waiting_s``: of ``seconds``, how long the rank waited for other ranks of its host, in uncompleted calls, too.
-    ``between_hosts_s``: how long it exchanged data with other hosts, or waited for them.
+    ``waiting_s``: how long the rank waited for other ranks of its host; ``between_hosts_s``: how long it exchanged data
+    with other hosts, or waited for them. These include failed and running calls, of which ``seconds`` has nothing.
     """
 
     calls: int = 0
@@ -63,9 +63,9 @@ class Stats(NamedTuple):
     >>> stats.total
     CollectiveStats(calls=11, nbytes=4000, seconds=2.5, waiting_s=0.75, between_hosts_s=0.0)
     >>> print(stats)
-    group "world", rank 0 of 2: 11 calls, 4000 bytes, 2.500 s, of which 0.750 s waiting
-      all_reduce: 10 calls, 4000 bytes, 2.000 s, of which 0.500 s waiting
-      barrier: 1 call, 0 bytes, 0.500 s, of which 0.250 s waiting
+    group "world", rank 0 of 2: 11 calls, 4000 bytes, 2.500 s, waited 0.750 s
+      all_reduce: 10 calls, 4000 bytes, 2.000 s, waited 0.500 s
+      barrier: 1 call, 0 bytes, 0.500 s, waited 0.250 s
       waited for rank 1: 0.750 s, at 9 barriers
     """
 
@@ -80,9 +80,12 @@ class Stats(NamedTuple):
         """The sums over all collectives."""
         return total_of(self.collectives)
 
-    def openmetrics(self) -> str:
-        """Return the counters as text in the OpenMetrics format, which Prometheus reads."""
-        return openmetrics([self])
+    def openmetrics(self, run: str = "") -> str:
+        """Return the counters as text in the OpenMetrics format, which Prometheus reads.
+
+        ``run``: a further label, which separates programs that run at the same time; empty: none.
+        """
+        return openmetrics([self], run)
 
     def __str__(self) -> str:
         """Return the counters as text for people."""
@@ -101,8 +104,9 @@ def total_of(collectives: Mapping[str, CollectiveStats]) -> CollectiveStats:
 
 def _words(one: CollectiveStats) -> str:
     text = f"{one.calls} call{'' if one.calls == 1 else 's'}, {one.nbytes} bytes, {one.seconds:.3f} s"
-    text += f", of which {one.waiting_s:.3f} s waiting"
-    return text + (f" and {one.between_hosts_s:.3f} s between hosts" if one.between_hosts_s else "")
+    text += f", waited {one.waiting_s:.3f} s"
+    text += f", {one.between_hosts_s:.3f} s between hosts" if one.between_hosts_s else ""
+    return text + (", also in failed calls" if max(one.waiting_s, one.between_hosts_s) > one.seconds else "")
 
 
 def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1) -> tuple[int, int]:
@@ -169,11 +173,11 @@ _BY_STRAGGLER: Final[tuple[tuple[str, str, str, _Values], ...]] = (
 )
 
 
-def openmetrics(every: Iterable[Stats]) -> str:
+def openmetrics(every: Iterable[Stats], run: str = "") -> str:
     """Return the counters of some ranks as text in the OpenMetrics format.
 
-    The labels are ``group``, ``rank`` and ``collective``, or, for waits, ``straggler``: a rank. Source: OpenMetrics 1.0
-    (https://prometheus.io/docs/specs/om/open_metrics_spec/).
+    The labels are ``group``, ``rank``, ``run`` unless it is empty, and ``collective``, or, for waits, ``straggler``: a
+    rank. Source: OpenMetrics 1.0 (https://prometheus.io/docs/specs/om/open_metrics_spec/).
 
     >>> print(Stats("world", 0, 2, {"barrier": CollectiveStats(3)}, {}).openmetrics().split("# TYPE")[1].strip())
     crossreduce_calls counter
@@ -181,6 +185,7 @@ def openmetrics(every: Iterable[Stats]) -> str:
     crossreduce_calls_total{group="world",rank="0",collective="barrier"} 3
     """
     stats = list(every)
+    named = f',run="{_escaped(run)}"' if run else ""
     lines: list[str] = []
     for families, label in ((_BY_COLLECTIVE, "collective"), (_BY_STRAGGLER, "straggler")):
         for name, unit, text, value in families:
@@ -188,7 +193,7 @@ def openmetrics(every: Iterable[Stats]) -> str:
             for each in stats:
                 found: dict[Any, Any] = each.collectives if label == "collective" else each.waits
                 for key in sorted(found):
-                    where = f'group="{_escaped(each.group)}",rank="{each.rank}",{label}="{key}"'
+                    where = f'group="{_escaped(each.group)}",rank="{each.rank}"{named},{label}="{key}"'
                     lines.append(f"{name}_total{{{where}}} {value(found[key])}")
     return "\n".join([*lines, "# EOF"]) + "\n"
 

@@ -7,9 +7,14 @@ that cannot be written causes one warning. The thread reads counters; no call wa
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -21,21 +26,49 @@ _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0
 VARIABLE: Final = "CROSSREDUCE_METRICS"
 _SUFFIX: Final = ".prom"
+_NAME_BYTES: Final = 80  # of a group's name in that of its file
+_OLD_S: Final = 60.0  # a temporary file of this age belongs to a rank that was killed
+_CLOSE_S: Final = 1.0  # how long the end of a group waits for the thread, if the file system hangs
 writers: Final = PeriodicChecks("crossreduce metrics", EVERY_S, f"this process writes no files for {VARIABLE}")
 
 
 class MetricsFile:
-    """The file of one rank of one group."""
+    """The file of one rank of one group; ``run`` becomes a label of its counters, unless it is empty."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run: str = "") -> None:
         self.path = path
+        self._run = run
+        self._lock = threading.Lock()  # held while the file is replaced, from the reading of the counters on
+        self._ending = self._closed = False
         self._warned = False
 
-    def write(self, stats: Stats) -> None:
-        """Replace the file."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # the collector reads only *.prom
+    def write(self, stats: Callable[[], Stats]) -> None:
+        """Replace the file, unless it is closed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._replace(stats())
+            if self._ending:  # ``close`` may have lost patience with this call
+                self._replace(stats())
+                self._closed = True
+
+    def close(self, stats: Callable[[], Stats]) -> None:
+        """Replace the file a last time. If a write of another thread hangs, that thread does it as soon as it can."""
+        self._ending = True
+        if self._lock.acquire(timeout=_CLOSE_S):
+            try:
+                if not self._closed:
+                    self._replace(stats())
+                    self._closed = True
+            finally:
+                self._lock.release()
+
+    def _replace(self, stats: Stats) -> None:
+        # The collector reads only *.prom. Nobody can guess the name, and "x" follows no link.
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
-            temporary.write_text(stats.openmetrics(), "utf-8", errors="replace")
+            with temporary.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(stats.openmetrics(self._run))
             temporary.replace(self.path)
         except OSError as error:
             with suppress(OSError):
@@ -43,6 +76,13 @@ class MetricsFile:
             if not self._warned:
                 self._warned = True
                 _LOG.warning("rank %d cannot write %s (%s): %s", stats.rank, self.path, VARIABLE, error)
+
+    def remove_old(self) -> None:
+        """Remove the temporary files that killed ranks have left."""
+        with suppress(OSError):
+            for path in self.path.parent.iterdir():
+                if path.name.startswith(f".{self.path.name}.") and time.time() - path.lstat().st_mtime > _OLD_S:
+                    path.unlink()
 
 
 def metrics_file(group: str, rank: int) -> MetricsFile | None:
@@ -52,11 +92,24 @@ def metrics_file(group: str, rank: int) -> MetricsFile | None:
         return None
     target = Path(chosen)
     one = target.suffix == _SUFFIX and not target.is_dir()
-    folder, start = (target.parent, target.stem) if one else (target, "crossreduce")
-    readable = re.sub(r"[^\w.-]+", "_", group)[:80]
+    folder, run = (target.parent, target.stem) if one else (target, "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _LOG.warning("rank %d cannot make the folder %s (%s): %s", rank, folder, VARIABLE, error)
         return None
-    return MetricsFile(folder / f"{start}-{readable}-rank{rank}{_SUFFIX}")
+    made = MetricsFile(folder / f"{run or 'crossreduce'}-{name_in_files(group)}-rank{rank}{_SUFFIX}", run)
+    made.remove_old()
+    return made
+
+
+def name_in_files(group: str) -> str:
+    """Return the part of a file's name that is a group's: other groups have other ones.
+
+    >>> name_in_files("world"), name_in_files("a/b"), name_in_files("a b")
+    ('world', 'a_b-c14cddc0', 'a_b-c8687a08')
+    """
+    readable = re.sub(r"[^\w.-]+", "_", group).encode()[:_NAME_BYTES].decode(errors="ignore")
+    if readable == group:
+        return group
+    return f"{readable}-{hashlib.sha256(group.encode(errors='surrogatepass')).hexdigest()[:8]}"

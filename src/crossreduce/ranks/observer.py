@@ -116,13 +116,13 @@ class Observer:
             if (status.st_dev, status.st_ino) != key:  # the process has closed it and opened something else
                 return None
             native = kernels.native().Observer(fd)
-            about = json.loads(native.about())
-            self._watched[key] = _Watched(fd, native, about)
+            self._watched[key] = _Watched(fd, native, _description(native.about()))
             fd = -1
-        except (OSError, ValueError) as error:
-            number = getattr(error, "errno", None)
-            if number in (None, *_OTHER_LAYOUT):
-                process = link.parts[2]
+        except ValueError as error:
+            return f"a group of process {link.parts[2]} has a malformed description, and cannot be shown: {error}"
+        except OSError as error:
+            number, process = error.errno, link.parts[2]
+            if number in _OTHER_LAYOUT:
                 text = f"a group of process {process} has memory of another version of crossreduce than {version()}"
                 return f"{text}, and cannot be read.  try: crossreduce top in the environment of that process"
             if number not in (_UNDESCRIBED, errno.ENOENT, errno.ESRCH):
@@ -136,6 +136,17 @@ class Observer:
         watched = self._watched.pop(key)
         watched.native.close()
         os.close(watched.fd)
+
+
+def _description(text: bytes) -> dict[str, Any]:
+    """Return the description of a group from its JSON; raise ``ValueError`` if something else than a rank wrote it."""
+    try:
+        about = json.loads(text)
+    except RecursionError:
+        about = None
+    if not isinstance(about, dict) or not all(type(about.get(key, 1)) is int for key in ("size", "hosts")):
+        raise ValueError("not the text of a rank")
+    return about
 
 
 def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:

@@ -113,10 +113,12 @@ class RankMemory:
     def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
         """Describe the group for programs that are not ranks, such as ``crossreduce top``.
 
-        ``about`` is stored as JSON of at most about 1000 bytes. ``global_ranks``: the numbers of all ranks.
+        ``about`` is stored as JSON of at most 1000 bytes, for which its texts are cut after 100 characters: JSON has at
+        most 6 bytes for each. ``global_ranks``: the numbers of all ranks.
         """
-        text = json.dumps({key: value[:100] if isinstance(value, str) else value for key, value in about.items()})
-        self.native.describe(global_ranks[self.host[self.place]], text)
+        short = {key: value[:100] if isinstance(value, str) else value for key, value in about.items()}
+        text = json.dumps(short, ensure_ascii=False).encode(errors="replace")
+        self.native.describe([global_ranks[rank] for rank in self.host], text)
 
     def counts(self) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
         """Return the counters of this rank, for ``counters.rank_counts``."""

@@ -58,8 +58,9 @@ class CountedMember(Member):
         if self._writer is not None:
             metrics.writers.remove(self._writer)
             self._writer = None
-            self._write_metrics()
+            if self._metrics is not None:
+                self._metrics.close(self.stats)
 
     def _write_metrics(self) -> None:
         if self._metrics is not None:
-            self._metrics.write(self.stats())
+            self._metrics.write(self.stats)

@@ -122,9 +122,10 @@ PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(observer_new)}
 PyObject *ops_of(const SharedMemory &memory, int rank) {
     const RankState &state = memory.state(rank);
     const uint64_t last = state.number.load(std::memory_order_acquire);
-    uint64_t number = last < RECORDED_OPS ? 1 : last - RECORDED_OPS + 1;
+    const uint64_t first = last < RECORDED_OPS ? 1 : last - RECORDED_OPS + 1, ops = last - first + 1;
     PyObject *all = PyList_New(0);
-    for (; all != nullptr && number <= last; number++) {
+    for (uint64_t k = 0; all != nullptr && k < ops; k++) { // a count: corrupt memory may have the greatest number as `last`
+        const uint64_t number = first + k;
         std::string signature;
         int64_t started, ended;
         if (!state.records[number % RECORDED_OPS].read(number, signature, started, ended)) continue;

@@ -62,9 +62,9 @@ SharedMemory *SharedMemory::over(void *memory, int rank, int ranks, int64_t slot
     return made;
 }
 
-void SharedMemory::describe(int64_t global_rank, const std::string &text) {
-    states[rank].global_rank.store(global_rank, std::memory_order_relaxed);
+void SharedMemory::describe(const std::vector<int64_t> &global_ranks, const std::string &text) {
     if (rank != 0) return;
+    for (int of = 0; of < ranks; of++) states[of].global_rank.store(global_ranks[of], std::memory_order_relaxed);
     group->ranks = static_cast<uint32_t>(ranks);
     group->about_length = static_cast<uint32_t>(std::min<size_t>(text.size(), ABOUT_NBYTES));
     std::memcpy(group->about, text.data(), group->about_length);

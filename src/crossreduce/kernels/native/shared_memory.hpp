@@ -129,8 +129,9 @@ class SharedMemory {
     static SharedMemory *observe(int fd);
     ~SharedMemory();
     static int64_t nbytes(int ranks, int64_t slot);
-    // Describe the group, for observers. Each rank calls it once; the text is that of the first.
-    void describe(int64_t global_rank, const std::string &about);
+    // Describe the group, for observers, with the numbers of the ranks of this host. Only the first rank does something,
+    // so that an observer sees either all of it or nothing.
+    void describe(const std::vector<int64_t> &global_ranks, const std::string &about);
 
     // Begin the next op. The program, the buffers and their memory must stay valid until the op ends.
     void begin(const RankProgram &program, std::vector<char *> buffers, const std::string &signature);

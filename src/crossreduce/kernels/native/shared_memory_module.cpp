@@ -328,11 +328,23 @@ PyObject *memory_counts(PyObject *object, PyObject *args) {
 }
 
 PyObject *memory_describe(PyObject *object, PyObject *args) {
+    PyObject *numbers;
     const char *about;
     Py_ssize_t length;
-    long long global_rank;
-    if (!PyArg_ParseTuple(args, "Ls#", &global_rank, &about, &length) || !usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->describe(global_rank, {about, static_cast<size_t>(length)});
+    if (!PyArg_ParseTuple(args, "Oy#", &numbers, &about, &length) || !usable(memory_of(object), true)) return nullptr;
+    SharedMemory *memory = memory_of(object)->memory;
+    Ref list(PySequence_List(numbers));
+    if (!list) return nullptr;
+    if (PyList_Size(list.object) != memory->ranks) {
+        PyErr_SetString(PyExc_ValueError, "describe needs the number of each rank of the host");
+        return nullptr;
+    }
+    std::vector<int64_t> global_ranks;
+    for (int rank = 0; rank < memory->ranks; rank++) {
+        global_ranks.push_back(PyLong_AsLongLong(PyList_GetItem(list.object, rank)));
+        if (PyErr_Occurred()) return nullptr;
+    }
+    memory->describe(global_ranks, {about, static_cast<size_t>(length)});
     Py_RETURN_NONE;
 }
 
@@ -419,7 +431,8 @@ PyMethodDef memory_methods[] = {
     {"ops", locked<memory_ops>, METH_VARARGS, OPS_TEXT},
     {"counts", locked<memory_counts>, METH_VARARGS, COUNTS_TEXT},
     {"describe", locked<memory_describe>, METH_VARARGS,
-     "describe(global_rank, about): describe this rank and, if it is the first, the group, for observers."},
+     "describe(global_ranks, about): if this rank is the first, describe the ranks of the host and the group, for "
+     "observers."},
     {"count_between_hosts", locked<memory_count_between_hosts>, METH_VARARGS,
      "count_between_hosts(ns): add to the time that the current op has spent in the exchange with other hosts."},
     {"trace_to", locked<memory_trace_to>, METH_VARARGS,
