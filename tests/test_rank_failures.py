@@ -180,6 +180,7 @@ def stopped(rendezvous, started, timeout_s):
                 break
     except CollectiveTimeout as error:
         took = time.monotonic() - at.time, Moment().seconds_since(at)
+        assert (error.__cause__, error.__context__) == (None, None)  # the traceback has the facts once
         again = None
         try:
             comm.barrier()
