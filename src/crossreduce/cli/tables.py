@@ -67,11 +67,14 @@ def fits(columns: Sequence[Column], width: int, space: int = 1) -> bool:
     return sum(column.least for column in columns) + _frame(len(columns), space) <= width
 
 
-def without(columns: Sequence[Column], titles: Sequence[str], width: int) -> list[Column]:
-    """Return columns that fit: those with these titles are left out, in this order, until the others do."""
+def without(columns: Sequence[Column], titles: Sequence[str], width: int, space: int = 1) -> list[Column]:
+    """Return columns that fit: those with these titles are left out, in this order, until the others do.
+
+    ``space``: at each side of a cell.
+    """
     kept = list(columns)
     for title in titles:
-        if not fits(kept, width):
+        if not fits(kept, width, space):
             kept = [column for column in kept if column.title != title]
     return kept
 
