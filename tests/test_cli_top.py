@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from ranks import Died, SocketTransport, ranks
 
 from crossreduce import kernels
 from crossreduce.cli import rates
+from crossreduce.cli.top import _print
 from crossreduce.errors import PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.counters import CollectiveStats, WaitStats
+from crossreduce.ranks.flight_recorder import Op
 from crossreduce.ranks.observer import GroupView, Observer, RankView
 
 
@@ -110,7 +113,7 @@ def test_the_straggler_is_named():
     assert (code, error) == (0, "")
     assert re.search(r'^group "slow", 4 ranks, op \d+$', out, re.MULTILINE)
     assert re.search(r"^rank 2 keeps the others waiting: \d+ % of their time$", out, re.MULTILINE)
-    assert re.search(rf"│ +0 │ {pids[0]} │ .* │ +\d+ │ +rank 2 │|│ +0 │ {pids[0]} │ .*rank 2 │", out), out
+    assert re.search(rf"│ +0 │ +{pids[0]} │ .* │ +\d+ % │ +2 │$", out, re.MULTILINE), out
 
 
 def test_nobody_is_named_without_cause():
@@ -327,6 +330,83 @@ def test_an_observer_releases_everything():
     _, (names, same, after) = watched(2, quiet, "released", watch=watch)
     assert "released" in names
     assert (same, after) == (False, True)
+
+
+# Narrow terminals
+
+
+def rows_of(text):
+    """Return the cells of each row of a printed table; the first row is the head."""
+    lines = [line for line in text.splitlines() if line[0] in "┃│"]
+    return [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines]
+
+
+def printed_at(monkeypatch, capsys, width, hosts):
+    """Return what ``top`` prints at a width about a group of 3 ranks with large numbers, of which rank 2 is late."""
+    op = Op(1234567, "all_reduce sum float32[100000]", 1.0, None)
+    waits = [[0, 0, 0.97], [0, 0, 0.97], [0.03, 0, 0]]
+    views = []
+    for now_s, calls in ((10.0, 0), (11.0, 23_456)):
+        seen = view(now_s, "waiting", "waiting", "idle", waits=waits if calls else NO_WAITS, calls=calls)
+        each = [one._replace(pid=4_000_000 + one.rank, op=op, late=(2,) if one.rank < 2 else ()) for one in seen.ranks]
+        each = [one._replace(total=one.total._replace(nbytes=calls * 10**6)) for one in each]
+        views.append(seen._replace(hosts=hosts, ranks=tuple(each)))
+    monkeypatch.setenv("COLUMNS", str(width))
+    observer = SimpleNamespace(problems=(), hidden=0)
+    _print(observer, views[1:], [rates.compare(*views)], None)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("width", "hosts", "titles"),
+    [
+        (160, 1, "rank pid state op call calls/s GB/s waiting for"),
+        (115, 1, "rank pid state op call calls/s GB/s waiting for"),
+        (100, 1, "rank state op call calls/s GB/s waiting for"),
+        (80, 1, "rank state op calls/s GB/s waiting for"),
+        (100, 2, "rank state op calls/s GB/s waiting for between hosts"),
+        (80, 2, "rank state op calls/s GB/s waiting for between hosts"),
+        (50, 2, "rank state GB/s waiting for"),
+    ],
+)
+def test_a_narrow_view_has_whole_numbers(monkeypatch, capsys, width, hosts, titles):
+    """A narrow view shortens calls, then leaves out columns; it is never wider than the terminal, and every number in
+    it is complete."""
+    out = printed_at(monkeypatch, capsys, width, hosts)
+    assert all(len(line) <= width for line in out.splitlines()), out
+    table = rows_of(out)
+    heads, cells = table[:-3], table[-3:]
+    assert " ".join(" ".join(" ".join(title).split()) for title in zip(*heads, strict=True)) == titles
+    columns = dict(zip(heads[0], zip(*cells, strict=True), strict=True))
+    due = {
+        "rank": ("0", "1", "2"),
+        "pid": ("4000000", "4000001", "4000002"),
+        "op": ("1234567",) * 3,
+        "calls/s": ("23,456.0",) * 3,
+        "GB/s": ("23.456",) * 3,
+        "waiting": ("97 %", "97 %", "3 %"),
+        "for": ("2", "2", "0"),
+    }
+    assert {name: columns[name] for name in due if name in columns} == {
+        name: cells for name, cells in due.items() if name in columns
+    }
+    assert columns["state"] in (("waits for rank 2", "waits for rank 2", "idle"), ("waiting", "waiting", "idle"))
+    call = "all_reduce sum float32[100000]"
+    for text in columns.get("call", ()):
+        assert text == call if width >= 160 else call.startswith(text.rstrip("…")) and len(text) >= 12, text
+        assert {*re.findall(r"\d+", text)} <= {"32", "100000"}, text
+
+
+@pytest.mark.parametrize("cause", [None, "rank 1 died."])
+def test_a_group_whose_ranks_have_ended(monkeypatch, capsys, cause):
+    """A group of which another process keeps the memory, and whose ranks have all ended, is described so."""
+    views = [view(now_s, "dead", "left", "dead", waits=NO_WAITS)._replace(cause=cause) for now_s in (1.0, 2.0)]
+    _print(SimpleNamespace(problems=(), hidden=0), views[1:], [rates.compare(*views)], None)
+    out = capsys.readouterr().out.splitlines()
+    assert out[1] == ("all ranks have ended" if cause is None else "all ranks have ended; broken: rank 1 died.")
+    alive = [view(now_s, "dead", "idle", "dead", waits=NO_WAITS) for now_s in (1.0, 2.0)]
+    _print(SimpleNamespace(problems=(), hidden=0), alive[1:], [rates.compare(*alive)], None)
+    assert "ended" not in capsys.readouterr().out
 
 
 # Memory that is not that of a group of this version

@@ -1,5 +1,6 @@
 """The page of ``crossreduce doctor --report``: its content; no text of a dump becomes HTML."""
 
+import json
 import re
 import time
 from html.parser import HTMLParser
@@ -7,11 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from browser import chromium, require_browser
 from histories import history, new_dump
 
 from crossreduce.cli import timeline
+from crossreduce.cli.diagnosis import diagnose
 from crossreduce.cli.timeline import Axis, CallBar, RankRow
 from crossreduce.ranks import flight_recorder
+from crossreduce.ranks.diagnostics import CallSignature, timeout_text
 from crossreduce.ranks.flight_recorder import Frame, History, Op, Thread
 from crossreduce.ranks.shared_memory import LEFT
 
@@ -99,6 +103,57 @@ def test_the_page_on_a_broken_group(page, crossreduce):
     assert [each["text"] for each in found.find("summary")] == ["ranks 0-2: 2 threads", "rank 4: 2 threads"]
     assert "step (/home/someone/train.py:41)" in text
     assert len(found.find("button")) == 4
+
+
+def caused(text):
+    """Return a dump of one rank of three, whose cause is this text, with a time in microseconds."""
+    first = new_dump(0, *(history(rank, 3 if rank else 4) for rank in range(3)), hosts=((0, 1, 2),))
+    return first._replace(cause=text, time="2026-11-26 19:52:41.123456+0000")
+
+
+def test_the_advice_to_run_the_doctor_is_left_out(page, crossreduce, dump_directory):
+    """Neither the command nor its page says "try: crossreduce doctor", and both print times to the second; the JSON and
+    the dump have everything. Other advice stays."""
+    late = {1: CallSignature(3, "barrier"), 2: CallSignature(3, "barrier")}
+    dump = caused(timeout_text(6, CallSignature(4, "barrier"), late, "world"))
+    flight_recorder.write(dump)
+    _, out, _ = crossreduce("doctor", dump_directory)
+    title = "3 ranks on 1 host, 2026-11-26 19:52:41+0000"
+    assert out.splitlines()[0] == f'Group "world", {title}'
+    found, text = page(dump_directory)
+    assert found.find("p", class_="dim")[0]["text"] == title
+    for shown in (out, text):
+        assert "  given: ranks 1, 2 have not begun it: their last calls were op 3, barrier" in shown
+        assert not re.search(r"\btry: ", shown)
+    (incident,) = json.loads(crossreduce("doctor", dump_directory, "--json")[1])["incidents"]
+    assert (incident["cause"], incident["time"]) == (dump.cause, "2026-11-26 19:52:41.123456+0000")
+    alone = diagnose([dump._replace(hosts=((0,),), histories=dump.histories[:1])])
+    assert alone.about == "1 rank on 1 host, 2026-11-26 19:52:41+0000"
+    flight_recorder.write(caused("it broke.\n  try:   read the traceback of rank 1"))
+    assert "  try:   read the traceback of rank 1" in crossreduce("doctor", dump_directory)[1]
+
+
+def test_the_page_in_a_narrow_browser(page, tmp_path, dump_directory):
+    """At a width of 400 pixels, no cell of the table has a line break, the page itself does not scroll sideways, and
+    the line at the moment of the abort is beside the last call, inside of the time line."""
+    require_browser()
+    flight_recorder.write(caused("why"))
+    page(dump_directory)
+    with chromium(tmp_path / "profile", 400, 800) as driver:
+        driver.get((tmp_path / "report.html").as_uri())
+        tall = "const tall = cell => { const made = document.createRange(); made.selectNodeContents(cell);"
+        tall += "return new Set([...made.getClientRects()].map(one => Math.round(one.top))).size > 1 };"
+        assert driver.execute_script(f"{tall} return [...document.querySelectorAll('th,td')].filter(tall).length") == 0
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= 400
+        places = driver.execute_script(
+            "const lines = document.querySelector('.lines'); lines.scrollLeft = 1e6;"
+            "const at = one => one.getBoundingClientRect(), last = document.getElementById('g0r0o4');"
+            "return [at(last).right, at(last.parentElement.querySelector('.abort')).left,"
+            "at(last.parentElement.querySelector('.abort')).right, at(lines).left + lines.clientWidth]"
+        )
+        assert places == sorted(places)
+        assert places[2] - places[1] >= 3
+        assert places[3] - places[2] >= 5
 
 
 def test_the_file_is_complete_in_itself(page):

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -180,14 +181,15 @@ def stopped(rendezvous, started, timeout_s):
                 break
     except CollectiveTimeout as error:
         took = time.monotonic() - at.time, Moment().seconds_since(at)
+        tracebacks = traceback.format_exc().count("Traceback (most recent call last)")
         again = None
         try:
             comm.barrier()
         except CollectiveTimeout as second:
             again = str(second) == str(error)
-        return str(error), error.ranks, took, again, kept.texts
+        return str(error), error.ranks, took, again, kept.texts, tracebacks
     comm.close()
-    return "done", (), None, None, kept.texts
+    return "done", (), None, None, kept.texts, 0
 
 
 def test_a_rank_that_stops_for_a_while():
@@ -213,8 +215,9 @@ def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
     assert re.match(
         r"rank 2 did not complete op .*, within the timeout of 1\.5 s\. The group cannot be used again", text
     )
-    for rank, (_, late, took, again, warned) in enumerate(found):
+    for rank, (_, late, took, again, warned, tracebacks) in enumerate(found):
         assert late == (2,)
+        assert tracebacks == 1  # without an internal exception before it
         assert again is True
         if rank != 2:
             elapsed, without_cpu_waits = took

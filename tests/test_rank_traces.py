@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -22,6 +23,7 @@ from trace_events import read_events
 
 import crossreduce.trace
 from crossreduce import ArgumentError, ReductionError, Topology, simulate
+from crossreduce.cli.trace import _show
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import tracing
 from crossreduce.ranks.host_parts import host_schedule
@@ -30,7 +32,7 @@ from crossreduce.traces import calls as trace_calls
 from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
 from crossreduce.traces.format import Facts, Phase, read_trace
-from crossreduce.traces.summary import summarize
+from crossreduce.traces.summary import SummaryRow, straggler, summarize
 
 LATE_S = 0.15
 WORK = {Phase.COPY_IN, Phase.REDUCE, Phase.COPY_OUT}
@@ -195,18 +197,77 @@ def test_a_large_trace_is_cut_for_the_viewer(of_two, trace, tmp_path, monkeypatc
 
 
 def test_the_table(of_two, trace, monkeypatch):
-    """Without ``-o`` there is a table with a row for each text; it is as wide as the terminal, and nothing is cut."""
+    """Without ``-o`` the straggler is named, and there is a table with a row for each text, at most as wide as the
+    terminal."""
     for width in (80, 160):
         monkeypatch.setenv("COLUMNS", str(width))
         code, out, err = trace(of_two)
         assert (code, err) == (0, "")
-        assert all(len(line) <= width and "…" not in line for line in out.splitlines())
+        assert all(len(line) <= width for line in out.splitlines())
+        assert re.search(r"^rank 1 keeps the others waiting: \d\d % of their time in collectives$", out, re.MULTILINE)
+        assert "5.34 MiB" in out
+        assert "queue" not in out
+        assert "plan" not in out
     assert "all_reduce sum float64[700001]" in out
-    assert "5600008 bytes" in out
     code, out, _ = trace(of_two, "--json")
-    rows = json.loads(out)["rows"]
-    assert [row["calls"] for row in rows if row["text"] == CALLS[0]] == [3]
-    assert all(row["predicted_seconds"] is None for row in rows)
+    report = json.loads(out)
+    assert [row["calls"] for row in report["rows"] if row["text"] == CALLS[0]] == [3]
+    assert all(row["predicted_seconds"] is None for row in report["rows"])
+    (named,) = report["stragglers"]
+    assert (named["group"], named["rank"]) == ("world", 1)
+    spent = {rank: sum(row["rank_seconds"][rank]["seconds"] for row in report["rows"]) for rank in (0, 1)}
+    assert spent[0] > spent[1] + 0.8 * LATE_S
+    assert 0.5 < named["share"] <= 1
+
+
+def row_of(text, calls=12_345, queue=None, waited_for=((1, 0.9), (0, 0.06), (2, 0.04)), **fields):
+    """Return a row of 4 ranks, whose calls took 1 s on rank 1 and 3 s on each other rank."""
+    row = SummaryRow("g", "t", text, 1_234_567, calls, 1, 0.123e-3, 98.7e-6, queue, 0.5, waited_for,
+                     ((0, 3.0), (1, 1.0), (2, 3.0), (3, 3.0)))  # fmt: skip
+    return row._replace(**fields)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130, 200])
+@pytest.mark.parametrize("queue", [None, 0.0123])
+def test_a_narrow_table_has_whole_words(monkeypatch, capsys, width, queue):
+    """At every width all words and numbers of the table are whole, and calls are broken at spaces; columns of queues
+    and plans are there only if they have content."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    texts = ["all_reduce sum float32[100000]", "reduce_scatter sum bfloat16[1024]", "barrier"]
+    rows = [row_of(text, queue=queue) for text in texts]
+    _show(rows, [None, queue, None])
+    out = capsys.readouterr().out
+    assert all(len(line) <= width for line in out.splitlines()), out
+    assert "…" not in out
+    words = set(re.sub("[┃│┏━┳┓┡╇┩└─┴┘]", " ", out).split())
+    due = {*" ".join(texts).split(), "1.18", "MiB", "us", "98.7", "waiting", "50", "rank", "90", "%,"}
+    assert due <= words
+    assert words & {"queue", "plan"} == ({"queue", "plan"} if queue and width >= 80 else set())
+    assert ("12.3" in words) == (queue is not None and width >= 80)
+    if width >= 80:
+        assert {"123", "median"} <= words
+    if width >= (100 if queue else 80):
+        assert {"12345", "10", "GB/s", "count"} <= words
+    if width >= 200:
+        assert all(text in out for text in texts)
+        assert "rank 1 90 %, rank 0 6 %, rank 2 4 %" in out
+
+
+def test_the_straggler_of_a_trace():
+    """The share is that of the other ranks' time in all calls of the group; long calls count more than short ones."""
+    waits = row_of("a", waiting=0.5, waited_for=((1, 0.9), (0, 0.1)))  # 10 s of all ranks, 5 s of them waiting
+    assert straggler([waits]) == (1, pytest.approx(4.5 / 9))
+    short = row_of("b", waiting=0.9, waited_for=((2, 1.0),), rank_seconds=((0, 1.0), (1, 1.0), (2, 0.1), (3, 1.0)))
+    assert straggler([waits, short]) == (1, pytest.approx(4.5 / (10 + 3.1 - 2)))
+    assert straggler([row_of("c", waiting=0.0, waited_for=())])[1] == 0
+    assert straggler([row_of("d", waiting=0.0, waited_for=(), rank_seconds=((0, 1.0),))]) == (0, 0.0)
+
+
+def test_without_a_straggler_the_table_says_so(monkeypatch, capsys):
+    """If waits are short, no rank is named."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _show([row_of("barrier", waiting=0.05)], [None])
+    assert "no rank keeps the others waiting for 10 % of their time in collectives\n" in capsys.readouterr().out
 
 
 def endless(rendezvous, folder):
@@ -336,7 +397,15 @@ def test_runs_in_one_directory_are_apart(tmp_path, trace):
     assert any("2 runs" in note for note in report["notes"])
     first = json.loads(trace(tmp_path, "--json", "--run", "1")[1])
     assert {row["text"] for row in first["rows"]} == {*CALLS}
-    assert trace(tmp_path, "--run", "3")[0] == 2
+    code, _, err = trace(tmp_path, "--run", "3")
+    assert (code, "has 2 runs." in err, "--run 1 to 2" in err) == (2, True, True)
+
+
+def test_a_run_that_does_not_exist(of_two, trace):
+    """The number of a run beyond the only one is refused, in the singular."""
+    code, _, err = trace(of_two, "--run", "2")
+    assert (code, "has 1 run." in err) == (2, True)
+    assert err.rstrip().endswith("--run 1")
 
 
 def without(rendezvous):
@@ -712,7 +781,7 @@ def test_a_truncated_file_is_read_to_its_end(of_two, tmp_path, trace):
     code, _, err = trace(tmp_path / "cut", "-o", tmp_path / "o.json")
     assert code == 0
     assert "truncated before its first record" in err
-    assert "has no file of 1 ranks: [1]" in err
+    assert "has no file of rank 1." in err
     read_events((tmp_path / "o.json").read_text())
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import rank_list
+from ..ranks.diagnostics import DOCTOR
 from ..ranks.flight_recorder import Dump, History, Thread
 from ..ranks.shared_memory import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3
+_FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # of a second
 _MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
 _UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
@@ -58,6 +60,19 @@ class Incident:
     missing: tuple[int, ...]  # the ranks without any information
     without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
     ranks: tuple[RankState, ...]
+
+    @property
+    def about(self) -> str:
+        """The size of the group and when it broke, to the second."""
+        counts = {"rank": len(self.ranks), "host": len({state.host for state in self.ranks})}
+        words = (f"{count} {what}{'' if count == 1 else 's'}" for what, count in counts.items())
+        return f"{' on '.join(words)}, {_FRACTION.sub('', self.time)}"
+
+    @property
+    def raised(self) -> str:
+        """The error, without the advice to run the doctor, whose reader has done so."""
+        text, _, advice = self.cause.partition("\n  try: ")
+        return text if DOCTOR in advice else self.cause
 
 
 def diagnose(dumps: Sequence[Dump]) -> Incident:

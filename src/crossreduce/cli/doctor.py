@@ -63,10 +63,8 @@ def doctor(
 
 def _show(each: Incident) -> None:
     """Print one incident as text and a table."""
-    hosts = len({state.host for state in each.ranks})
-    ranks = f"{len(each.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
-    title = f'Group "{each.group}", {ranks}, {each.time}'
-    print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
+    title = f'Group "{each.group}", {each.about}'
+    print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.raised.splitlines()]))
     table = Table()  # only the columns with long texts become narrower; these are folded, never cut off
     for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
         table.add_column(name, no_wrap=not long, overflow="fold")

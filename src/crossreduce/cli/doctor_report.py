@@ -39,12 +39,11 @@ def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[s
 
 
 def _group(number: int, incident: Incident, dumps: Sequence[Dump]) -> Iterator[str]:
-    hosts = len({state.host for state in incident.ranks})
-    about = f"{len(incident.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}, {incident.time}"
-    yield f'<section><h2>Group "{escape(incident.group)}"</h2><p class="dim">{escape(about)}</p><ul class="findings">'
+    yield f'<section><h2>Group "{escape(incident.group)}"</h2><p class="dim">{escape(incident.about)}</p>'
+    yield '<ul class="findings">'
     for k, finding in enumerate(incident.findings):
         yield f"<li{' class=bad' if k == 0 and incident.behind else ''}>{escape(finding)}</li>"
-    yield f"</ul><h3>The ranks raised</h3><pre>{escape(incident.cause)}</pre>"
+    yield f"</ul><h3>The ranks raised</h3><pre>{escape(incident.raised)}</pre>"
     yield from _timeline(number, incident, timeline(dumps))
     yield from _table(number, incident.ranks, {*incident.behind, *incident.missing})
     yield from _stacks(dumps)

@@ -14,7 +14,7 @@ body{margin:0 auto;max-width:1500px;padding:16px;background:var(--bg);color:var(
 font:15px/1.45 system-ui,sans-serif}
 h1{font-size:1.35rem;margin:.2em 0 .6em}h2{font-size:1.15rem;margin:1.6em 0 .4em}h3{font-size:1rem;
 margin:1.3em 0 .4em}
-p,li,td,th,pre,summary{overflow-wrap:anywhere}
+p,li,pre,summary{overflow-wrap:anywhere}
 ul.findings{padding-left:1.2em;margin:.4em 0}
 pre{background:var(--soft);border:1px solid var(--line);border-radius:6px;padding:8px;white-space:pre-wrap;
 margin:.4em 0;
@@ -31,7 +31,7 @@ color:inherit;cursor:pointer}
 .none,.pause{background:repeating-linear-gradient(45deg,var(--line) 0 4px,transparent 4px 8px)}
 .lines{position:relative;overflow:auto;max-height:78vh;border:1px solid var(--line);border-radius:6px}
 .inner{--zoom:1;--label:215px;width:calc(var(--label) + (100% - var(--label))*var(--zoom));position:relative}
-.row{display:flex;height:20px;border-bottom:1px solid var(--soft)}
+.row{display:flex;height:20px;padding-right:14px;border-bottom:1px solid var(--soft)}
 .row.big{height:26px}
 .label{position:sticky;left:0;z-index:3;flex:0 0 var(--label);width:var(--label);background:var(--bg);padding:0 8px;
 white-space:nowrap;overflow:hidden;text-overflow:ellipsis;font-size:.8rem;
@@ -47,7 +47,8 @@ line-height:19px;border-right:1px solid var(--line)}
 .track .pause,.track .none{position:absolute;top:0;bottom:0;opacity:.6;pointer-events:none}
 .track .pause{z-index:1;opacity:.45;background:repeating-linear-gradient(45deg,var(--bg) 0 3px,transparent 3px 9px),
 repeating-linear-gradient(45deg,var(--line) 0 3px,transparent 3px 9px)}
-.abort{position:absolute;top:0;bottom:0;width:0;border-left:2px dashed var(--bad);z-index:1;pointer-events:none}
+.abort{position:absolute;top:0;bottom:0;width:0;margin-left:1px;border-left:3px dashed var(--bad);z-index:1;
+pointer-events:none}
 .only .row:not(.blamed):not(.head){display:none}button[aria-pressed=true]{border-color:var(--bad);color:var(--bad)}
 .track .none{left:0;right:0;font-size:.75rem;padding-left:6px}
 .head{position:sticky;top:0;z-index:4;background:var(--bg);border-bottom:1px solid var(--line);height:42px}
@@ -61,7 +62,7 @@ display:flex;justify-content:center}
 padding:6px 10px;margin-top:6px;min-height:2.7em;font-size:.9rem}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.85rem;min-width:520px;width:100%}
-th,td{text-align:left;border-bottom:1px solid var(--line);padding:3px 8px;vertical-align:top}
+th,td{white-space:nowrap;text-align:left;border-bottom:1px solid var(--line);padding:3px 8px;vertical-align:top}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 tr.blamed td,tr.blamed th{background:var(--badsoft)}
 details{border:1px solid var(--line);border-radius:6px;padding:6px 10px;margin:6px 0}

@@ -246,6 +246,19 @@ def terminal(**options: Any) -> Console:
     return Console(height=25, **options)
 
 
+def short_size(nbytes: int) -> str:
+    """Return a number of bytes as text of three digits; ``planning.explain.size`` is exact, and may be longer.
+
+    >>> short_size(32), short_size(5_600_008), short_size(1 << 20), short_size(1_047_000)
+    ('32 bytes', '5.34 MiB', '1 MiB', '1022 KiB')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            value = nbytes / (1 << power)
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{nbytes} bytes"
+
+
 def print_paged(text: str) -> None:
     """Print text; on a terminal in the user's pager."""
     if sys.stdin.isatty() and sys.stdout.isatty():

@@ -22,16 +22,20 @@ from rich.text import Text
 from typer import Exit, Option
 
 from ..errors import ArgumentError, shown
-from ..ranks.observer import GroupView, Observer, RankView
+from ..ranks.observer import GroupView, Observer
 from .output import printable, terminal
-from .rates import GroupRates, RankRates, compare, state_words
+from .rates import GroupRates, compare, state_words
+from .tables import Column, fits, fitted, without
 
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0
 _MOST_ROWS: Final = 1000  # of a table that is printed once
 _LEAST_ROWS: Final = 3  # of each group, on a terminal that is too low for all ranks
-_LINES_BESIDE: Final = 7  # of each group: two lines of text, the table's frame and head, the note on other ranks
+_LINES_BESIDE: Final = 8  # of each group: two lines of text, the table's frame and head, the note on other ranks
+_SHORTEST_CALL: Final = 16
+_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))  # of a narrow table, in this order
 _BAD: Final = ("dead", "stopped")
+_ENDED: Final = ("dead", "left")
 
 
 def top(
@@ -58,7 +62,7 @@ def top(
                 print(json_module.dumps(_report(observer, views, rates)), flush=True)
         elif not sys.stdout.isatty():
             for views, rates in _updates(observer, interval, group, _sleep):
-                terminal().print(_page(observer, views, rates, group, _MOST_ROWS))
+                _print(observer, views, rates, group)
         else:
             _show_live(observer, interval, group)
     finally:
@@ -72,18 +76,23 @@ def _print_once(observer: Observer, interval: float, group: str | None, json: bo
     if json:
         print(json_module.dumps(_report(observer, views, rates)))
     else:
-        terminal().print(_page(observer, views, rates, group, _MOST_ROWS))
+        _print(observer, views, rates, group)
     if not views:
         raise Exit(1)
+
+
+def _print(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], group: str | None) -> None:
+    console = terminal()
+    console.print(_page(observer, views, rates, group, _MOST_ROWS, console.width))
 
 
 def _show_live(observer: Observer, interval: float, group: str | None) -> None:
     """Update the screen until the user presses q or Ctrl-C."""
     with _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
         for views, rates in _updates(observer, interval, group, pressed):
-            height = live.console.size.height - 2
-            rows = max(_LEAST_ROWS, height // max(1, len(views)) - _LINES_BESIDE)
-            live.update(_page(observer, views, rates, group, rows), refresh=True)
+            width, height = live.console.size
+            rows = max(_LEAST_ROWS, (height - 2) // max(1, len(views)) - _LINES_BESIDE)
+            live.update(_page(observer, views, rates, group, rows, width), refresh=True)
 
 
 def _updates(
@@ -133,12 +142,17 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _page(
-    observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], group: str | None, rows: int
+    observer: Observer,
+    views: Sequence[GroupView],
+    rates: Sequence[GroupRates],
+    group: str | None,
+    rows: int,
+    width: int,
 ) -> RenderableType:
     """Return the content of the screen: each group, and the descriptions of memory that could not be read."""
     parts: list[RenderableType] = []
     for view, rate in zip(views, rates, strict=True):
-        parts += [*_head(view, rate), _table(view, rate, rows)]
+        parts += [*_head(view, rate), _table(view, rate, rows, width)]
         if len(view.ranks) > rows:
             parts.append(Text(f"{len(view.ranks) - rows} more ranks of this group: --once or --json lists them"))
     if not views:
@@ -156,8 +170,12 @@ def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
         here = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
     last = max((one.op.sequence for one in view.ranks if one.op), default=0)
     yield Text(printable(f'group "{view.name}", {here}, op {last}'), style="bold")
+    ended = "all ranks have ended" if all(one.state in _ENDED for one in view.ranks) else ""
     if view.cause is not None:
-        yield Text(printable(f"broken: {view.cause.splitlines()[0]}"), style="bold red")
+        cause = f"broken: {view.cause.splitlines()[0]}"
+        yield Text(printable(f"{ended}; {cause}" if ended else cause), style="bold red")
+    elif ended:
+        yield Text(ended, style="dim")
     elif rates.straggler is not None:
         by_rank = {one.rank: one for one in view.ranks}
         state = by_rank[rates.straggler.rank].state
@@ -167,42 +185,39 @@ def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
         yield Text(rates.sentence if measured else "measuring ...", style="green" if measured else "dim")
 
 
-def _table(view: GroupView, rates: GroupRates, rows: int) -> Table:
+def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
     """Return a table of the ranks; if they are more than ``rows``, the straggler and those in a bad state are first."""
     straggler = None if rates.straggler is None else rates.straggler.rank
     pairs = list(zip(view.ranks, rates.ranks, strict=True))
     if len(pairs) > rows:
         pairs.sort(key=lambda pair: (pair[0].rank != straggler, pair[0].state not in _BAD, pair[0].rank))
-    table = Table(expand=False)
-    for name in ("rank", "pid"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("op", justify="right", no_wrap=True)
-    table.add_column("call", overflow="ellipsis", no_wrap=True)
-    numbers = ["calls/s", "GB/s", "waiting", "for", *(["between hosts"] if view.hosts > 1 else [])]
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one, rate in pairs[:rows]:
-        style = "bold red" if one.rank == straggler or one.state in _BAD else "dim" if one.state == "left" else ""
-        table.add_row(*(Text(printable(cell)) for cell in _cells(one, rate, view.hosts > 1)), style=style)
-    return table
-
-
-def _cells(one: RankView, rate: RankRates | None, hosts: bool) -> Iterator[str]:
-    yield str(one.rank)
-    yield "-" if one.pid is None else str(one.pid)
-    yield state_words(one)
-    yield "-" if one.op is None else str(one.op.sequence)
-    yield "-" if one.op is None else one.op.text
-    if rate is None:
-        yield from ["-"] * (5 if hosts else 4)
-        return
-    yield f"{rate.calls_per_s:,.1f}"
-    yield f"{rate.bytes_per_s / 1e9:.3f}"
-    yield f"{100 * rate.waiting:.0f} %"
-    yield "-" if rate.waiting_for is None else f"rank {rate.waiting_for}"
-    if hosts:
-        yield f"{100 * rate.between_hosts:.0f} %"
+    ranks = [one for one, _ in pairs[:rows]]
+    counted = [rate for _, rate in pairs[:rows]]
+    columns = [
+        Column("rank", [str(one.rank) for one in ranks]),
+        Column("pid", ["-" if one.pid is None else str(one.pid) for one in ranks]),
+        Column("state", [state_words(one) for one in ranks], left=True),
+        Column("op", ["-" if one.op is None else str(one.op.sequence) for one in ranks]),
+        Column("call", ["-" if one.op is None else printable(one.op.text) for one in ranks], True, "", _SHORTEST_CALL),
+        Column("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
+        Column("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
+        Column("waiting", [f"{100 * rate.waiting:.0f} %" if rate else "-" for rate in counted]),
+        Column("for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]),
+    ]
+    if view.hosts > 1:
+        columns.append(
+            Column("between hosts", [f"{100 * rate.between_hosts:.0f} %" if rate else "-" for rate in counted])
+        )
+    columns = without(columns, _LEFT_OUT[0], width)
+    if not fits(columns, width):  # the column "for" names the rank for which another one waits
+        brief = Column("state", [one.state for one in ranks], left=True)
+        columns = without([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
+    styles = {
+        number: "bold red" if one.rank == straggler or one.state in _BAD else "dim"
+        for number, one in enumerate(ranks)
+        if one.rank == straggler or one.state in (*_BAD, "left")
+    }
+    return fitted(columns, width, styles)
 
 
 def _report(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates]) -> dict[str, Any]:

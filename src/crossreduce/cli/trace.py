@@ -13,32 +13,32 @@ from __future__ import annotations
 import json as json_module
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from ..errors import ArgumentError, ReductionError
+from ..errors import ArgumentError, ReductionError, rank_list
 from ..ops import ACCUMULATORS, INTEGERS, ReduceOp
 from ..packing import itemsize
-from ..planning.explain import size
 from ..ranks.host_parts import host_names, host_schedule
 from ..schedule import simulate
 from ..topology import Topology
 from ..traces.calls import GroupTrace, TracedCall, newest, read_directory
 from ..traces.chrome import Predict, to_chrome
 from ..traces.clocks import ClockShift, align
-from ..traces.summary import SummaryRow, summarize
-from .output import atomic_file, print_lines, progress, terminal
+from ..traces.summary import SummaryRow, straggler, summarize
+from .output import atomic_file, print_lines, printable, progress, short_size, terminal
+from .rates import NOTEWORTHY
+from .tables import Column, fitted, without
 
 _TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[.*\]"
 )
-_COLUMNS: Final = ("call", "bytes", "count", "median", "GB/s", "not waiting", "queue", "waiting", "for whom", "plan")
+_LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
 MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
 _MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
 _MOST_NOTES: Final = 20
@@ -66,8 +66,9 @@ def trace(
     with atomic_file("--output", output) as file, progress("reading", 3) as advance:
         found = read_directory(directory)
         if run > len(found.runs):
-            problem = f"{directory} has {len(found.runs)} runs."
-            raise ArgumentError.of(problem, f"--run {run}", f"--run 1 to {len(found.runs)}")
+            last = len(found.runs)
+            problem = f"{directory} has {last} run{'' if last == 1 else 's'}."
+            raise ArgumentError.of(problem, f"--run {run}", "--run 1" if last == 1 else f"--run 1 to {last}")
         groups = found.runs[(run or len(found.runs)) - 1]
         advance("aligning clocks")
         shifts = align(groups)
@@ -86,7 +87,9 @@ def trace(
         predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
         advance("done")
     if json:
-        print(json_module.dumps({"rows": [*map(_row_json, rows, predicted)], "notes": notes}, indent=2))
+        stragglers = [_straggler_json(own) for own in _by_group(rows)]
+        made = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
+        print(json_module.dumps(made, indent=2))
         return
     if output is None:
         _show(rows, predicted)
@@ -95,7 +98,7 @@ def trace(
         ranks = sum(len(group.ranks) for group in groups)
         print_lines([f"{output}: {calls} calls of {ranks} ranks; open it at https://ui.perfetto.dev"])
     for note in notes[:_MOST_NOTES]:
-        print("crossreduce:", _printable(note), file=sys.stderr)
+        print("crossreduce:", printable(note), file=sys.stderr)
     if notes[_MOST_NOTES:]:
         print(f"crossreduce: {len(notes) - _MOST_NOTES} more notes; --json has all of them", file=sys.stderr)
 
@@ -110,7 +113,7 @@ def _notes(
     for group in groups:
         missing = [rank for host in group.hosts for rank in host if rank not in group.ranks]
         if missing:
-            notes.append(f'group "{group.name}" ({group.token}) has no file of {len(missing)} ranks: {missing[:8]}.')
+            notes.append(f'group "{group.name}" ({group.token}) has no file of {rank_list(missing)}.')
         if len(group.hosts) > 1 and not group.topologies and given is None:
             text = f'group "{group.name}": no prediction, since the links between its hosts were not measured'
             notes.append(f"{text} (measure_topology, or --topology).")
@@ -173,41 +176,85 @@ def _predicted_s(group: GroupTrace, row: SummaryRow, predict: Predict) -> float 
 
 
 def _row_json(row: SummaryRow, predicted: float | None) -> dict[str, Any]:
-    waited_for = [{"rank": rank, "share": share} for rank, share in row.waited_for]
-    return {**row._asdict(), "waited_for": waited_for, "gb_per_s": row.gb_per_s, "predicted_seconds": predicted}
+    lists = {
+        "waited_for": [{"rank": rank, "share": share} for rank, share in row.waited_for],
+        "rank_seconds": [{"rank": rank, "seconds": seconds} for rank, seconds in row.rank_seconds],
+    }
+    return {**row._asdict(), **lists, "gb_per_s": row.gb_per_s, "predicted_seconds": predicted}
+
+
+def _straggler_json(rows: Sequence[SummaryRow]) -> dict[str, Any]:
+    rank, share = straggler(rows)
+    named = share >= NOTEWORTHY
+    return {"group": rows[0].group, "token": rows[0].token, "rank": rank if named else None, "share": share}
+
+
+def _by_group(rows: Iterable[SummaryRow]) -> list[list[SummaryRow]]:
+    groups: dict[str, list[SummaryRow]] = {}
+    for row in rows:
+        groups.setdefault(row.token, []).append(row)
+    return [*groups.values()]
 
 
 def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None:
-    """Print a table for each group."""
-    groups = dict.fromkeys((row.group, row.token) for row in rows)
-    for name, token in groups:
-        table = Table(title=Text(_printable(f'group "{name}" ({token})')), title_justify="left")
-        for title in _COLUMNS:  # nothing is cut off in a narrow terminal
-            table.add_column(title, justify="left" if title in ("call", "for whom") else "right", overflow="fold")
-        own = [pair for pair in zip(rows, predicted, strict=True) if pair[0].token == token]
-        for row, seconds in own[:_MOST_ROWS]:
-            whom = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row.waited_for[:_MOST_SHOWN])
-            whom += ", ..." if row.waited_for[_MOST_SHOWN:] else ""
-            count = f"{row.calls}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
-            rate = "-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}"
-            nbytes = "-" if row.nbytes is None else size(row.nbytes)
-            times = [_time(each) for each in (row.seconds, row.own_seconds, row.queue_seconds, seconds)]
-            cells = [_printable(row.text), nbytes, count, times[0], rate, times[1], times[2], f"{row.waiting:.0%}"]
-            table.add_row(*map(Text, [*cells, whom or "-", times[3]]))
-        terminal().print(table)
+    """Print for each group who keeps the others waiting, and a table."""
+    plans = dict(zip(((row.token, row.text) for row in rows), predicted, strict=True))
+    console = terminal()
+    for own in _by_group(rows):
+        rank, share = straggler(own)
+        console.print(Text(printable(f'group "{own[0].group}" ({own[0].token})'), style="bold"))
+        if share >= NOTEWORTHY:
+            percent = _percent(share)
+            console.print(
+                Text(f"rank {rank} keeps the others waiting: {percent} of their time in collectives", "bold red")
+            )
+        else:
+            percent = _percent(NOTEWORTHY)
+            console.print(Text(f"no rank keeps the others waiting for {percent} of their time in collectives", "green"))
+        shown = own[:_MOST_ROWS]
+        columns = _columns(shown, [plans[row.token, row.text] for row in shown])
+        console.print(fitted(without(columns, _LEFT_OUT, console.width, 0), console.width))
         if own[_MOST_ROWS:]:
             print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
+
+
+def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[Column]:
+    """Return the columns of a group's table; those of queues and plans only if there is one."""
+    columns = [
+        Column("call", [printable(row.text) for row in rows], left=True, fold=" "),
+        Column("bytes", ["-" if row.nbytes is None else short_size(row.nbytes) for row in rows]),
+        Column("count", [_count(row) for row in rows], fold=" "),
+        Column("median", [_time(row.seconds) for row in rows]),
+        Column("GB/s", ["-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}" for row in rows]),
+        Column("not waiting", [_time(row.own_seconds) for row in rows]),
+    ]
+    if any(row.queue_seconds is not None for row in rows):
+        columns.append(Column("queue", [_time(row.queue_seconds) for row in rows]))
+    columns.append(Column("waiting", [_percent(row.waiting) for row in rows]))
+    columns.append(Column("for whom", [_whom(row) for row in rows], left=True, fold=", "))
+    if any(seconds is not None for seconds in plans):
+        columns.append(Column("plan", [_time(seconds) for seconds in plans]))
+    return columns
+
+
+def _count(row: SummaryRow) -> str:
+    return f"{row.calls}" + (f" ({row.unfinished} not ended)" if row.unfinished else "")
+
+
+def _whom(row: SummaryRow) -> str:
+    ranks = [f"rank {rank} {_percent(share)}" for rank, share in row.waited_for[:_MOST_SHOWN]]
+    return ", ".join([*ranks, *(["..."] if row.waited_for[_MOST_SHOWN:] else [])]) or "-"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters, which a terminal would execute."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    unit, value = next(
+        ((unit, seconds * factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if seconds * factor >= 1),
+        ("us", seconds * 1e6),
+    )
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import (
     ArgumentError,
+    CollectiveTimeout,
     ContextError,
     MismatchError,
     PeerLostError,
@@ -358,19 +359,24 @@ class Communicator(CountedMember):
 
     def _finish(self, run: Callable[[], bool]) -> None:
         """Run a call. ``run`` returns whether all ranks made the same call."""
+        failed = False
+        calls: dict[int, CallSignature] = {}
         try:
-            same = run()
-            calls = {} if same else self._calls_of_all()
-        except (GroupAborted, InnerFailure, PeerError, ReductionError) as error:
-            if isinstance(error, ReductionError):
-                self._abort(error)
-            elif not isinstance(error, GroupAborted):
-                self._abort(self._roll_call(error))
-            self._raise_broken()
+            if not run():
+                calls = self._calls_of_all()
+        except GroupAborted:  # another rank has recorded the reason
+            failed = True
+        except (InnerFailure, PeerError, ReductionError) as error:
+            self._abort(error if isinstance(error, ReductionError) else self._roll_call(error))
+            if error.__cause__ is not None or not isinstance(error, (CollectiveTimeout, PeerLostError)):
+                self._raise_broken()
+            failed = True
         except BaseException:  # Ctrl-C, or what a signal handler raised
             if self.memory.running or self._remote is not None:
                 self._abort(self._lost([self.rank], "was interrupted"))
             raise
+        if failed:  # outside of the handlers, since the traceback would begin with the same facts, or with none
+            self._raise_broken()
         if calls:
             named = {self.global_ranks[rank]: call for rank, call in calls.items()}
             raise MismatchError(mismatch_text(named, self.name))

@@ -26,7 +26,8 @@ class SummaryRow(NamedTuple):
 
     ``seconds``: from the first rank's begin to the last rank's end. ``own_seconds``: of the ranks' calls, the part in
     which they did not wait. ``waiting``: the share of the ranks' time in these calls in which they waited.
-    ``waited_for``: the ranks for whom, with their shares of this waiting, the largest first.
+    ``waited_for``: the ranks for whom, with their shares of this waiting, the largest first. ``rank_seconds``: each
+    rank and its time in these calls.
     """
 
     group: str
@@ -40,6 +41,7 @@ class SummaryRow(NamedTuple):
     queue_seconds: float | None
     waiting: float
     waited_for: tuple[tuple[int, float], ...]
+    rank_seconds: tuple[tuple[int, float], ...]
 
     @property
     def gb_per_s(self) -> float | None:
@@ -79,7 +81,11 @@ def _row(
             for part in call.parts:
                 blamed.update(_blame(group, rank, part, ranks, add))
     waited = sum(map(_waited, every))
-    total = sum(call.last_ns - call.begin_ns for call in every)
+    spent: Counter[int] = Counter()
+    for ranks in calls:
+        for rank, call in ranks.items():
+            spent[rank] += call.last_ns - call.begin_ns
+    total = spent.total()
     return SummaryRow(
         group=group.name,
         token=group.token,
@@ -92,7 +98,21 @@ def _row(
         queue_seconds=median(queues) / 1e9 if queues else None,
         waiting=waited / total if total else 0.0,
         waited_for=tuple((rank, ns / waited) for rank, ns in blamed.most_common() if ns and waited),
+        rank_seconds=tuple((rank, spent[rank] / 1e9) for rank in sorted(spent)),
     )
+
+
+def straggler(rows: Sequence[SummaryRow]) -> tuple[int, float]:
+    """Return the rank for which the others of a group waited longest, and the share of their time in all its calls."""
+    waited: Counter[int] = Counter()
+    spent: Counter[int] = Counter()
+    for row in rows:
+        seconds = dict(row.rank_seconds)
+        spent.update(seconds)
+        waited.update({rank: row.waiting * sum(seconds.values()) * share for rank, share in row.waited_for})
+    rank = max(waited or spent, key=lambda each: waited[each])
+    others = spent.total() - spent[rank]
+    return rank, min(1.0, waited[rank] / others) if others else 0.0
 
 
 def _waited(call: TracedCall) -> int:
