@@ -15,7 +15,7 @@ from rich.text import Text
 _SPACES: Final = (1, 0)  # at each side of a cell, the wide ones first
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column: its title, and its cells without control characters.
 
     ``fold``: where a text may be broken: at " " or ", ". ``shortest``: a text may be cut to this width, and then ends
@@ -43,10 +43,10 @@ class Column(NamedTuple):
     def lines(self, text: str, width: int, fold: str | None = None) -> str:
         """Return a cell, or the title, in lines of this width.
 
-        >>> print(Column("", ()).lines("rank 1 90 %, rank 0 10 %", 14, ", "))
+        >>> print(TableColumn("", ()).lines("rank 1 90 %, rank 0 10 %", 14, ", "))
         rank 1 90 %,
         rank 0 10 %
-        >>> Column("", (), shortest=16).lines("broadcast root 0 float32[100000]", 29)
+        >>> TableColumn("", (), shortest=16).lines("broadcast root 0 float32[100000]", 29)
         'broadcast root 0 float32[…'
         """
         if self.shortest and cell_len(text) > width:
@@ -62,12 +62,12 @@ class Column(NamedTuple):
         return "\n".join(lines)
 
 
-def fits(columns: Sequence[Column], width: int, space: int = 1) -> bool:
+def fits(columns: Sequence[TableColumn], width: int, space: int = 1) -> bool:
     """Return whether a table of these columns can be as narrow as ``width``."""
     return sum(column.least for column in columns) + _frame(len(columns), space) <= width
 
 
-def without(columns: Sequence[Column], titles: Sequence[str], width: int, space: int = 1) -> list[Column]:
+def without(columns: Sequence[TableColumn], titles: Sequence[str], width: int, space: int = 1) -> list[TableColumn]:
     """Return columns that fit: those with these titles are left out, in this order, until the others do.
 
     ``space``: at each side of a cell.
@@ -79,7 +79,7 @@ def without(columns: Sequence[Column], titles: Sequence[str], width: int, space:
     return kept
 
 
-def fitted(columns: Sequence[Column], width: int, styles: Mapping[int, str] | None = None) -> Table:
+def fitted(columns: Sequence[TableColumn], width: int, styles: Mapping[int, str] | None = None) -> Table:
     """Return a table that is at most ``width`` wide if its columns can be so narrow. ``styles``: of some rows.
 
     The first columns get the space that is left. If it is not enough otherwise, cells have no space at their sides.

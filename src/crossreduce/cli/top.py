@@ -25,7 +25,7 @@ from ..errors import ArgumentError, shown
 from ..ranks.observer import GroupView, Observer
 from .output import printable, terminal
 from .rates import GroupRates, compare, state_words
-from .tables import Column, fits, fitted, without
+from .tables import TableColumn, fits, fitted, without
 
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0
@@ -194,23 +194,27 @@ def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
     ranks = [one for one, _ in pairs[:rows]]
     counted = [rate for _, rate in pairs[:rows]]
     columns = [
-        Column("rank", [str(one.rank) for one in ranks]),
-        Column("pid", ["-" if one.pid is None else str(one.pid) for one in ranks]),
-        Column("state", [state_words(one) for one in ranks], left=True),
-        Column("op", ["-" if one.op is None else str(one.op.sequence) for one in ranks]),
-        Column("call", ["-" if one.op is None else printable(one.op.text) for one in ranks], True, "", _SHORTEST_CALL),
-        Column("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
-        Column("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
-        Column("waiting", [f"{100 * rate.waiting:.0f} %" if rate else "-" for rate in counted]),
-        Column("for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]),
+        TableColumn("rank", [str(one.rank) for one in ranks]),
+        TableColumn("pid", ["-" if one.pid is None else str(one.pid) for one in ranks]),
+        TableColumn("state", [state_words(one) for one in ranks], left=True),
+        TableColumn("op", ["-" if one.op is None else str(one.op.sequence) for one in ranks]),
+        TableColumn(
+            "call", ["-" if one.op is None else printable(one.op.text) for one in ranks], True, "", _SHORTEST_CALL
+        ),
+        TableColumn("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
+        TableColumn("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
+        TableColumn("waiting", [f"{100 * rate.waiting:.0f} %" if rate else "-" for rate in counted]),
+        TableColumn(
+            "for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]
+        ),
     ]
     if view.hosts > 1:
         columns.append(
-            Column("between hosts", [f"{100 * rate.between_hosts:.0f} %" if rate else "-" for rate in counted])
+            TableColumn("between hosts", [f"{100 * rate.between_hosts:.0f} %" if rate else "-" for rate in counted])
         )
     columns = without(columns, _LEFT_OUT[0], width)
     if not fits(columns, width):  # the column "for" names the rank for which another one waits
-        brief = Column("state", [one.state for one in ranks], left=True)
+        brief = TableColumn("state", [one.state for one in ranks], left=True)
         columns = without([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
     styles = {
         number: "bold red" if one.rank == straggler or one.state in _BAD else "dim"

@@ -33,7 +33,7 @@ from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, straggler, summarize
 from .output import atomic_file, print_lines, printable, progress, short_size, terminal
 from .rates import NOTEWORTHY
-from .tables import Column, fitted, without
+from .tables import TableColumn, fitted, without
 
 _TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[.*\]"
@@ -218,22 +218,22 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
             print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
 
 
-def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[Column]:
+def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[TableColumn]:
     """Return the columns of a group's table; those of queues and plans only if there is one."""
     columns = [
-        Column("call", [printable(row.text) for row in rows], left=True, fold=" "),
-        Column("bytes", ["-" if row.nbytes is None else short_size(row.nbytes) for row in rows]),
-        Column("count", [_count(row) for row in rows], fold=" "),
-        Column("median", [_time(row.seconds) for row in rows]),
-        Column("GB/s", ["-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}" for row in rows]),
-        Column("not waiting", [_time(row.own_seconds) for row in rows]),
+        TableColumn("call", [printable(row.text) for row in rows], left=True, fold=" "),
+        TableColumn("bytes", ["-" if row.nbytes is None else short_size(row.nbytes) for row in rows]),
+        TableColumn("count", [_count(row) for row in rows], fold=" "),
+        TableColumn("median", [_time(row.seconds) for row in rows]),
+        TableColumn("GB/s", ["-" if row.gb_per_s is None else f"{row.gb_per_s:.3g}" for row in rows]),
+        TableColumn("not waiting", [_time(row.own_seconds) for row in rows]),
     ]
     if any(row.queue_seconds is not None for row in rows):
-        columns.append(Column("queue", [_time(row.queue_seconds) for row in rows]))
-    columns.append(Column("waiting", [_percent(row.waiting) for row in rows]))
-    columns.append(Column("for whom", [_whom(row) for row in rows], left=True, fold=", "))
+        columns.append(TableColumn("queue", [_time(row.queue_seconds) for row in rows]))
+    columns.append(TableColumn("waiting", [_percent(row.waiting) for row in rows]))
+    columns.append(TableColumn("for whom", [_whom(row) for row in rows], left=True, fold=", "))
     if any(seconds is not None for seconds in plans):
-        columns.append(Column("plan", [_time(seconds) for seconds in plans]))
+        columns.append(TableColumn("plan", [_time(seconds) for seconds in plans]))
     return columns
 
 
