@@ -31,7 +31,7 @@ from crossreduce.ranks.shared_memory import BROKEN, LEFT
 from crossreduce.traces import calls as trace_calls
 from crossreduce.traces.calls import CallPart, read_directory
 from crossreduce.traces.clocks import ClockShift, align
-from crossreduce.traces.format import Facts, Phase, read_trace
+from crossreduce.traces.format import RECORD, Facts, Phase, read_trace
 from crossreduce.traces.summary import SummaryRow, straggler, summarize
 
 LATE_S = 0.15
@@ -327,7 +327,7 @@ def one_never_calls(rendezvous, folder):
 
 
 def test_a_call_that_times_out_is_in_its_trace(tmp_path, trace):
-    """A wait is recorded while it goes on, and to its end if the group is aborted. It names the missing rank."""
+    """A wait is recorded before it ends, and to its end if the group is aborted. It names the missing rank."""
     (shown, error), other, _ = traced(3, one_never_calls, tmp_path, tmp_path)
     assert {error, other[1]} == {"CollectiveTimeout"}
     assert (shown.number, shown.end_ns, shown.parts[-1].phase, shown.parts[-1].waited_for) == (3, None, Phase.WAIT, 2)
@@ -759,7 +759,7 @@ def test_bad_directories(tmp_path, trace):
 
 
 def rows_of(content):
-    return [row for part in content.records for row in part.tolist()]
+    return [row for part in content.records for row in RECORD.iter_unpack(part)]
 
 
 def copied(of_two, target):

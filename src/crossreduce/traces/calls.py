@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from ..errors import ArgumentError, ReductionError
 from ..packing import itemsize
 from ..topology import Topology
-from .format import FILE, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
+from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
 
 LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.shared_memory``
 _ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
@@ -165,9 +165,8 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
     parts: dict[int, list[CallPart]] = {}
     queued: dict[int, int] = {}
     sizes = [array_nbytes(text, size) for text in content.texts]
-    for kind, outcome, rank, detail, begin, end, number in chain.from_iterable(
-        part.tolist() for part in content.records
-    ):
+    records = chain.from_iterable(map(RECORD.iter_unpack, content.records))
+    for kind, outcome, rank, detail, begin, end, number in records:
         phase = _PHASES[kind]
         if phase is Phase.CALL:
             known = 0 < detail <= len(content.texts)

@@ -15,9 +15,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 DEFAULT_NBYTES: Final = 1 << 26
 LEAST_NBYTES: Final = 1 << 18
 FILE: Final = re.compile(r"rank\d{1,9}\.[0-9a-f]{1,64}(\.\d{1,9})?\.trace")
@@ -47,18 +44,14 @@ class Phase(IntEnum):
     INNER = 9
 
 
-RECORD: Final = np.dtype(
-    [
-        ("phase", "u1"),
-        ("outcome", "u1"),
-        ("rank", "u2"),
-        ("detail", "u4"),
-        ("begin_ns", "i8"),
-        ("end_ns", "i8"),
-        ("number", "u8"),
-    ]
-)
-"""A record, as in the native ``trace_file.hpp``. Times are nanoseconds of the monotonic clock."""
+RECORD: Final = struct.Struct("=BBHIqqQ")
+"""A record, as in the native ``trace_file.hpp``: phase, outcome, rank, detail, begin, end and number of the op.
+
+Times are nanoseconds of the monotonic clock."""
+
+
+_CALL: Final = int(Phase.CALL)
+_PHASES: Final = frozenset(map(int, Phase))
 
 
 class ClockReading(NamedTuple):
@@ -115,12 +108,12 @@ class Facts(NamedTuple):
 class TraceContent(NamedTuple):
     """A file: the facts, the texts of calls, the records, oldest first, two readings of the clocks, and notes.
 
-    The records are in several arrays of ``RECORD``.
+    The records are in several pieces, each of some times the size of ``RECORD``.
     """
 
     facts: Facts
     texts: tuple[str, ...]
-    records: list[NDArray[np.void]]
+    records: list[bytes]
     clocks: tuple[ClockReading, ClockReading]
     notes: tuple[str, ...]
 
@@ -164,7 +157,7 @@ def read_trace(path: Path) -> TraceContent:
         file.seek(texts_at)
         texts = _texts(file.read(texts_nbytes))
         kept = min(count, capacity)
-        here = min(kept, max(0, size - records_at) // RECORD.itemsize)
+        here = min(kept, max(0, size - records_at) // RECORD.size)
         # The place of the oldest record is the one that a running process writes next.
         oldest = count % capacity if count > capacity else 0
         newer = _records(file, records_at, min(here, oldest + (count > capacity)), here)
@@ -177,34 +170,37 @@ def read_trace(path: Path) -> TraceContent:
         notes.append(f"the oldest {replaced} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
     if problem:
         notes.append(f"the file could not grow (error {problem}), so new records replaced old ones early")
-    malformed = here - (count > capacity and here > oldest) - sum(map(len, records))
+    malformed = here - (count > capacity and here > oldest) - sum(map(len, records)) // RECORD.size
     if malformed:
         notes.append(f"{malformed} records are malformed and left out")
-    without = sum(int(((part["phase"] == Phase.CALL) & (part["detail"] == 0)).sum()) for part in records)
+    without = sum(
+        phase == _CALL and not detail for part in records for phase, _, _, detail, *_ in RECORD.iter_unpack(part)
+    )
     if without:
         notes.append(f'the texts of {without} calls had no room, so they are "?"')
     readings = ClockReading(*clocks[:3]), ClockReading(*clocks[3:])
     return TraceContent(facts, texts, records, readings, tuple(notes))
 
 
-def _records(file: BinaryIO, at: int, first: int, end: int) -> list[NDArray[np.void]]:
-    """Return the valid records from number ``first`` to ``end``; the file may be much larger than what is valid."""
+def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
+    """Return the valid records from number ``first`` to ``end``; a file may be much larger than these."""
     found = []
-    file.seek(at + first * RECORD.itemsize)
+    file.seek(at + first * RECORD.size)
     for place in range(first, end, _AT_ONCE):
-        data = file.read(min(_AT_ONCE, end - place) * RECORD.itemsize)
-        part = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
-        valid = _valid(part)
-        if valid.any():
-            found.append(part if valid.all() else part[valid])
+        data = file.read(min(_AT_ONCE, end - place) * RECORD.size)
+        data = data[: len(data) // RECORD.size * RECORD.size]  # the file may have become shorter
+        valid = [_is_valid(*fields) for fields in RECORD.iter_unpack(data)]
+        if not all(valid):
+            data = b"".join(data[k * RECORD.size : (k + 1) * RECORD.size] for k, good in enumerate(valid) if good)
+        if data:
+            found.append(data)
     return found
 
 
-def _valid(records: NDArray[np.void]) -> NDArray[np.bool_]:
-    phase, begin, end = records["phase"], records["begin_ns"], records["end_ns"]
-    open_call = (phase == Phase.CALL) & (records["outcome"] == RUNNING)
-    ended = (begin <= end) & (end - np.maximum(begin, 0) < 366 * _DAY_NS)
-    return np.asarray((min(Phase) <= phase) & (phase <= max(Phase)) & (begin >= 0) & (open_call | ended))
+def _is_valid(phase: int, outcome: int, _rank: int, _detail: int, begin: int, end: int, _number: int) -> bool:
+    if phase not in _PHASES or begin < 0:
+        return False
+    return 0 <= end - begin < 366 * _DAY_NS or (phase == _CALL and outcome == RUNNING)
 
 
 def _texts(data: bytes) -> tuple[str, ...]:

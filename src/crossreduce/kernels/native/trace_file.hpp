@@ -49,7 +49,7 @@ class TraceFile {
         mark = now_ns;
         open_wait = false;
     }
-    // Record a wait that goes on. The next record of the call replaces it, since it begins at the same time.
+    // Record a wait that has not ended. The next record of the call replaces it, since it begins at the same time.
     void record_open_wait(int64_t now_ns, int rank, size_t stage) {
         add({Phase::wait, 0, static_cast<uint16_t>(rank), static_cast<uint32_t>(stage), mark, now_ns, number});
         open_wait = running;
@@ -85,5 +85,5 @@ class TraceFile {
     uint64_t number = 0, call = 0; // of the current op, and of its record
     uint32_t text = 0;
     int64_t mark = 0, began = 0; // the end of the last record; the start of the call
-    bool running = false, open_wait = false; // the last record is that of a wait that goes on
+    bool running = false, open_wait = false; // the last record is that of a wait that has not ended
 };
