@@ -290,7 +290,7 @@ def test_a_group_is_not_disturbed():
     assert found[0] == found[1] > 100
     assert len([line for line in lines if line["groups"]]) == 5
     rights = [line.split()[1] for line in maps.splitlines() if "/memfd:crossreduce" in line]
-    assert rights == ["r--s"]
+    assert set(rights) == {"r--s"}  # tests that run at the same time have groups, too
 
 
 def watches_itself(rendezvous, started, end):
@@ -492,7 +492,8 @@ def test_a_group_of_another_version_is_reported(described, tmp_path):
         _, report, _ = top("--interval", "0.1", "--json")
     finally:
         holder.communicate(b"\n", timeout=20)
-    (problem,) = json.loads(report)["problems"]
+    own = rf" ({holder.pid}|{os.getpid()}) "
+    (problem,) = (one for one in json.loads(report)["problems"] if re.search(own, one))
     assert re.search(rf"a group of process ({holder.pid}|{os.getpid()}) has memory of another version", problem)
     assert "try: crossreduce top in the environment of that process" in " ".join(out.split())
 
@@ -503,7 +504,7 @@ def test_a_malformed_description_is_reported(described, text):
     fd, offset = described
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
     _, report, error = top("--interval", "0.1", "--json")
-    (problem,) = json.loads(report)["problems"]
+    (problem,) = (one for one in json.loads(report)["problems"] if f" {os.getpid()} " in one)
     assert problem.startswith(f"a group of process {os.getpid()} has a malformed description, and cannot be shown: ")
     assert error == ""
 
@@ -515,7 +516,10 @@ def test_impossible_numbers_of_ops_and_ranks(described):
     assert kernels.native().Observer(fd).ranks()[0][3] == 0
     os.pwrite(fd, (2**64 - 1).to_bytes(8, "little"), state + 64)
     os.pwrite(fd, (-5).to_bytes(8, "little", signed=True), state + 64 + 24)
-    code, report, error = top("--interval", "0.1", "--json", "--group", "one")
+    name = f"impossible {os.getpid()}"  # tests that run at the same time have groups, too
+    text = json.dumps({"name": name}).encode()
+    os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
+    code, report, error = top("--interval", "0.1", "--json", "--group", name)
     assert (code, error) == (0, "")
     (found,) = json.loads(report)["groups"]
     assert [one["rank"] for one in found["ranks"]] == [-5]
@@ -546,16 +550,15 @@ def test_the_first_rank_describes_all():
 def test_names_that_json_makes_longer(name):
     """Groups with long names of characters that JSON escapes, or that have many bytes, are shown."""
 
-    def watch(_):
+    def watch(pids):
         observer = Observer()
         observer.search()
-        found = [view.name for view in observer.snapshots()], observer.problems
+        found = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
         observer.close()
         return found
 
-    _, (names, problems) = watched(2, quiet, name, watch=watch)
-    assert name in names
-    assert problems == ()
+    _, names = watched(2, quiet, name, watch=watch)
+    assert names == [name]
 
 
 # The live view

@@ -321,7 +321,7 @@ def test_temporary_files(tmp_path, monkeypatch):
         os.utime(path, (1, 1), follow_symlinks=False)
     file = metrics.metrics_file("g", 0)
     assert sorted(tmp_path.iterdir()) == sorted([new, other, victim])
-    monkeypatch.setattr(metrics.secrets, "token_hex", lambda _: "2")  # as if somebody had guessed it
+    monkeypatch.setattr(metrics.secrets, "token_hex", lambda _: "2")  # as if it had been guessed
     file.write(lambda: counted(1))
     assert victim.read_text() == "precious"
     monkeypatch.undo()

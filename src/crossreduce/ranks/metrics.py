@@ -64,7 +64,7 @@ class MetricsFile:
                 self._lock.release()
 
     def _replace(self, stats: Stats) -> None:
-        # The collector reads only *.prom. Nobody can guess the name, and "x" follows no link.
+        # The collector reads only *.prom. The name is random, and "x" follows no link.
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
             with temporary.open("x", encoding="utf-8", errors="replace") as file:
