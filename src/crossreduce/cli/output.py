@@ -166,6 +166,7 @@ class Bar:
         self._progress = progress
         self._task = progress.add_task(description, total=total)
         self._detail = progress.add_task("", total=1, visible=False)
+        self._part = ""
 
     def __call__(self, text: str) -> None:
         """Advance the bar by one step, and change its text."""
@@ -176,6 +177,9 @@ class Bar:
     def detail(self, text: str, done: int, total: int) -> None:
         """Show the steps of a part in a second line, until it is complete."""
         self._progress.update(self._detail, description=text, completed=done, total=total, visible=done < total)
+        if text != self._part and self._progress.live.auto_refresh:  # a short part is shown, too
+            self._progress.refresh()
+        self._part = text
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
