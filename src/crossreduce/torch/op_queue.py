@@ -6,6 +6,7 @@ thread if no op is before it; all others run in one thread of the group. This mo
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import os
@@ -355,6 +356,8 @@ _QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    if _QUEUES:
+        gc.freeze()  # a child that collects its parent's groups would be aborted by gloo's destructor
     for ops in list(_QUEUES):
         ops.disable_after_fork()
 
