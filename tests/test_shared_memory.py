@@ -376,6 +376,19 @@ def test_the_last_ops_are_recorded(pair):
     assert other.ops(1)[-1][1] == "op 49"
 
 
+def test_a_barrier_that_is_reached_between_two_waits_is_counted_once(pair):
+    """A rank that waited, returned, and then found the other one at the barrier has waited for it at one barrier."""
+    one, other = pair
+    assert one.begin(nothing(), (), b"a", 2, 0.01) == WAITING
+    assert one.advance(2, 0.01) == WAITING
+    assert other.begin(nothing(), (), b"a", 2, 1.0) == DONE
+    assert one.advance(2, 1.0) == DONE
+    (barriers, ns), waited = one.counts(0)[1][1], one.counts(0)[0][0][3]
+    assert barriers == 1
+    assert 0.02e9 <= ns == waited
+    assert other.counts(1)[1][0] == (0, 0)
+
+
 def test_an_aborted_group_stays_aborted(pair):
     """After aborts all ranks read the complete reason of the first; no rank arrives at a barrier or writes data."""
     one, other = pair

@@ -105,7 +105,7 @@ def test_the_rank_that_others_wait_for():
     for rank in (0, 2):
         stats, took = found[rank]
         assert stats.waits[1].seconds > 0.9 * pause * calls
-        assert stats.waits[1].barriers > calls / 2  # on a busy machine another rank may be later at times
+        assert stats.waits[1].barriers >= calls - 2  # on a busy machine another rank may be later once
         assert stats.waits[1].seconds <= stats.total.waiting_s <= stats.total.seconds <= took
         assert str(stats).startswith(f'group "a group", rank {rank} of 3: 10 calls, 400 bytes, ')
         assert "\n  waited for rank 1: 0." in str(stats)

@@ -175,15 +175,18 @@ bool SharedMemory::all_reached() {
 
 // Wait until all ranks have reached this rank's barrier, or the time is over; return whether they have.
 bool SharedMemory::wait(int64_t until_ns) {
-    if (all_reached()) return true;
-    const int64_t began = now_ns(CLOCK_MONOTONIC);
-    const bool reached = wait_from(began, until_ns);
-    // The ranks are checked in order, from the first that is missing on, so the last one that was missing arrived last.
-    const auto ns = static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began);
-    WaitCounts &counts = waits(rank, latest);
-    count(counts.ns, ns);
-    count(counts.barriers, reached);
-    count(states[rank].counts[program->kind].waited_ns, ns);
+    bool reached = all_reached();
+    if (reached && latest < 0) return true;
+    if (!reached) {
+        const int64_t began = now_ns(CLOCK_MONOTONIC);
+        reached = wait_from(began, until_ns);
+        const auto ns = static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began);
+        count(waits(rank, latest).ns, ns);
+        count(states[rank].counts[program->kind].waited_ns, ns);
+    }
+    // The ranks are checked in order, from the first that is missing on, so the last one that was missing arrived last:
+    // in this wait, or after an earlier one for the same barrier.
+    count(waits(rank, latest).barriers, reached);
     return reached;
 }
 
