@@ -70,6 +70,9 @@ ELEMENTWISE: Final = {
 }
 """For each op, the name of the function of NumPy, torch and jax.numpy that combines two arrays; all propagate NaN."""
 
+OF_ALL_RANKS: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
+"""The collectives that move an array for each rank. Sizes count all of them together, as those of nccl-tests do."""
+
 ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multiply": "prod"}
 """For the name of each elementwise function, that of the function that combines an array along an axis."""
 

@@ -52,11 +52,29 @@ class GroupRates(NamedTuple):
         'rank 3 keeps the others waiting: 82 % of their time'
         """
         if self.straggler is None:
-            return f"no rank keeps the others waiting for {NOTEWORTHY:.0%} of their time".replace("%", " %")
-        rank, percent = self.straggler.rank, f"{100 * self.straggler.share:.0f} %"
-        if self.straggler.hosts:
-            return f"exchanges with other hosts, and waits for them, take {percent} of the time of rank {rank}"
-        return f"rank {rank} keeps the others waiting: {percent} of their time"
+            return waiting_sentence(None, 0.0)
+        rank, share, hosts = self.straggler
+        if hosts:
+            return (
+                f"exchanges with other hosts, and waits for them, take {percent_text(share)} of the time of rank {rank}"
+            )
+        return waiting_sentence(rank, share)
+
+
+def percent_text(share: float) -> str:
+    """Return a share as text.
+
+    >>> percent_text(0.824)
+    '82 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
+def waiting_sentence(rank: int | None, share: float) -> str:
+    """Return who keeps the others waiting, for which share of their time; ``rank`` is ``None`` if no rank does."""
+    if rank is None:
+        return f"no rank keeps the others waiting for {percent_text(NOTEWORTHY)} of their time"
+    return f"rank {rank} keeps the others waiting: {percent_text(share)} of their time"
 
 
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:

@@ -24,7 +24,7 @@ from typer import Exit, Option
 from ..errors import ArgumentError, shown
 from ..ranks.observer import GroupView, Observer
 from .output import printable, terminal
-from .rates import GroupRates, compare, state_words
+from .rates import GroupRates, compare, percent_text, state_words
 from .tables import TableColumn, fits, fitted, without
 
 _LEAST_INTERVAL_S: Final = 0.1
@@ -203,14 +203,14 @@ def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
         ),
         TableColumn("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
         TableColumn("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
-        TableColumn("waiting", [f"{100 * rate.waiting:.0f} %" if rate else "-" for rate in counted]),
+        TableColumn("waiting", [percent_text(rate.waiting) if rate else "-" for rate in counted]),
         TableColumn(
             "for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]
         ),
     ]
     if view.hosts > 1:
         columns.append(
-            TableColumn("between hosts", [f"{100 * rate.between_hosts:.0f} %" if rate else "-" for rate in counted])
+            TableColumn("between hosts", [percent_text(rate.between_hosts) if rate else "-" for rate in counted])
         )
     columns = without(columns, _LEFT_OUT[0], width)
     if not fits(columns, width):  # the column "for" names the rank for which another one waits

@@ -27,17 +27,14 @@ from ..packing import itemsize
 from ..ranks.host_parts import host_names, host_schedule
 from ..schedule import simulate
 from ..topology import Topology
-from ..traces.calls import GroupTrace, TracedCall, newest, read_directory
+from ..traces.calls import CALL_TEXT, GroupTrace, TracedCall, newest, read_directory
 from ..traces.chrome import Predict, to_chrome
 from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, straggler, summarize
 from .output import atomic_file, print_lines, printable, progress, short_size, terminal
-from .rates import NOTEWORTHY
+from .rates import NOTEWORTHY, percent_text, waiting_sentence
 from .tables import TableColumn, fitted, without
 
-_TEXT: Final = re.compile(
-    r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[.*\]"
-)
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
 MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
 _MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
@@ -81,9 +78,9 @@ def trace(
             if lost:
                 notes.append(f"{output} has the newest calls only: {lost} older ones are left out.")
             file.write_text(to_chrome([group for group, _ in shown], shifts, predict, notes), "utf-8")
-        rows = summarize(groups, shifts)
-        if not rows:
+        if not any(trace.calls for group in groups for trace in group.ranks.values()):
             notes.append("no calls were recorded.")
+        rows = summarize(groups, shifts) if json or output is None else []
         predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
         advance("done")
     if json:
@@ -132,7 +129,7 @@ def _prediction(given: Topology | None) -> Predict:
 
     @lru_cache(maxsize=4096)
     def seconds(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:
-        match = _TEXT.fullmatch(text)
+        match = CALL_TEXT.fullmatch(text)
         if match is None or nbytes == 0:
             return None
         collective, root = match["collective"], match["root"]
@@ -203,14 +200,9 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
     for own in _by_group(rows):
         rank, share = straggler(own)
         console.print(Text(printable(f'group "{own[0].group}" ({own[0].token})'), style="bold"))
-        if share >= NOTEWORTHY:
-            percent = _percent(share)
-            console.print(
-                Text(f"rank {rank} keeps the others waiting: {percent} of their time in collectives", "bold red")
-            )
-        else:
-            percent = _percent(NOTEWORTHY)
-            console.print(Text(f"no rank keeps the others waiting for {percent} of their time in collectives", "green"))
+        named = share >= NOTEWORTHY
+        sentence = f"{waiting_sentence(rank if named else None, share)} in collectives"
+        console.print(Text(sentence, "bold red" if named else "green"))
         shown = own[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
         console.print(fitted(without(columns, _LEFT_OUT, console.width, 0), console.width))
@@ -230,7 +222,7 @@ def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[
     ]
     if any(row.queue_seconds is not None for row in rows):
         columns.append(TableColumn("queue", [_time(row.queue_seconds) for row in rows]))
-    columns.append(TableColumn("waiting", [_percent(row.waiting) for row in rows]))
+    columns.append(TableColumn("waiting", [percent_text(row.waiting) for row in rows]))
     columns.append(TableColumn("for whom", [_whom(row) for row in rows], left=True, fold=", "))
     if any(seconds is not None for seconds in plans):
         columns.append(TableColumn("plan", [_time(seconds) for seconds in plans]))
@@ -242,12 +234,8 @@ def _count(row: SummaryRow) -> str:
 
 
 def _whom(row: SummaryRow) -> str:
-    ranks = [f"rank {rank} {_percent(share)}" for rank, share in row.waited_for[:_MOST_SHOWN]]
+    ranks = [f"rank {rank} {percent_text(share)}" for rank, share in row.waited_for[:_MOST_SHOWN]]
     return ", ".join([*ranks, *(["..."] if row.waited_for[_MOST_SHOWN:] else [])]) or "-"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _time(seconds: float | None) -> str:

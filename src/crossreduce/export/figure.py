@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ArgumentError, BackendError, shown
+from .files import replace_file, writable_target
 
 _DPI: Final = 150  # dots per inch of a PNG
 _PIXELS: Final = 8000  # the most pixels of a side of a PNG: its bitmap takes at most 256 MB
@@ -41,9 +39,7 @@ def new_figure(path: str | os.PathLike[str], width: float, height: float, title:
     except ImportError as error:
         problem = f"pictures need matplotlib, which cannot be imported: {error}"
         raise BackendError.of(problem, remedy="pip install 'crossreduce[plot]'") from error
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
+    target = writable_target(path)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         # Text in files can be searched; names are not formulas; files do not contain a random salt.
@@ -54,7 +50,4 @@ def new_figure(path: str | os.PathLike[str], width: float, height: float, title:
         drawn = io.BytesIO()
         about = {"Date": None, "Creator": "crossreduce"} if kind == "svg" else {"Software": None}
         figure.savefig(drawn, format=kind, metadata=about | {"Title": title})
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        part = Path(folder) / target.name
-        part.write_bytes(drawn.getvalue())
-        part.replace(target)
+    replace_file(target, drawn.getvalue())

@@ -13,12 +13,13 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 
-from ..lowering import lower
+from ..lowering import ChunkProgram, Program, lower
 from ..schedule import Schedule
 from ..schedule.traffic import route_links
 from ..topology import Topology
 
 Graph = dict[str, dict[str, int]]  # for each node its neighbours, each with the number of the kind of link between them
+Route = tuple[str, ...] | None  # the nodes that a transfer passes, if they are given
 Ids = dict[object, int]  # numbers of values, in the order of their first use
 
 
@@ -107,6 +108,21 @@ class TreeGroup:
         return f"{kind}{self.count} trees, {whole}"
 
 
+def chunk_transfers(program: Program) -> list[list[tuple[int, int, Route, bool]]]:
+    """Return for each chunk its transfers in order: the devices' numbers, the route, and whether the value is final."""
+    found: list[list[tuple[int, int, Route, bool]]] = [[] for _ in program.chunks]
+    for chunk, src, dst, through, final in chain.from_iterable(program.transfers):
+        found[chunk].append((src, dst, through, final))
+    return found
+
+
+def chunk_roots(chunk: ChunkProgram) -> frozenset[int]:
+    """Return the devices that compute the result of a chunk, or its only source."""
+    if len(chunk.sources) == 1:
+        return frozenset(chunk.sources)
+    return frozenset(step.device for step in chunk.instructions if step.final)
+
+
 def trees_of(schedule: Schedule, topology: Topology) -> tuple[ScheduleTree, ...]:
     """Return the trees of a schedule; chunks with the same roots and transfers are one tree.
 
@@ -115,14 +131,10 @@ def trees_of(schedule: Schedule, topology: Topology) -> tuple[ScheduleTree, ...]
       ScheduleError: ``verify`` rejects the schedule.
     """
     program = lower(schedule)
-    transfers_of: list[list[tuple[int, int, tuple[str, ...] | None, bool]]] = [[] for _ in program.chunks]
-    for chunk, src, dst, through, final in chain.from_iterable(program.transfers):
-        transfers_of[chunk].append((src, dst, through, final))
+    transfers_of = chunk_transfers(program)
     alike: dict[tuple[frozenset[int], tuple[object, ...]], list[int]] = {}
     for c, chunk_program in enumerate(program.chunks):
-        only = len(chunk_program.sources) == 1
-        made = (step.device for step in chunk_program.instructions if step.final)
-        alike.setdefault((frozenset(chunk_program.sources if only else made), (*transfers_of[c],)), []).append(c)
+        alike.setdefault((chunk_roots(chunk_program), (*transfers_of[c],)), []).append(c)
     trees = []
     for (roots, _), chunks in alike.items():
         links: Counter[tuple[str, str, bool]] = Counter()

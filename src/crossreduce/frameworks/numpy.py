@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
+from ..kernels.reference import product
 from ..ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -29,9 +30,10 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     NumPy's own function may round the same element differently, depending on its position in the array: its vectors
     use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
     """
-    real, imag = a.real * b.real - a.imag * b.imag, a.imag * b.real + a.real * b.imag
-    out = np.empty(np.shape(a), a.dtype) if out is None else out
-    out.real, out.imag = real, imag
+    made = product(a, b)
+    if out is None:
+        return made
+    out[...] = made
     return out
 
 
@@ -116,8 +118,8 @@ class NumPy:
         return flat[start:stop]
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
-        product = numbers.op is ReduceOp.PRODUCT and numbers.accumulator in COMPLEX
-        ufunc: Any = _complex_product if product else _UFUNCS[numbers.op]
+        of_complex = numbers.op is ReduceOp.PRODUCT and numbers.accumulator in COMPLEX
+        ufunc: Any = _complex_product if of_complex else _UFUNCS[numbers.op]
         with _quiet():
             if donated >= 0:
                 out = ufunc(xs[0], xs[1], out=xs[donated])

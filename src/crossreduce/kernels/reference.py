@@ -37,7 +37,7 @@ def _sum(a: Any, b: Any) -> Any:
     return _first_nan(np.add, _reals(a), _reals(b)).view(a.dtype)
 
 
-def _product(a: Any, b: Any) -> Any:
+def product(a: Any, b: Any) -> Any:
     """Return the product; a product of complex numbers consists of four real products, each rounded."""
     if a.dtype.kind != "c":
         return _first_nan(np.multiply, a, b)
@@ -51,7 +51,7 @@ def _product(a: Any, b: Any) -> Any:
 
 _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sum": _sum,
-    "product": _product,
+    "product": product,
     "min": lambda a, b: np.where((a <= b) | (a != a), a, b),
     "max": lambda a, b: np.where((a >= b) | (a != a), a, b),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from ..ops import OF_ALL_RANKS
 from ..packing import itemsize
 
 KINDS: Final = (
@@ -26,7 +27,6 @@ KINDS: Final = (
 """The names of collectives by the numbers that the compiled code counts by."""
 
 _INNER: Final = "inner "  # begins the text of a call that another library executes
-_OF_ALL_RANKS: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # an array for each rank
 
 
 class CollectiveStats(NamedTuple):
@@ -127,7 +127,7 @@ def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, r
         name = "barrier"
     elif text.startswith(_INNER.encode()):
         name = text.decode(errors="replace").split()[1]
-    nbytes = size * itemsize(dtype) * (ranks if name in _OF_ALL_RANKS else 1) if collective and size else 0
+    nbytes = size * itemsize(dtype) * (ranks if name in OF_ALL_RANKS else 1) if collective and size else 0
     return KINDS.index(name) if name in KINDS else 0, nbytes
 
 

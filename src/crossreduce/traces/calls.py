@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, ReductionError
+from ..ops import OF_ALL_RANKS
 from ..packing import itemsize
 from ..topology import Topology
 from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
 
 LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.shared_memory``
-_ARRAY: Final = re.compile(r"(?P<collective>\w+)(?: (?P<op>\w+))??(?: root \d+)? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
+CALL_TEXT: Final = re.compile(
+    r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
+)
+"""The text of a call with one array, as ``ranks.diagnostics.call_text`` makes it."""
 _MOST_DIGITS: Final = 18
 _MOST_ARRAY_NBYTES: Final = 1 << 60
 _TOPOLOGY_NBYTES: Final = 1 << 26
 _PHASES: Final = {int(phase): phase for phase in Phase}
-_OF_PARTS: Final = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 
 
 class CallPart(NamedTuple):
@@ -193,7 +196,7 @@ def array_nbytes(text: str, ranks: int) -> int | None:
     >>> array_nbytes("reduce mean root 2 int8[]", 4), array_nbytes("barrier", 4)
     (1, None)
     """
-    match = _ARRAY.fullmatch(text)
+    match = CALL_TEXT.fullmatch(text)
     if match is None:
         return None
     try:
@@ -204,7 +207,7 @@ def array_nbytes(text: str, ranks: int) -> int | None:
         if len(size) > _MOST_DIGITS:
             return None
         nbytes *= int(size)
-    nbytes *= ranks if match["collective"] in _OF_PARTS else 1
+    nbytes *= ranks if match["collective"] in OF_ALL_RANKS else 1
     return nbytes if nbytes <= _MOST_ARRAY_NBYTES else None
 
 

@@ -12,15 +12,14 @@ import hashlib
 import html
 import json
 import os
-import tempfile
 import zlib
 from functools import lru_cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ArgumentError, shown
 from ...planning import Plan
+from ..files import replace_file, writable_target
 from .model import PARTS, Advance, Detail, model, stages
 
 MOST_BYTES: Final = 1_000_000
@@ -43,16 +42,10 @@ def write_report(plan: Plan, path: str | os.PathLike[str], advance: Advance = la
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).lower().endswith((".html", ".htm")):
         raise ArgumentError.of("a report must be a .html file.", shown(path), '"plan.html"')
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
+    target = writable_target(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "This is a folder", str(target))
-    text = report_html(plan, advance)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        part = Path(folder) / target.name
-        part.write_text(text, "utf-8", newline="\n")
-        part.replace(target)
+    replace_file(target, report_html(plan, advance).encode())
 
 
 def report_html(plan: Plan, advance: Advance = lambda _: None) -> str:

@@ -7,7 +7,6 @@ so are all chunks of a ring, wherever they start. Routes of one kind with as man
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import chain
 from typing import Final, NamedTuple
 
 from ...lowering import lower
@@ -16,11 +15,12 @@ from ...planning.explain import nested
 from ...schedule.costs import Pair
 from ...schedule.schedule import many
 from ...schedule.traffic import route_links
+from ..grouping import Route, chunk_roots, chunk_transfers
 
 MOST_STEPS: Final = 100_000  # of schedules with more steps, which need a minute, no trees are listed
 _MOST_LINKS: Final = 24_000  # in all routes of a plan: this limits the size of the file
 
-_Hop = tuple[int, int, tuple[str, ...] | None]
+_Hop = tuple[int, int, Route]
 
 
 class ShownRoute(NamedTuple):
@@ -61,16 +61,12 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
     if plan.schedule.steps > MOST_STEPS:
         return ()
     program = lower(plan.schedule)
-    hops: list[list[tuple[_Hop, bool]]] = [[] for _ in program.chunks]
-    for chunk, src, dst, through, final in chain.from_iterable(program.transfers):
-        hops[chunk].append(((src, dst, through), final))
+    hops = [[(transfer[:3], transfer[3]) for transfer in transfers] for transfers in chunk_transfers(program)]
     alike: dict[_Form, list[int]] = {}
     for c, chunk_program in enumerate(program.chunks):
-        sources, made = chunk_program.sources, chunk_program.instructions
         used = frozenset(hop for hop, _ in hops[c])
         cycle = _cycle(used)
-        tops = frozenset(sources if len(sources) == 1 else (one.device for one in made if one.final))
-        alike.setdefault(_Form(used, frozenset() if cycle else tops, cycle), []).append(c)
+        alike.setdefault(_Form(used, frozenset() if cycle else chunk_roots(chunk_program), cycle), []).append(c)
     kinds: dict[tuple[str, int], list[ShownRoute]] = {}
     for form, chunks in alike.items():
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))

@@ -90,25 +90,13 @@ PyObject *observer_ranks(PyObject *object, PyObject *) {
     return all;
 }
 
-PyObject *observer_ops(PyObject *object, PyObject *args) {
-    int rank;
-    const SharedMemory *memory = read_rank(object, args, rank);
-    return memory == nullptr ? nullptr : ops_of(*memory, rank);
-}
-
-PyObject *observer_counts(PyObject *object, PyObject *args) {
-    int rank;
-    const SharedMemory *memory = read_rank(object, args, rank);
-    return memory == nullptr ? nullptr : counts_of(*memory, rank);
-}
-
 PyMethodDef methods[] = {
     {"about", locked<observer_about>, METH_NOARGS, "Return the text with which the ranks have described the group."},
     {"cause", locked<observer_cause>, METH_NOARGS, "Return the cause of the group's abort; empty: it was not aborted."},
     {"ranks", locked<observer_ranks>, METH_NOARGS,
      "Return (global_rank, process, arrivals, number of the last op) of each rank of the host."},
-    {"ops", locked<observer_ops>, METH_VARARGS, OPS_TEXT},
-    {"counts", locked<observer_counts>, METH_VARARGS, COUNTS_TEXT},
+    {"ops", locked<of_rank<read_rank, ops_of>>, METH_VARARGS, OPS_TEXT},
+    {"counts", locked<of_rank<read_rank, counts_of>>, METH_VARARGS, COUNTS_TEXT},
     {"close", locked<observer_close>, METH_NOARGS, "Unmap the memory; afterwards other methods raise ValueError."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -13,3 +13,11 @@ constexpr const char *COUNTS_TEXT =
 // Return what these texts say, or null with an error set.
 PyObject *ops_of(const SharedMemory &memory, int rank);
 PyObject *counts_of(const SharedMemory &memory, int rank);
+
+// A method with a rank as its argument. READ_RANK returns the object's memory and reads the rank; null with an error set.
+template <const SharedMemory *(*READ_RANK)(PyObject *, PyObject *, int &), PyObject *(*OF_RANK)(const SharedMemory &, int)>
+PyObject *of_rank(PyObject *object, PyObject *args) {
+    int rank;
+    const SharedMemory *memory = READ_RANK(object, args, rank);
+    return memory == nullptr ? nullptr : OF_RANK(*memory, rank);
+}

@@ -315,18 +315,6 @@ PyObject *memory_arrivals(PyObject *object, PyObject *) {
     return all;
 }
 
-PyObject *memory_ops(PyObject *object, PyObject *args) {
-    int rank;
-    const SharedMemory *memory = read_rank(object, args, rank);
-    return memory == nullptr ? nullptr : ops_of(*memory, rank);
-}
-
-PyObject *memory_counts(PyObject *object, PyObject *args) {
-    int rank;
-    const SharedMemory *memory = read_rank(object, args, rank);
-    return memory == nullptr ? nullptr : counts_of(*memory, rank);
-}
-
 PyObject *memory_describe(PyObject *object, PyObject *args) {
     PyObject *numbers;
     const char *about;
@@ -428,8 +416,8 @@ PyMethodDef memory_methods[] = {
     {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
     {"running", locked<memory_running>, METH_NOARGS, "Return whether an op is running."},
     {"arrivals", locked<memory_arrivals>, METH_NOARGS, "Return the number of barriers that each rank has reached."},
-    {"ops", locked<memory_ops>, METH_VARARGS, OPS_TEXT},
-    {"counts", locked<memory_counts>, METH_VARARGS, COUNTS_TEXT},
+    {"ops", locked<of_rank<read_rank, ops_of>>, METH_VARARGS, OPS_TEXT},
+    {"counts", locked<of_rank<read_rank, counts_of>>, METH_VARARGS, COUNTS_TEXT},
     {"describe", locked<memory_describe>, METH_VARARGS,
      "describe(global_ranks, about): if this rank is the first, describe the ranks of the host and the group, for "
      "observers."},
