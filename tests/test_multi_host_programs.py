@@ -19,6 +19,11 @@ from crossreduce.ranks.multi_host import MultiHostEngine
 from crossreduce.ranks.one_host import collective_arrays
 
 
+def stages_as_lists(stages, kind=0, nbytes=0):
+    """Return stages as lists of instructions, in place of a compiled program."""
+    return [list(stage) for stage in stages]
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make pieces small, so that small arrays have many, and keep stages as lists of instructions."""
@@ -26,7 +31,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(multi_host, "PIECE_BYTES", 1 << 11)
     monkeypatch.setattr(programs, "SLOT_BYTES", 1 << 14)
     monkeypatch.setattr(multi_host, "SLOT_BYTES", 1 << 14)
-    monkeypatch.setattr(multi_host, "native_program", lambda stages: [list(stage) for stage in stages])
+    monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
 
 
 def compiled(hosts, collective, size, numbers, root):
@@ -160,7 +165,7 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     """With the real limits the pieces of large arrays fit into slots, which the compiler asserts, for several numbers
     of leaders and ranks."""
     monkeypatch.undo()
-    monkeypatch.setattr(multi_host, "native_program", lambda stages: [list(stage) for stage in stages])
+    monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     for counts in ((1, 1), (1, 8), (4, 4), (3, 5), (2, 7, 3)):
         ends = np.cumsum([0, *counts])
         hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))

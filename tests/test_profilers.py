@@ -38,15 +38,15 @@ def jax_entries(folder):
 
 def test_eager_calls_on_jax_arrays_are_in_its_profile(tmp_path):
     """jax.profiler has an entry for each outermost call, with op, bytes, dtypes and replicas."""
-    trees = [{"w": jnp.ones((3, 5)) * k, "n": jnp.arange(4)} for k in range(3)]
-    value = cr.PerReplica([jnp.ones(7), jnp.ones(7)])
+    trees = [{"w": jnp.full((3, 5), k, "float32"), "n": jnp.arange(4, dtype="int32")} for k in range(3)]
+    value = cr.PerReplica([jnp.ones(7, "float32")] * 2)
     cr.all_reduce(trees)
     start = time.time_ns()
     with jax.profiler.trace(str(tmp_path)):
         cr.all_reduce(trees, "max")
         cr.ReductionToOneDevice().reduce("mean", value, value)
         cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value)])
-        cr.CrossDeviceOps().broadcast(jnp.ones(2), value)
+        cr.CrossDeviceOps().broadcast(jnp.ones(2, "float32"), value)
         cr.CrossDeviceOps().gather(value, value, 0)
     ended = time.time_ns()
     cr.all_reduce(trees)  # not profiled
