@@ -167,6 +167,7 @@ EXCEPTIONS = {
     "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.solver": {"numpy"},
+    "planning.bounds.steiner": {"numpy"},  # the prices of many trees at once
     "planning.calibration": {"numpy"},
     "planning.shallow.cheapest": {"numpy"},  # the arrays of the search; only forests of few steps import these files
     "planning.shallow.hops": {"numpy"},
@@ -248,6 +249,7 @@ HARMLESS = {
 NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
     "planning.bounds.solver": {"numpy", "scipy"},  # solves linear programs
+    "planning.bounds.steiner": {"numpy", "scipy"},  # the cheapest ways through switches
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
     "planning.shallow.cheapest": {"numpy"},  # searches trees for many prices at once
     "planning.shallow.hops": {"numpy"},  # lists hops as arrays

@@ -26,7 +26,7 @@ from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
-from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node
+from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .bundle import check_bundle, write_bundle
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import (
@@ -63,6 +63,10 @@ def plan(
         ),
     ] = None,
     devices: Devices = None,
+    participants: Annotated[
+        str | None,
+        Option(help="Devices that take part, such as 0-3,6; all others help: they forward and combine. Default: all."),
+    ] = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
     granularity: Annotated[
@@ -124,7 +128,7 @@ def plan(
     if bundle is not None:
         given = {
             "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
-            "--picture": picture, "--report": report, "--steps": steps,
+            "--picture": picture, "--report": report, "--steps": steps, "--participants": participants,
         }  # fmt: skip
         rootless = collective not in ("broadcast", "reduce")
         given["--root of an " + collective.replace("_", "-")] = root is not None and rootless
@@ -144,6 +148,7 @@ def plan(
     calibration = fitted(measured, complete, measured_algorithm)
     chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
+    members = None if participants is None else read_subset("--participants", participants, chosen)
     stated = read_costs(costs, machine, hosts, nics)
     if operation_us is not None:
         stated = replace(stated, operation_s=operation_us / 1e6)
@@ -170,7 +175,10 @@ def plan(
             if runs_elsewhere and stated.operation_s is None:
                 stated = replace(stated, operation_s=0)
             part = granularity / 100 if granularity is not None else TOLERANCE if map_file is not None else 0.0
-            found = planned(chosen, collective, size, algorithm, root=main, packs=packs, costs=stated, granularity=part)
+            found = planned(
+                chosen, collective, size, algorithm, root=main, participants=members, packs=packs, costs=stated,
+                granularity=part,
+            )  # fmt: skip
             advance("exporting")
             content, refused = "", ""
             if exported is not None and exporter is not None:
@@ -233,6 +241,7 @@ def _json(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "nbytes": found.nbytes,
         "devices": limit.devices,
         "ranks": found.ranks,
+        "helpers": found.helpers,
         "algorithm": found.algorithm,
         "seconds": found.seconds,
         "algbw_gb_per_s": found.algbw,

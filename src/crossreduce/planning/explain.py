@@ -136,6 +136,14 @@ def limited_by(limit: Bound) -> str:
     >>> limited_by(bound(star, "broadcast", "cpu:1")), limited_by(bound(star, "all_reduce"))
     ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
     """
+    if limit.prices:
+        widths = {(link.src, link.dst): link.bandwidth for link in limit.topology.links}
+        src, dst, _ = max(limit.prices, key=lambda priced: priced[2] * widths[priced[:2]])
+        more = len(limit.prices) - 1
+        others = f" and {more} more" if more else ""
+        return (
+            f"{many(more + 1, 'link')} together, not by cuts: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
+        )
     sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices and direction: links, GB/s
     for here, direction, links in heaviest_cuts(limit):
         sides.setdefault(here, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
@@ -149,6 +157,26 @@ def limited_by(limit: Bound) -> str:
     texts = [_side(limit, here, links) for here, links in sides.items()]
     more = len(texts) - 2
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
+
+
+def helper_lines(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> list[str]:
+    """Return a line about the devices that take no part but help; none: there are no such devices.
+
+    Args:
+      rate: that of the plan with them.
+      least: the bound without them; ``None``: some devices cannot be reached.
+
+    >>> helper_lines(("cuda:6", "cuda:7"), Fraction(224), None)
+    ['  helpers   cuda:6, cuda:7 forward and combine; without them some devices cannot be reached']
+    """
+    if not helpers:
+        return []
+    more = len(helpers) - _MOST_NAMES
+    names = ", ".join(helpers[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    gain = "without them some devices cannot be reached"
+    if least is not None and least.algbw:
+        gain = f"{float(rate / least.algbw):.2f} x the bound without them, {float(least.algbw):.2f} GB/s"
+    return [f"  helpers   {names} forward and combine; {gain}"]
 
 
 def busiest(limits: tuple[tuple[str, float], ...]) -> str:

@@ -19,10 +19,10 @@ from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .bounds.bound import bound_of_members
 from .bounds.linear_program import optimum
+from .bounds.mixture import helped
 from .planners import Request
 from .topologies import NeutralTopology, neutral, reachable, require_routes
-from .trees.fitting import TOLERANCE, fit_trees
-from .trees.mixing import MOST_HELPERS, mixed_trees
+from .trees.fitting import TOLERANCE, common_unit, fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
 _MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
@@ -68,16 +68,20 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
+    idle = any(device not in members for device in topology.devices)
+    found = _helped_forest(request) if idle else None
+    if found is not None:
+        return found  # data passes the other devices in steps of their own, so that any engine can run them
     sets = _helpers(topology, members)
     limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
     best, best_rate = None, Fraction(-1)
     for helpers in [*sets, None] if len(sets) > 1 else sets:
-        if helpers is None:
-            found = _mixed_forest(request, sets[-1])
-        else:
+        if helpers is not None:
             found = _forest(neutral(topology, members, helpers), request)
+        elif not idle:
+            found = _helped_forest(request)
         rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
         if rate > best_rate:
             best, best_rate = found, rate
@@ -142,35 +146,55 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
         shares = [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), None) for tree in trees]
     else:
         shares, k = _all_reduce(topology, links)
-    return _as_forest(seen, request, shares, k)
+    nodes = [seen.names[name] for name in topology.nodes]
+    return _as_forest(request, nodes, len(topology.devices), shares, k)
 
 
-def _as_forest(seen: NeutralTopology, request: Request, shares: list[TreeShare], k: Fraction) -> Forest:
-    nodes = [seen.names[name] for name in seen.topology.nodes]
-    schedule = trees_to_schedule("forest", request, nodes, len(seen.topology.devices), shares)
+def _as_forest(request: Request, nodes: list[str], devices: int, shares: list[TreeShare], k: Fraction) -> Forest:
+    schedule = trees_to_schedule("forest", request, nodes, devices, shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     return Forest(schedule, k, len(shares), deepest)
 
 
-def _mixed_forest(request: Request, helpers: tuple[str, ...]) -> Forest | None:
-    """Return a forest whose trees branch at different helpers; ``None``: there are too many, or it is an all-reduce."""
-    topology, members, collective = request.topology, request.members, request.collective
-    assert topology is not None
-    one_way = collective != "all_reduce" or 1 in (len(request.sources), len(request.destinations))
-    if len(helpers) > MOST_HELPERS or not one_way or len(members) == 1:
-        return None
-    outward = collective in ("broadcast", "all_gather") or (collective == "all_reduce" and len(request.sources) == 1)
-    weights = {k: Fraction(1) for k in range(len(members))}
-    if collective not in ("all_gather", "reduce_scatter"):
-        weights = {members.index((request.sources if outward else request.destinations)[0]): Fraction(1)}
-    found = mixed_trees(topology if outward else topology.reversed(), members, helpers, weights)
+def _helped_forest(request: Request) -> Forest | None:
+    """Return the best forest whose trees each branch at any helpers; ``None``: there are too many, or no such trees."""
+    assert request.topology is not None
+    sources, destinations, parts = request.sources, request.destinations, None
+    collective = request.collective
+    if collective in ("all_gather", "reduce_scatter"):
+        parts = tuple((member, Fraction(1)) for member in sources)
+    elif len(sources) == 1 or len(destinations) == 1:
+        collective = "broadcast" if len(sources) == 1 else "reduce"
+        parts = (((sources if len(sources) == 1 else destinations)[0], Fraction(1)),)
+    found = helped(request.topology, collective, request.members, parts)
     if found is None:
         return None
     shares = [
-        TreeShare(tree.root, share, None, tree) if outward else TreeShare(tree.root, share, reversed_tree(tree), None)
-        for tree, share in found.trees
+        TreeShare(
+            root, weight, into if into is None else Tree(root, 1, into), out if out is None else Tree(root, 1, out)
+        )
+        for of_demand in found.mixture.trees
+        for root, weight, into, out in of_demand
     ]
-    return _as_forest(neutral(topology, members, found.helpers), request, shares, found.k)
+    unit = common_unit([share.weight for share in shares])
+    k = sum((share.weight for share in shares), Fraction(0)) / unit / len({share.root for share in shares})
+    # Helpers that no tree uses are not devices of the schedule.
+    members, trees = len(request.members), [tree for share in shares for tree in (share.into, share.out) if tree]
+    used = {node for tree in trees for node in (tree.root, *(node for node, _, _ in tree.parents))}
+    joints = range(len(found.seen.topology.devices))
+    kept = [node for node in joints if node < members or node in used]
+    order = [*kept, *(node for node in range(len(found.seen.topology.nodes)) if node not in kept)]
+    place = {node: k for k, node in enumerate(order)}
+    names = [found.seen.names[found.seen.topology.nodes[node]] for node in order]
+
+    def moved(tree: Tree | None) -> Tree | None:
+        if tree is None:
+            return None
+        parents = ((place[node], place[up], tuple(place[k] for k in via)) for node, up, via in tree.parents)
+        return Tree(place[tree.root], tree.weight, tuple(parents))
+
+    shares = [TreeShare(place[s.root], s.weight, moved(s.into), moved(s.out)) for s in shares]
+    return _as_forest(request, names, len(kept), shares, k)
 
 
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:

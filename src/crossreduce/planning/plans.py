@@ -62,6 +62,12 @@ class Plan:
         return None if ends is None else ends[0]
 
     @property
+    def helpers(self) -> tuple[str, ...]:
+        """The devices and switches that take no part, but forward or combine data in steps of the schedule."""
+        members = {*self.request.sources, *self.request.destinations}
+        return tuple(device for device in self.schedule.devices if device not in members)
+
+    @property
     def ranks(self) -> tuple[str, ...]:
         """The device of each rank of an exported file: in the topology's order, or in that of the listed devices."""
         return self.schedule.devices
@@ -84,13 +90,25 @@ class Plan:
     @cached_property
     def bound(self) -> Bound:
         """The rate that no schedule of this request can exceed, with its proof."""
+        return self._bound_on(self.topology)
+
+    @cached_property
+    def bound_without_helpers(self) -> Bound | None:
+        """The bound if the devices that take no part are removed; ``None``: then some cannot be reached."""
+        members = {*self.request.sources, *self.request.destinations}
+        kept = tuple(device for device in self.topology.devices if device in members)
+        with suppress(PlanError):
+            return self._bound_on(self.topology.part(kept))
+        return None
+
+    def _bound_on(self, topology: Topology) -> Bound:
         sources, destinations = self.request.sources, self.request.destinations
         if self.collective == "all_reduce":
-            return _request_bound(self.topology, sources, destinations)
+            return _request_bound(topology, sources, destinations)
         members = tuple(dict.fromkeys([*sources, *destinations]))
         root = {"broadcast": sources[0], "reduce": destinations[0]}.get(self.collective)
         roots = None if root is None else ((root, Fraction(1)),)
-        return bound_of_members(self.topology, self.collective, members, roots)
+        return bound_of_members(topology, self.collective, members, roots)
 
     @property
     def algbw(self) -> float:
@@ -104,7 +122,7 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import busiest, duration, limited_by, percent, rest_percent, shape, size, tree_lines
+        from .explain import busiest, duration, helper_lines, limited_by, percent, rest_percent, shape, size, tree_lines
 
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
@@ -121,6 +139,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
+            *helper_lines(self.helpers, self.rate, self.bound_without_helpers),
             f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
@@ -135,7 +154,7 @@ class Plan:
 
     @property
     def _way_to_run(self) -> str:
-        if self.collective in ("all_reduce", "reduce", "broadcast"):
+        if self.collective in ("all_reduce", "reduce", "broadcast") and not self.helpers:
             name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
             return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
         return "export it for another tool (crossreduce plan --export)"
@@ -213,6 +232,7 @@ def plan(
     destinations: Iterable[str | int] | None = None,
     root: str | int | None = None,
     *,
+    participants: Iterable[str | int] | None = None,
     packs: int = 1,
     operation_s: float | None = None,
     costs: Costs | None = None,
@@ -232,6 +252,8 @@ def plan(
         data. A reduce-scatter or all-gather has the same sources and destinations: list either.
       root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
         greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
+      participants: the devices that take part; short for the same ``sources`` and ``destinations``. The others help:
+        they forward data, and combine it where that makes the plan faster.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
       operation_s: short for ``costs=Costs(operation_s=...)``: the seconds in which a host queues one operation;
         ``None``: 2e-6 on CUDA devices, else 0. Set it to 0 if operations are not queued one by one, as in exported
@@ -263,6 +285,15 @@ def plan(
     if not isinstance(packs, int) or isinstance(packs, bool) or not 1 <= packs <= MOST_PACKS:
         raise ArgumentError.of(f"packs must be an integer from 1 to {MOST_PACKS}.", shown(packs), "packs=1")
     size = byte_count(nbytes)
+    if participants is not None:
+        if sources is not None or destinations is not None:
+            problem = "participants are both the sources and the destinations, so neither can be given with them."
+            raise ArgumentError.of(problem, "participants with sources or destinations", "participants=[...] alone")
+        members = topology.members(participants)
+        if root is not None and collective in ("broadcast", "reduce") and topology.node(root) not in members:
+            raise ArgumentError.of("the root must take part.", shown(root), "one of " + ", ".join(members))
+        sources = None if collective == "broadcast" else members
+        destinations = None if collective == "reduce" else members
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
     request = Request(collective, gives, takes, algorithm, topology, size, packs, root=main)
     return planned(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))

@@ -2,7 +2,8 @@
 
 Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
 Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program, and so is that of the others if a
-switch has not as much bandwidth in as out.
+switch has not as much bandwidth in as out. If other devices help, perhaps no trees reach the rate of the cuts: then the
+bound is the optimum of a program over all trees (``mixture.py``).
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
+from typing import Final
 
 from ...errors import ArgumentError, PlanError, shown
 from ...topology import Topology, TopologyLike, topology_of
 from ..topologies import neutral, require_routes
 from .certificate import COLLECTIVES, Bound, Cut
+
+# On larger topologies with helpers, cuts are not searched if the best trees are known: it can take minutes.
+_MOST_NODES: Final = 24
 
 Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
 
@@ -89,10 +94,41 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
-    wiring, names = neutral(topology, members)
+    trees = _of_trees(topology, collective, members, parts)
+    if trees is not None and len(topology.nodes) > _MOST_NODES:
+        return trees
+    cuts = _of_cuts(topology, collective, members, parts)
+    return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
+
+
+def _of_trees(
+    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+) -> Bound | None:
+    """Return the rate of the best trees with helpers; ``None``: all devices take part, or they are too many."""
+    if all(device in members for device in topology.devices):
+        return None
+    from .mixture import helped
+
+    found = helped(topology, collective, members, None if collective == "all_reduce" else parts)
+    if found is None:
+        return None
+    names, links = found.seen.names, found.seen.topology.links
+    prices = tuple(
+        (names[link.src], names[link.dst], price)
+        for link, price in zip(links, found.mixture.prices, strict=True)
+        if price
+    )
+    return Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
+
+
+def _of_cuts(
+    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+) -> Bound:
+    """Return the least rate that cuts prove."""
     if collective == "all_reduce":
         from .linear_program import optimum
 
+        wiring, names = neutral(topology, members)
         found = optimum(wiring)
         cuts = tuple(
             Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts

@@ -17,6 +17,10 @@ B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
   a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
 - All-reduce by trees: a reduction to some roots and a broadcast back share the links, in another such linear program.
   The roots are not given, so the cuts that contain any one root must have a total weight of at least 1.
+- If devices that take no part help, or switches that reduce, perhaps no trees reach the rate that cuts prove. Then the
+  certificate has a price for each link instead. If all trees of a unit of the buffer cost at least 1 together, the rate
+  is at most the sum of bandwidth x price. The check computes the cheapest trees (Erickson, Monma & Veinott,
+  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987).
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from ...errors import PlanError, shown
@@ -57,6 +62,7 @@ class Bound:
     cuts: tuple[Cut, ...]  # the certificate: one cut, or several that together give prices to links
     # The shifts of prices at switches that do not reduce: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
+    prices: tuple[tuple[str, str, Fraction], ...] = ()  # instead of cuts: (src, dst, price per GB/s); the others: 0
 
     @property
     def tight_cut(self) -> frozenset[str]:
@@ -66,7 +72,7 @@ class Bound:
     def check(self) -> None:
         """Raise PlanError unless the certificate proves the bound."""
         numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
-        numbers += [shift for _, *two in self.potentials for shift in two]
+        numbers += [shift for _, *two in self.potentials for shift in two] + [price for *_, price in self.prices]
         if self.collective not in COLLECTIVES:
             remedy = "one of " + ", ".join(COLLECTIVES)
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
@@ -91,7 +97,7 @@ class Bound:
                 raise PlanError.of("a cut must have a weight of 0 or more.", f"weight {cut.weight}")
             if everyone <= cut.nodes:
                 raise PlanError.of("a cut must leave out at least one of the devices.", shown(sorted(cut.nodes)))
-        proved = self._proved()
+        proved = self._proved_by_prices() if self.prices else self._proved()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
             raise PlanError.of("the certificate does not prove the bound.", given)
@@ -129,6 +135,34 @@ class Bound:
             total += bandwidth * max(Fraction(0), *prices)
         return total / unit
 
+    def _proved_by_prices(self) -> Fraction:
+        """Return the rate that the prices prove."""
+        if self.cuts or self.potentials:
+            raise PlanError.of("a certificate must have cuts or prices, not both.", f"{len(self.cuts)} cuts")
+        links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
+        prices = {(src, dst): price for src, dst, price in self.prices}
+        wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
+        if wrong or len(prices) < len(self.prices):
+            raise PlanError.of(
+                "prices must be 0 or more, one for each link of the topology.", shown(wrong or self.prices)
+            )
+        if any(weight < 0 or root not in self.devices for root, weight in self.roots):
+            raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
+        joints = {*self.topology.devices, *(switch.name for switch in self.topology.switches if switch.reduces)}
+        priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
+        back = [(dst, src, price) for src, dst, price in priced]
+        whole = sum((weight for _, weight in self.roots), Fraction(0))
+        if self.collective == "all_reduce":
+            out, into = _cheapest(priced, self.devices, joints), _cheapest(back, self.devices, joints)
+            cost, whole = min(out[root] + into[root] for root in joints if root in out and root in into), Fraction(1)
+        else:
+            outward = self.collective in ("broadcast", "all_gather")
+            costs = _cheapest(priced if outward else back, self.devices, joints)
+            cost = sum((costs[root] * weight for root, weight in self.roots), Fraction(0))
+        if cost <= 0:
+            raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
+        return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost * whole
+
     def _check_direction(self) -> None:
         """Raise PlanError unless all parts of the certificate are for the direction of the collective."""
         if any(weight < 0 or root not in self.devices for root, weight in self.roots):
@@ -140,3 +174,39 @@ class Bound:
         if other:
             problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
             raise PlanError.of(problem, ", ".join(other))
+
+
+def _cheapest(priced: list[tuple[str, str, Fraction]], ends: tuple[str, ...], joints: set[str]) -> dict[str, Fraction]:
+    """Return the price of the cheapest tree from each node to all ``ends``; trees branch only at ``joints``.
+
+    ``priced``: the links, as (src, dst, price). Nodes without such a tree are left out.
+    """
+    near: dict[str, list[tuple[str, Fraction]]] = {}
+    for src, dst, price in priced:
+        near.setdefault(dst, []).append((src, price))
+    found: list[dict[str, Fraction]] = [{}]  # by the set of ends, as bits
+    for wanted in range(1, 1 << len(ends)):
+        costs: dict[str, Fraction] = {}
+        if not wanted & (wanted - 1):
+            costs[ends[wanted.bit_length() - 1]] = Fraction(0)
+        part = (wanted - 1) & wanted
+        while part > wanted ^ part:  # each way to divide the set in two, once
+            for node, cost in found[part].items():
+                if node in joints and node in found[wanted ^ part]:
+                    both = cost + found[wanted ^ part][node]
+                    costs[node] = min(costs.get(node, both), both)
+            part = (part - 1) & wanted
+        queue = [(cost, node) for node, cost in costs.items()]
+        heapify(queue)
+        done: dict[str, Fraction] = {}
+        while queue:
+            cost, node = heappop(queue)
+            if node in done:
+                continue
+            done[node] = cost
+            for src, price in near.get(node, ()):
+                if src not in done and cost + price < costs.get(src, cost + price + 1):
+                    costs[src] = cost + price
+                    heappush(queue, (cost + price, src))
+        found.append(done)
+    return found[-1]

@@ -6,8 +6,6 @@ for every set S of nodes that does not contain all devices, the sum of x_r over 
 cB_e over the links that leave S, and at most the sum of cR_e over the links that enter S. If links are equal in both
 directions, reductions use the routes of the broadcasts backwards, which halves the program. If the roots have weights,
 there are broadcasts only: one variable is the rate of all roots, of which each has a part in proportion to its weight.
-Trees of several kinds may share the links; those of a kind need not reach some devices, which then only forward. Each
-kind has its own variables.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ class Usage(NamedTuple):
     columns: list[int]  # the variable of each link
     outward: bool
     rates: dict[int, tuple[int, int | Fraction]]  # by root: its variable, and the part of it that is the root's rate
-    sinks: list[int]  # the devices that every tree must reach
-    balanced: list[int]  # the nodes that send as much as they receive
 
 
 class NodeCut(NamedTuple):
@@ -53,16 +49,8 @@ class Proof(NamedTuple):
 class CutProgram:
     """The linear program of a topology, in bandwidths that are scaled to integers."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        weights: Mapping[int, Fraction] | None = None,
-        kinds: Sequence[frozenset[int]] = (frozenset(),),
-    ) -> None:
-        """Make the program of an all-reduce, or of broadcasts from roots with ``weights``.
-
-        ``kinds``: for broadcasts, the devices that the trees of each kind need not reach.
-        """
+    def __init__(self, topology: Topology, weights: Mapping[int, Fraction] | None = None) -> None:
+        """Make the program of an all-reduce, or of broadcasts from roots with ``weights``."""
         self.topology = topology
         self.n, self.links = len(topology.devices), topology.links
         number = {node: k for k, node in enumerate(topology.nodes)}
@@ -77,29 +65,20 @@ class CutProgram:
         self.scale = lcm(*(link.bandwidth.denominator for link in self.links))
         self.width = [int(link.bandwidth * self.scale) for link in self.links]
         self.largest = max(self.width)
-        m, everyone = len(self.arcs), list(range(self.n))
+        m = len(self.arcs)
         self.weighted = weights is not None
-        self.rates = self.n if weights is None else len(kinds)  # the first columns are rates
-        columns = [[self.rates + kind * m + k for k in range(m)] for kind in range(max(2, len(kinds)))]
+        self.rates = self.n if weights is None else 1  # the first columns are rates
+        columns = [[self.rates + way * m + k for k in range(m)] for way in (0, 1)]
         self.paired = weights is None and topology.symmetric  # reductions use the routes of broadcasts backwards
         if weights is None:
-            free: dict[int, tuple[int, int | Fraction]] = {root: (root, 1) for root in everyone}
-            self.usages = [
-                Usage(columns[k], outward, free, everyone, self.plain)
-                for k, outward in enumerate((True,) if self.paired else (True, False))
-            ]
+            free: dict[int, tuple[int, int | Fraction]] = {root: (root, 1) for root in range(self.n)}
+            ways = (True,) if self.paired else (True, False)
+            self.usages = [Usage(columns[k], outward, free) for k, outward in enumerate(ways)]
         else:
             whole = sum(weights.values(), Fraction(0))
-            self.usages = [
-                Usage(
-                    columns[k],
-                    True,
-                    {root: (k, weight / whole) for root, weight in weights.items() if weight},
-                    [device for device in everyone if device not in beyond],
-                    [*self.plain, *sorted(beyond)],
-                )
-                for k, beyond in enumerate(kinds)
-            ]
+            parts: dict[int, tuple[int, int | Fraction]]
+            parts = {root: (0, weight / whole) for root, weight in weights.items() if weight}
+            self.usages = [Usage(columns[0], True, parts)]
         self.columns = self.rates + m * len(self.usages)
         # sharing: for each link, the columns that share its bandwidth.
         self.sharing = list(zip(*(usage.columns for usage in self.usages), strict=True))
@@ -124,12 +103,7 @@ class CutProgram:
         everyone = frozenset(range(len(self.topology.nodes)))
         sets = [frozenset({v}) for v in range(self.n)] + self._islands()
         sets += [everyone - nodes for nodes in sets]
-        return {
-            NodeCut(nodes, k): None
-            for k, usage in enumerate(self.usages)
-            for nodes in sets
-            if any(sink not in nodes for sink in usage.sinks)
-        }
+        return {NodeCut(nodes, k): None for k in range(len(self.usages)) for nodes in sets}
 
     def _islands(self) -> list[frozenset[int]]:
         """Return the islands, if there are several, each with the switches whose links lead to this island only."""
@@ -155,14 +129,9 @@ class CutProgram:
 
         It is in scaled units, like ``width``.
         """
-        first, sinks = self.usages[0].rates, set(self.usages[0].sinks).intersection(*(u.sinks for u in self.usages))
-        if len(sinks) < self.n:  # only the cuts around single devices that all trees reach
-            widths = {sink: Fraction(sum(self.width[k] for k in self.entering[sink])) for sink in sinks}
-            parts = {sink: 1 - first[sink][1] if sink in first else Fraction(1) for sink in sinks}
-            return min(widths[sink] / parts[sink] for sink in sinks if parts[sink])
         roots = {self.topology.devices[0]: Fraction(1)}
         if self.weighted:
-            roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in first.items()}
+            roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in self.usages[0].rates.items()}
         ways = (True,) if self.weighted else (True, False)
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in ways)
 
@@ -191,9 +160,8 @@ class CutProgram:
 
     def balances(self) -> list[tuple[int, Usage]]:
         """Return each node that sends as much as it receives, with the usage of the links that is meant."""
-        # The switches come one after the other; the order of the rows decides which of equally good solutions is found.
-        nodes = dict.fromkeys(node for usage in self.usages for node in usage.balanced)
-        return [(node, usage) for node in nodes for usage in self.usages if node in usage.balanced]
+        # The order of the rows decides which of equally good solutions is found.
+        return [(node, usage) for node in self.plain for usage in self.usages]
 
     def nearly_violated(self, values: Sequence[float]) -> list[NodeCut]:
         """Return cuts that a float solution violates: for each device and usage, a minimum cut from the roots."""
@@ -222,13 +190,13 @@ class CutProgram:
         capacities = {(arc if usage.outward else arc[::-1]): values[column] for arc, column in pairs}
         network = Network(source + 1, capacities | {(source, root): rate for root, rate in rates.items()})
         found: dict[NodeCut, None] = {}
-        for sink in usage.sinks:
+        for sink in range(self.n):
             if network.flow(source, sink) < needed:
                 found[NodeCut(network.cut(source, sink) - {source}, k)] = None
         return list(found)
 
     def fits(self, values: Sequence[Fraction]) -> bool:
-        """Return whether a solution keeps to the bandwidths, and balanced nodes send as much as they receive."""
+        """Return whether a solution keeps to the bandwidths, and switches that only forward send what they receive."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)

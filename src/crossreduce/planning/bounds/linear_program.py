@@ -12,7 +12,6 @@ edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -79,29 +78,6 @@ def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
     elif weights is None:
         up = _used_links(program, program.usages[1], values)
     return Optimum(proof.rate, named, shifts, reached, roots, down, up)
-
-
-def mixture(
-    topology: Topology, weights: Weights, kinds: Sequence[frozenset[int]]
-) -> list[tuple[Fraction, dict[Pair, Fraction]]]:
-    """Return the best broadcasts by several kinds of trees: the rate of each kind, and its use of the links.
-
-    Args:
-      topology: its devices take part, or may branch.
-      weights: the bytes of each root, by its number.
-      kinds: the devices, none of them a root, that the trees of each kind need not reach, and where they do not branch.
-
-    In the example both receivers are behind a hub. A narrow link is a second way to one of them.
-
-    >>> links = [("cpu:0", "cpu:3", 2), ("cpu:3", "cpu:1", 2), ("cpu:3", "cpu:2", 3), ("cpu:0", "cpu:1", 1)]
-    >>> hub = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"], [*links, ("cpu:1", "cpu:2", 1)])
-    >>> [str(rate) for rate, used in mixture(hub, ((0, Fraction(1)),), [frozenset(), frozenset({3})])]
-    ['2', '1']
-    """
-    program = CutProgram(topology, dict(weights), kinds)
-    _, reached, values = _exact(program)
-    found = [(values[k], _used_links(program, usage, values)) for k, usage in enumerate(program.usages)]
-    return found if reached > 0 else []
 
 
 def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:

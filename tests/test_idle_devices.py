@@ -1,0 +1,253 @@
+"""Plans in which devices that take no part forward and combine, compared with lists of all trees."""
+
+import json
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import numpy as np
+import planning_oracle
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, wirings
+from scipy.optimize import linprog
+
+import crossreduce as cr
+from crossreduce import PlanError, Topology
+from crossreduce.errors import ArgumentError
+from crossreduce.planning.bounds.certificate import _cheapest
+from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
+from crossreduce.schedule import verify
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+def planned(topology, collective, members):
+    """Return the forest of some devices; the root of a reduce or broadcast is the first."""
+    root = members[0] if collective in ("reduce", "broadcast") else None
+    return cr.plan(topology, collective, "64M", "forest", root=root, participants=members, operation_s=0)
+
+
+def check(plan):
+    """Check that a plan is right and as fast as its bound, and that the bound is proved."""
+    verify(plan.schedule)
+    plan.bound.check()
+    assert plan.ratio == 1
+    assert plan.rate == plan.bound.algbw
+
+
+def some_parts(topology, size, count, seed):
+    every = list(combinations(topology.devices, size))
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+@pytest.mark.parametrize("size", range(2, 8))
+@pytest.mark.parametrize("machine", ["dgx-1v", "mi300x", "hgx-h100", "pcie-8"])
+def test_parts_of_a_machine_reach_the_bound(machine, size):
+    """Parts of machines of eight, connected or not: the plan reaches the bound of the complete machine."""
+    topology = Topology.machine(machine)
+    for collective in COLLECTIVES:
+        for members in some_parts(topology, size, 3, f"{machine} {size} {collective}"):
+            check(planned(topology, collective, members))
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_helpers_on_a_switch_are_as_good_as_published(count):
+    """On a switch, the rate of an all-reduce with helpers is that of BytePS (Jiang et al., OSDI 2020, section 4.1):
+    n devices and k helpers need 2 n (n - 1) / (n**2 + k n - 2 k) times the buffer, but at least the buffer itself."""
+    n, k = count, 8 - count
+    needed = max(Fraction(1), Fraction(2 * n * (n - 1), n * n + k * n - 2 * k))
+    plan = planned(Topology.machine("hgx-h100"), "all_reduce", tuple(f"cuda:{device}" for device in range(n)))
+    check(plan)
+    assert plan.rate == 450 / needed
+
+
+def steiner_rate(topology, members):
+    """Return the best all-reduce on equal links between devices: a program over all trees that join the members."""
+    pairs = [(a, b) for a, b in combinations(topology.devices, 2) if (a, b) in {link[:2] for link in topology.links}]
+    width = {(link.src, link.dst): float(link.bandwidth) for link in topology.links}
+    columns = []
+    for count in range(1, len(pairs) + 1):
+        for chosen in combinations(range(len(pairs)), count):
+            reached, left = {members[0]}, [pairs[k] for k in chosen]
+            while grown := [pair for pair in left if (pair[0] in reached) != (pair[1] in reached)]:
+                reached |= set(grown[0])
+                left.remove(grown[0])
+            if not left and set(members) <= reached and len(reached) == count + 1:  # a tree
+                columns.append([float(k in chosen) for k in range(len(pairs))])
+    limits = [width[pair] for pair in pairs]
+    return -linprog(-np.ones(len(columns)), A_ub=np.array(columns).T, b_ub=limits).fun
+
+
+@settings(max_examples=60)
+@given(wirings((SYMMETRIC,), WHOLE, 5, 0), st.integers(2, 4))
+def test_all_reduces_have_the_rate_of_the_best_trees(wiring, count):
+    """Where links are equal in both directions, no trees that join the members are faster than the plan."""
+    topology = Topology(*wiring)
+    members = topology.devices[:count]
+    assume(len(topology.devices) > count and len(topology.links) <= 18)
+    plan = planned(topology, "all_reduce", members)
+    check(plan)
+    assert float(plan.rate) == pytest.approx(steiner_rate(topology, members), rel=1e-7)
+
+
+@settings(max_examples=60)
+@given(
+    wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)),
+    st.sampled_from([name for name in COLLECTIVES if name != "all_reduce"]),
+    st.integers(2, 4),
+)
+def test_bounds_are_the_rate_of_the_best_trees(wiring, collective, count):
+    """The bound of a one-way collective with helpers is the optimum of a program over all trees, and is reached."""
+    topology = Topology(*wiring)
+    members = topology.devices[:count]
+    assume(len(topology.devices) > count)
+    weights = dict.fromkeys(members[: 1 if collective in ("broadcast", "reduce") else None], Fraction(1))
+    try:
+        best = planning_oracle.best_trees(topology, weights, collective in ("broadcast", "all_gather"), members)
+    except TooManyTreesError:
+        assume(False)
+    plan = planned(topology, collective, members)
+    check(plan)
+    assert float(plan.rate) == pytest.approx(best, rel=1e-7)
+
+
+@settings(max_examples=60)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 6, 2, (True, False)), st.integers(1, 4), st.randoms())
+def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
+    """Two different algorithms find the same price of the cheapest tree, and the tree has this price."""
+    topology = Topology(*wiring)
+    ends = topology.devices[:count]
+    joints = [*topology.devices, *(switch.name for switch in topology.switches if switch.reduces)]
+    prices = [drawn.randint(1, 9) for _ in topology.links]
+    priced = [(link.src, link.dst, Fraction(price)) for link, price in zip(topology.links, prices, strict=True)]
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    arcs = [(number[src], number[dst]) for src, dst, _ in priced]
+    trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
+    trees.price(prices)
+    found = _cheapest(priced, ends, set(joints))
+    price = dict(zip(arcs, prices, strict=True))
+    for joint in joints:
+        if joint not in found:
+            assert trees.cost(number[joint]) == float("inf")
+            continue
+        assert trees.cost(number[joint]) == found[joint]
+        total, reached = 0, {number[joint]}
+        for node, parent, through in trees.parents(number[joint]):
+            assert parent in reached
+            reached.add(node)
+            way = [parent, *through, node]
+            total += sum(price[a, b] for a, b in pairwise(way))
+        assert total == found[joint]
+        assert {number[end] for end in ends} <= reached
+
+
+def test_large_parts_have_approximate_trees():
+    """With too many members for exact trees, all trees use the same helpers, or grow by the nearest member."""
+    topology = Topology.machine("mi250")
+    assert not few_enough(12, 16)
+    plan = planned(topology, "all_reduce", topology.devices[:12])
+    verify(plan.schedule)
+    assert plan.ratio >= Fraction(98, 100)
+    line = [(k, k + 1) for k in range(15)] + [(k + 1, k) for k in range(15)]
+    trees = CheapestTrees(16, line, range(0, 16, 1), range(16))
+    assert not trees.exact
+    trees.price([1.0] * 30)
+    assert trees.cost(3) == 15.0
+
+
+@pytest.fixture(scope="module")
+def priced():
+    """A bound that is proved by prices: five of the eight devices on a switch."""
+    limit = cr.bound("hgx-h100", "all_reduce", devices=range(5))
+    assert limit.prices
+    assert not limit.cuts
+    limit.check()
+    return limit
+
+
+def test_forged_prices_are_rejected(priced):
+    """Prices prove the rate that the cheapest trees allow, and no other."""
+    (src, dst, price), *others = priced.prices
+    for forged, text in (
+        (replace(priced, algbw=priced.algbw * Fraction(99, 100)), "does not prove"),
+        (replace(priced, prices=((src, dst, price / 2), *others)), "does not prove"),
+        (replace(priced, prices=((src, dst, -price), *others)), "0 or more"),
+        (replace(priced, prices=(("cuda:0", "cuda:1", price), *others)), "each link"),
+        (replace(priced, prices=((src, dst, price), *priced.prices)), "each link"),
+        (replace(priced, prices=(("cuda:5", "nvswitch", price),)), "trees that join the devices cost 0"),
+        (replace(priced, prices=((src, dst, 0.5), *others)), "ints or Fractions"),
+        (replace(priced, cuts=cr.bound("hgx-h100", "all_reduce", devices=range(2)).cuts), "cuts or prices, not both"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            forged.check()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3)]), min_size=16, max_size=16))
+def test_no_prices_prove_less_than_a_plan_reaches(prices):
+    """Whatever the prices are, the rate that they prove is not below that of the best plan."""
+    limit = cr.bound("hgx-h100", "all_reduce", devices=range(5))
+    links = limit.topology.links
+    forged = replace(limit, prices=tuple((a.src, a.dst, p) for a, p in zip(links, prices, strict=True) if p))
+    assume(forged.prices)
+    try:
+        proved = forged._proved_by_prices()
+    except PlanError:
+        return  # they prove nothing
+    assert proved >= limit.algbw
+
+
+def test_participants_are_sources_and_destinations():
+    """``participants`` is short for both; a root is one of them; nothing else can be given with it."""
+    box = Topology.machine("mi300x")
+    both = cr.plan(box, sources=range(4), destinations=range(4))
+    assert cr.plan(box, participants=range(4)) == both
+    assert both.helpers == ("cuda:4", "cuda:5", "cuda:6", "cuda:7")
+    assert cr.plan(box).helpers == ()
+    assert cr.plan(box, "reduce", root=2, participants=[1, 2]).request.sources == ("cuda:1", "cuda:2")
+    assert cr.plan(box, "broadcast", participants=[1, 2]).request.destinations == ("cuda:1", "cuda:2")
+    with pytest.raises(ArgumentError, match="neither can be given"):
+        cr.plan(box, participants=range(4), sources=range(4))
+    with pytest.raises(ArgumentError, match="root must take part"):
+        cr.plan(box, "broadcast", root=7, participants=range(4))
+    with pytest.raises(ArgumentError, match="at least one device"):
+        cr.plan(box, participants=[])
+
+
+def test_the_text_says_what_helpers_gain():
+    """``explain`` names the helpers, and compares with the bound without them, if there is one."""
+    box = Topology.machine("dgx-1v")
+    assert (
+        "cuda:4, cuda:6, cuda:7 forward and combine; 2.17 x the bound without them, 50.00 GB/s"
+        in planned(box, "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:5")).explain()
+    )
+    apart = planned(box, "all_reduce", ("cuda:0", "cuda:5"))
+    assert apart.bound_without_helpers is None
+    assert "without them some devices cannot be reached" in apart.explain()
+    assert "export it for another tool" in apart.explain()
+    assert "helpers" not in cr.plan(box).explain()
+    assert "together, not by cuts" in planned("hgx-h100", "all_reduce", tuple(f"cuda:{k}" for k in range(5))).explain()
+
+
+def test_the_command_line(printed, crossreduce, tmp_path):
+    """``--participants`` plans with helpers; a format without them says so, and "auto" writes a plan that fits."""
+    line = ("plan", "mi300x", "--participants", "0-3")
+    found = json.loads(printed(*line, "--algorithm", "forest", "--json"))
+    assert found["helpers"] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
+    assert found["ratio"]["exact"] == "1"
+    file = tmp_path / "plan.xml"
+    code, _, text = crossreduce(*line, "--algorithm", "forest", "--export", file)
+    assert code == 2
+    assert "every rank must be a source or a destination" in text
+    assert not file.exists()
+    assert "is faster, but does not fit" in printed(*line, "--nbytes", "256M", "--export", file)
+    assert file.read_text().count("<gpu ") == 4
+    page = tmp_path / "plan.html"
+    printed("plan", "hgx-h100", "--participants", "0-4", "--algorithm", "forest", "--report", page)
+    assert page.stat().st_size < 1_000_000
+    code, _, text = crossreduce(*line, "--bundle", tmp_path / "folder")
+    assert code == 2
+    assert "--participants cannot be given with it" in text
