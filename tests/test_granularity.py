@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from xml.etree import ElementTree
@@ -69,12 +70,14 @@ def test_rank_k_is_the_kth_device(name):
         for algorithm in ("auto", "direct"):
             plan = cr.plan(topology, collective, 1 << 28, algorithm, root=given, operation_s=0, granularity=0.02)
             assert plan.ranks == topology.devices
+            # Two pieces have the same way as all others; a file of many takes long to write and to prove.
+            schedule = replace(plan.schedule, pieces=min(plan.schedule.pieces, 2))
             for write, read in ((to_msccl_xml, traffic_of_xml), (to_mscclpp_json, traffic_of_json)):
                 try:
-                    text = write(plan.schedule)
+                    text = write(schedule)
                 except cr.PlanError:  # the runtime has limits
                     continue
-                if not plan.schedule.routes:
+                if not schedule.routes:
                     assert rate_of(read(text), topology) == plan.rate, (collective, root, algorithm)
                     checked += 1
     assert checked >= 2 * len(topology.devices)

@@ -32,7 +32,7 @@ def ranks(request, tmp_path_factory):
     assert not any(statuses), (folder / "log").read_text()
 
 
-@settings(max_examples=3000)
+@settings(max_examples=600)
 @given(data=st.data())
 def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
     """Each collective gives what it gives on copies; if results share memory, all ranks raise before any writes."""
