@@ -1,6 +1,6 @@
 """Faults of the CUDA engine: changes of one place of its source files, which a check of ``cuda_runs.py`` must find.
 
-``copy`` makes a copy of the engine's folder that consists of links to its files, apart from the changed one.
+``package`` makes a copy of the package that consists of links to its files, apart from the changed one.
 """
 
 from __future__ import annotations
@@ -155,25 +155,26 @@ COMPILED = [
 FAULTS = [*STEPS, *OPERATIONS, *ORDER, *OTHERS, *COMPILED]
 
 
-def copy(folder, fault, objects):
-    """Make a copy of the engine with a fault in a new folder; return its path. ``objects``: those of ``compiled``."""
+def package(folder, fault, objects):
+    """Make a copy of the package with a fault in a new folder. ``objects``: those of ``compiled``."""
     text = (SOURCE / ENGINE / fault.file).read_text()
     assert text.count(fault.old) == 1, f"the text of a fault occurs {text.count(fault.old)} times: {fault}"
     changed = folder / "changed" / fault.file
     changed.parent.mkdir(parents=True)
     changed.write_text(text.replace(fault.old, fault.new))
-    into = folder / "cuda"
-    into.mkdir()
-    for path in (PACKAGE / ENGINE).iterdir():
-        if path.name != "__pycache__":
-            (into / path.name).symlink_to(path)
+    into = folder / "crossreduce"
+    for inner in ("", "engines", ENGINE):
+        (into / inner).mkdir()
+        for path in (PACKAGE / inner).iterdir():
+            if path.name not in ("engines", "cuda", "__pycache__"):
+                (into / inner / path.name).symlink_to(path)
     if changed.suffix == ".py":
-        (into / fault.file).unlink()
-        changed.rename(into / fault.file)
-    else:
-        (made,) = compiled([changed], folder)
-        link(into, [made if path.stem == changed.stem else path for path in objects])
-    return into
+        (into / ENGINE / fault.file).unlink()
+        changed.rename(into / ENGINE / fault.file)
+        return folder
+    (made,) = compiled([changed], folder)
+    link(into / ENGINE, [made if path.stem == changed.stem else path for path in objects])
+    return folder
 
 
 def compiled(sources, folder):

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src/crossreduce/engines/cuda/native"
 SOURCES = ROOT / "tests/native"
-FLAGS = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
+FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 HOST = -1  # the "device" of pinned memory
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream

@@ -1,6 +1,5 @@
 """The CUDA engine without a GPU: on a fake driver, in random allowed orders, with faults (see cuda_runs.py)."""
 
-import json
 import os
 import re
 import subprocess
@@ -25,10 +24,10 @@ def library(tmp_path_factory):
     return fake_cuda.built(fake_cuda.shared_folder(tmp_path_factory))
 
 
-def ran(library, peers, what, count, seed=1):
+def ran(library, peers, what, count, seed=1, package=PACKAGE.parent):
     """Run a check in a process of its own; return the finished process."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/cuda_runs.py"), str(library), peers, what]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(ROOT / "tests")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "tests")])}
     return subprocess.run(
         [*command, str(count), str(seed)], capture_output=True, text=True, check=False, env=environment, timeout=300
     )  # fmt: skip
@@ -71,35 +70,24 @@ def test_threads(library):
     assert ran_with_all_peers(library, "threads", 20) == [80] * 4
 
 
-def fault_outcomes(library, arguments):
-    """Yield the exit code and stderr of a check for each of the arguments of ``cuda_fault_runs.check``."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/cuda_fault_runs.py"), str(library)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(ROOT / "tests")])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, env=environment) as runner:
-        for each in arguments:
-            runner.stdin.write(json.dumps([str(each[0]), *each[1:]]) + "\n")
-            runner.stdin.flush()
-            yield json.loads(runner.stdout.readline())
-
-
 @pytest.mark.timeout(600)  # about 90 s of CPU time
 def test_faults_of_the_engine_are_found(library, tmp_path):
     """Each of the changes of its files in cuda_faults.py lets a check fail, for another reason than an invalid name."""
     objects = cuda_faults.compiled(sorted(cuda_faults.NATIVE.glob("*.cpp")), tmp_path)
-    faults = list(enumerate(cuda_faults.FAULTS))
 
-    def outcomes(faults):
-        folders = (
-            (cuda_faults.copy(tmp_path / str(number), fault, objects), *fault.found_by) for number, fault in faults
-        )
-        return list(fault_outcomes(library, folders))
+    def outcome(number):
+        fault = cuda_faults.FAULTS[number]
+        package = cuda_faults.package(tmp_path / str(number), fault, objects)
+        return ran(library, *fault.found_by, package=package)
 
     with ThreadPoolExecutor(2) as pool:
-        halves = list(pool.map(outcomes, [faults[::2], faults[1::2]]))
-    for (_, fault), (code, errors) in zip([*faults[::2], *faults[1::2]], [*halves[0], *halves[1]], strict=True):
-        assert code != 0, f"{fault} was not found"
-        assert re.search(r"^(AssertionError|crossreduce.errors.DriverError)", errors, re.M), (fault, errors)
+        everything = pool.map(outcome, range(len(cuda_faults.FAULTS)))
+        for fault, done in zip(cuda_faults.FAULTS, everything, strict=True):
+            assert done.returncode != 0, f"{fault} was not found"
+            assert re.search(r"^(AssertionError|crossreduce.errors.DriverError)", done.stderr, re.M), (
+                fault,
+                done.stderr,
+            )
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
