@@ -22,8 +22,7 @@ from crossreduce.ops import COMPLEX, INTEGERS
 THREADS, VECTOR, MAX_STEPS, MAX_FIXED = 256, 16, 64, 8
 SMALL, LARGE = 4032, 32760  # bytes of the parameters
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e-8, 65504, 3e38])
-# Functions of AddressSanitizer, where it is in this process.
-MARKS = {each: getattr(ctypes.CDLL(None), f"__asan_{each}_memory_region", None) for each in ("poison", "unpoison")}
+THIS_PROCESS = ctypes.CDLL(None)
 KINDS = {"": 0, "accumulator": 1, "float32": 2, "float16": 3, "bfloat16": 4}
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "bool": "bool"}
 SHORT |= {name: name.replace("uint", "u").replace("int", "i") for name in INTEGERS}
@@ -242,8 +241,9 @@ class Memory:
 
 def _mark(action: str, start: int, nbytes: int) -> None:
     """Let AddressSanitizer, where it is, "poison" or "unpoison" bytes."""
-    if MARKS[action]:
-        MARKS[action](ctypes.c_void_p(start), ctypes.c_size_t(nbytes))
+    change = getattr(THIS_PROCESS, f"__asan_{action}_memory_region", None)
+    if change:
+        change(ctypes.c_void_p(start), ctypes.c_size_t(nbytes))
 
 
 def one_of(draw: np.random.Generator, options: Sequence[Any]) -> Any:
@@ -251,39 +251,8 @@ def one_of(draw: np.random.Generator, options: Sequence[Any]) -> Any:
     return options[int(draw.integers(0, len(options)))]
 
 
-class Batch(NamedTuple):
-    """A launch of a kernel, with what it must do.
-
-    ``about``: what an error shows: the kernel, its numbers, how many sources and results, the divisor, and the orders.
-    ``parts``: of each, its memory, the spans of its results, the bytes before the launch, and the right result.
-    """
-
-    about: tuple[str, Numbers, int, int, int, list[tuple[int, int, int, int]]]
-    launch: bytes
-    blocks: int
-    parts: list[tuple[Memory, list[tuple[int, int]], np.ndarray, bytes]]
-
-    def check(self, library: Any) -> None:
-        """Run it in a kernel's body; raise if a bit or a byte around it differs. It can be run again."""
-        kernel, numbers, *_ = self.about
-        buffer = ctypes.create_string_buffer(self.launch, len(self.launch))
-        for memory, _, before, _ in self.parts:
-            memory.block[:] = before
-            memory.protect()
-        getattr(library, kernel)(buffer, ctypes.c_uint32(self.blocks))
-        for memory, *_ in self.parts:
-            memory.release()
-        for memory, spans, before, right in self.parts:
-            rest = before.copy()
-            for start, stop in spans:
-                got = memory.block[start:stop]
-                assert equal(got.tobytes(), right, numbers.result), self.about
-                rest[start:stop] = got
-            assert np.array_equal(memory.block, rest), "a source, or a byte around a source or result, was written"
-
-
-def drawn_batch(numbers: Numbers, draw: np.random.Generator, kernel: str | None = None) -> Batch:
-    """Return a drawn batch with the results of the reference.
+def check(library: Any, numbers: Numbers, draw: np.random.Generator, kernel: str | None = None) -> None:
+    """Run a drawn batch in a kernel's body and in the reference; raise if a bit or a byte around it differs.
 
     ``kernel``: one of ``kernels_of(numbers)``; the default is drawn.
     """
@@ -346,8 +315,18 @@ def drawn_batch(numbers: Numbers, draw: np.random.Generator, kernel: str | None 
     else:
         result_kind = ""
     launch = packed(tensors, orders, divisor, units, nbytes, KINDS[result_kind], room)
-    about = (kernel, numbers, sources, results, divisor, orders)
-    return Batch(about, launch, int(draw.integers(1, 40)), kept)
+    buffer = ctypes.create_string_buffer(launch, room)
+    for memory, *_ in kept:
+        memory.protect()
+    getattr(library, kernel)(buffer, ctypes.c_uint32(int(draw.integers(1, 40))))
+    for memory, *_ in kept:
+        memory.release()
+    for memory, spans, before, right in kept:
+        for start, stop in spans:
+            got = memory.block[start:stop]
+            assert equal(got.tobytes(), right, numbers.result), (kernel, numbers, sources, results, divisor, orders)
+            before[start:stop] = got
+        assert np.array_equal(memory.block, before), "a source, or a byte around a source or result, was written"
 
 
 def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()) -> dict[str, int]:
@@ -357,7 +336,7 @@ def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()
         pairs = [(numbers, kernel) for numbers in every if numbers.dtype == dtype for kernel in kernels_of(numbers)]
         draw, times = np.random.default_rng([seed, *dtype.encode()]), -(-batches // len(pairs))
         for numbers, kernel in pairs * times:
-            drawn_batch(numbers, draw, kernel).check(library)
+            check(library, numbers, draw, kernel)
         checked[dtype] = len(pairs) * times
     return checked
 
