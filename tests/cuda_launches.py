@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -177,12 +177,11 @@ def values(draw, dtype, size):
         return draw.integers(-100 if kind.kind == "i" else 0, 100, size).astype(kind)
     count = size * (2 if kind.kind == "c" else 1)
     if draw.random() < 0.2:  # many equal ones, zeros of both signs, NaN in several sources
-        real = SPECIAL[draw.integers(0, SPECIAL.size, count)]
+        real = draw.choice(SPECIAL, count)
     else:
         real = draw.standard_normal(count) * 10.0 ** draw.integers(-6, 6)
     if count and draw.random() < 0.5:
-        some = draw.integers(0, [[count], [SPECIAL.size]], (2, count // 16 + 1))
-        real[some[0]] = SPECIAL[some[1]]
+        real[draw.integers(0, count, count // 16 + 1)] = draw.choice(SPECIAL, count // 16 + 1)
     return real.view(np.complex128).astype(kind) if kind.kind == "c" else real.astype(kind)
 
 
@@ -211,60 +210,42 @@ def kernels_of(numbers):
     return names + [f"{each}_large" for each in names] * name.startswith("sum") + mixed
 
 
-class Memory:
-    """The sources and results of a part: one block of bytes, all of them 0xA5, with unused bytes around each.
-
-    ``places``: of each, its bytes, and by how many it is shifted from a multiple of 64.
-    """
-
-    def __init__(self, places: Iterable[tuple[int, int]]) -> None:
-        self.spans, end = [], 64
-        for nbytes, shift in places:
-            start = end + shift % 64
-            self.spans.append((start, start + nbytes))
-            end = -(-(start + nbytes + 64) // 64) * 64
-        whole = np.full(end + 64, 0xA5, np.uint8)
-        skipped = -whole.ctypes.data % 64
-        self.block = whole[skipped : skipped + end]
-        self.start = self.block.ctypes.data
-
-    def protect(self) -> None:
-        """Let AddressSanitizer, where it is, report accesses of the bytes between sources and results."""
-        _mark("poison", self.start, self.block.size)
-        for start, stop in self.spans:
-            _mark("unpoison", self.start + start, stop - start)
-
-    def release(self) -> None:
-        """Undo ``protect``."""
-        _mark("unpoison", self.start, self.block.size)
+def host_block(nbytes: int) -> np.ndarray:
+    """Return bytes of host memory, all of them 0xA5."""
+    return np.full(nbytes, 0xA5, np.uint8)
 
 
-def _mark(action: str, start: int, nbytes: int) -> None:
-    """Let AddressSanitizer, where it is, "poison" or "unpoison" bytes."""
+def protect(memory: Iterable[tuple[np.ndarray, np.ndarray]], action: str) -> None:
+    """Let AddressSanitizer, where it is, "poison" the bytes around the parts of blocks, or "unpoison" them again."""
     change = getattr(THIS_PROCESS, f"__asan_{action}_memory_region", None)
-    if change:
-        change(ctypes.c_void_p(start), ctypes.c_size_t(nbytes))
+    for block, part in memory if change else ():
+        begin, end = block.ctypes.data, block.ctypes.data + block.nbytes
+        change(ctypes.c_void_p(begin), ctypes.c_size_t(part.ctypes.data - begin))
+        after = part.ctypes.data + part.nbytes
+        change(ctypes.c_void_p(after), ctypes.c_size_t(end - after))
 
 
-def one_of(draw: np.random.Generator, options: Sequence[Any]) -> Any:
-    """Return one of a few options; ``draw.choice`` takes much longer."""
-    return options[int(draw.integers(0, len(options)))]
-
-
-def check(library: Any, numbers: Numbers, draw: np.random.Generator, kernel: str | None = None) -> None:
+def check(
+    library: Any,
+    numbers: Numbers,
+    draw: np.random.Generator,
+    kernel: str | None = None,
+    block_of: Callable[[int], np.ndarray] = host_block,
+) -> None:
     """Run a drawn batch in a kernel's body and in the reference; raise if a bit or a byte around it differs.
 
-    ``kernel``: one of ``kernels_of(numbers)``; the default is drawn.
+    ``kernel``: one of ``kernels_of(numbers)``; the default is drawn. ``block_of``: allocates like ``host_block``.
     """
-    kernel = kernel or one_of(draw, kernels_of(numbers))
+    names = kernels_of(numbers)
+    kernel = kernel or names[int(draw.integers(0, len(names)))]
     room = LARGE if kernel.endswith("_large") else SMALL
     name, units = kernel_name(numbers)
     kind, wide_kind, out_kind = (np.dtype(np.uint8 if d == "bool" else d) for d in numbers[1:])
     count = kernel.removeprefix(f"{name}_").split("_")[0]
-    sources = int(count) if count.isdigit() else int(draw.integers(1, one_of(draw, (3, 9, 20))))
+    sources = int(count) if count.isdigit() else int(draw.integers(1, draw.choice([3, 9, 20])))
     if not count.isdigit() and draw.random() < 0.03:
         sources = int(draw.integers(MAX_STEPS + 1, 2 * MAX_STEPS))
-    results = int(draw.integers(1, one_of(draw, (2, 9))))
+    results = int(draw.integers(1, draw.choice([2, 9])))
     orders = [(0, 0, 0, 0)]
     if sources <= MAX_STEPS and draw.random() < 0.5:
         orders = [drawn_order(draw, sources) for _ in range(int(draw.integers(1, 4)))]
@@ -274,26 +255,28 @@ def check(library: Any, numbers: Numbers, draw: np.random.Generator, kernel: str
     tile = min(VECTOR // kind.itemsize * units, 32 // wide_kind.itemsize * units, 8) // units * THREADS
     largest = [3, 70, tile + 100, 6 * tile][: 4 if sources <= MAX_STEPS else 3]  # elements
     fits = (room - 32 - 32 * len(orders)) // (16 + 8 * (sources + results))
-    tensors, kept = [], []
+    tensors, kept, expected = [], [], []
     for _ in range(int(draw.integers(1, min(40 if room == LARGE and draw.random() < 0.1 else 6, fits) + 1))):
-        size = int(draw.integers(1, one_of(draw, largest)))
+        size = int(draw.integers(1, draw.choice(largest)))
         order = int(draw.integers(0, len(orders)))
         wide = [bool(orders[order][3] >> k & 1) for k in range(sources)]
-        same, others = int(draw.integers(0, 17)), one_of(draw, (0, 0.3))  # alignments, and how many differ
-        kinds = [wide_kind if each else kind for each in wide] + [out_kind] * results
-        differs, shifts = draw.random(len(kinds)) < others, draw.integers(0, 17, len(kinds))
-        memory = Memory(
-            (size * each.itemsize, int(shift if differ else same) * each.itemsize)
-            for each, differ, shift in zip(kinds, differs, shifts, strict=True)
-        )
-        spans, block = memory.spans[:], memory.block
-        given = [values(draw, numbers.accumulator if each else numbers.dtype, size) for each in wide]
-        for (start, stop), x in zip(spans, given, strict=False):
-            block[start:stop] = x.view(np.uint8)
+        same, others = int(draw.integers(0, 17)), draw.choice([0, 0.3])  # alignments, and how many differ
+
+        def memory(dtype, same=same, others=others, size=size):
+            shift = (int(draw.integers(0, 17)) if draw.random() < others else same) * dtype.itemsize
+            block = block_of(size * dtype.itemsize + 128)
+            start = -block.ctypes.data % 64 + shift % 64
+            return block, block[start : start + size * dtype.itemsize]
+
+        ins = [memory(wide_kind if each else kind) for each in wide]
+        for (_, part), each in zip(ins, wide, strict=True):
+            part[:] = values(draw, numbers.accumulator if each else numbers.dtype, size).view(np.uint8)
+        outs = [memory(out_kind) for _ in range(results)]
+        given = [part.view(wide_kind if each else kind).copy() for (_, part), each in zip(ins, wide, strict=True)]
         if draw.random() < 0.4:  # in place
             for k in range(min(sources, results)):
-                if draw.random() < 0.5 and kinds[k].itemsize == out_kind.itemsize:
-                    spans[sources + k] = spans[k]
+                if draw.random() < 0.5 and ins[k][1].nbytes == outs[k][1].nbytes:
+                    outs[k] = ins[k]
         folds, top = folds_of(orders[order], sources)
         op = "sum" if numbers.op == "mean" else numbers.op
         right = np.empty(size, out_kind)
@@ -305,9 +288,9 @@ def check(library: Any, numbers: Numbers, draw: np.random.Generator, kernel: str
             [[x.view(bool) if numbers.dtype == "bool" else x for x in given]],
             [[right.view(bool) if numbers.dtype == "bool" else right]], 1, False, False,
         )  # fmt: skip
-        addresses = [memory.start + start for start, _ in spans]
-        tensors.append(Tensor(size, order, addresses[:sources], addresses[sources:]))
-        kept.append((memory, spans[sources:], block.copy(), right.tobytes()))
+        tensors.append(Tensor(size, order, [p.ctypes.data for _, p in ins], [p.ctypes.data for _, p in outs]))
+        kept.append((ins, outs, [part.tobytes() for _, part in ins]))
+        expected.append(right.tobytes())
     nbytes = [each.itemsize // units for each in (kind, wide_kind, out_kind)]
     if kernel.endswith("mixed"):
         result_kind = numbers.result if numbers.result in KINDS and numbers.op == "mean" else "accumulator"
@@ -316,17 +299,19 @@ def check(library: Any, numbers: Numbers, draw: np.random.Generator, kernel: str
         result_kind = ""
     launch = packed(tensors, orders, divisor, units, nbytes, KINDS[result_kind], room)
     buffer = ctypes.create_string_buffer(launch, room)
-    for memory, *_ in kept:
-        memory.protect()
+    memories = [each for ins, outs, _ in kept for each in (*ins, *outs)]
+    protect(memories, "poison")
     getattr(library, kernel)(buffer, ctypes.c_uint32(int(draw.integers(1, 40))))
-    for memory, *_ in kept:
-        memory.release()
-    for memory, spans, before, right in kept:
-        for start, stop in spans:
-            got = memory.block[start:stop]
-            assert equal(got.tobytes(), right, numbers.result), (kernel, numbers, sources, results, divisor, orders)
-            before[start:stop] = got
-        assert np.array_equal(memory.block, before), "a source, or a byte around a source or result, was written"
+    protect(memories, "unpoison")
+    for (ins, outs, given), right in zip(kept, expected, strict=True):
+        for block, part in outs:
+            assert equal(part.tobytes(), right, numbers.result), (kernel, numbers, sources, results, divisor, orders)
+            begin = part.ctypes.data - block.ctypes.data
+            assert (block[:begin] == 0xA5).all(), "a byte before a result was written"
+            assert (block[begin + part.size :] == 0xA5).all(), "a byte after a result was written"
+        written = {part.ctypes.data for _, part in outs}
+        for (_, part), before in zip(ins, given, strict=True):
+            assert part.ctypes.data in written or part.tobytes() == before, "a source was written"
 
 
 def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()) -> dict[str, int]:
