@@ -144,18 +144,21 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
         assert {number[end] for end in ends} <= reached
 
 
-def test_large_parts_have_approximate_trees():
-    """With too many members for exact trees, all trees use the same helpers, or grow by the nearest member."""
+def test_in_large_parts_all_trees_use_the_same_helpers():
+    """With too many members for exact trees, whole sets of helpers are tried."""
     topology = Topology.machine("mi250")
     assert not few_enough(12, 16)
     plan = planned(topology, "all_reduce", topology.devices[:12])
     verify(plan.schedule)
     assert plan.ratio >= Fraction(98, 100)
-    line = [(k, k + 1) for k in range(15)] + [(k + 1, k) for k in range(15)]
-    trees = CheapestTrees(16, line, range(0, 16, 1), range(16))
-    assert not trees.exact
-    trees.price([1.0] * 30)
-    assert trees.cost(3) == 15.0
+
+
+def test_trees_of_a_line():
+    """All nodes of a line are joined by all of its links, from any root."""
+    line = [(k, k + 1) for k in range(8)] + [(k + 1, k) for k in range(8)]
+    trees = CheapestTrees(9, line, range(9), range(9))
+    trees.price([1.0] * 16)
+    assert [trees.cost(root) for root in range(9)] == [8.0] * 9
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,24 @@ def test_forged_prices_are_rejected(priced):
     ):
         with pytest.raises(PlanError, match=text):
             forged.check()
+
+
+def test_prices_that_cannot_be_checked_are_rejected(priced):
+    """Many devices would take too long; where no tree joins the devices, prices prove nothing."""
+    rack = Topology.machine("gb200-nvl72")
+    link = rack.links[0]
+    roots = tuple((device, Fraction(1)) for device in rack.devices)
+    many = replace(
+        priced, topology=rack, devices=rack.devices, roots=roots, prices=((link.src, link.dst, Fraction(1)),)
+    )
+    with pytest.raises(PlanError, match="at most 12 devices"):
+        many.check()
+    one_way = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 1)])
+    roots = (("cpu:0", Fraction(1)), ("cpu:1", Fraction(1)))
+    apart = replace(priced, topology=one_way, devices=one_way.devices, roots=roots)
+    for collective, text in (("all_reduce", "join the devices cost 0"), ("all_gather", "does not prove")):
+        with pytest.raises(PlanError, match=text):
+            replace(apart, collective=collective, prices=(("cpu:0", "cpu:1", Fraction(1)),)).check()
 
 
 @settings(max_examples=50)

@@ -159,24 +159,20 @@ def limited_by(limit: Bound) -> str:
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
 
 
-def helper_lines(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> list[str]:
-    """Return a line about the devices that take no part but help; none: there are no such devices.
+def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> str:
+    """Return a text about devices that take no part but help.
 
     Args:
       rate: that of the plan with them.
       least: the bound without them; ``None``: some devices cannot be reached.
 
-    >>> helper_lines(("cuda:6", "cuda:7"), Fraction(224), None)
-    ['  helpers   cuda:6, cuda:7 forward and combine; without them some devices cannot be reached']
+    >>> helped_by(("cuda:6", "cuda:7"), Fraction(224), None)
+    'cuda:6, cuda:7 forward and combine; without them some devices cannot be reached'
     """
-    if not helpers:
-        return []
-    more = len(helpers) - _MOST_NAMES
-    names = ", ".join(helpers[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
     gain = "without them some devices cannot be reached"
     if least is not None and least.algbw:
         gain = f"{float(rate / least.algbw):.2f} x the bound without them, {float(least.algbw):.2f} GB/s"
-    return [f"  helpers   {names} forward and combine; {gain}"]
+    return f"{_listed(helpers)} forward and combine; {gain}"
 
 
 def busiest(limits: tuple[tuple[str, float], ...]) -> str:
@@ -221,9 +217,7 @@ def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fract
     """Return a text about the links into and out of some devices."""
     hosts = {parse(device).host for device in here}
     there = [device for device in limit.devices if parse(device).host in hosts]
-    name, noun = ", ".join(here[:_MOST_NAMES]), "link"
-    if len(here) > _MOST_NAMES:
-        name += f" and {len(here) - _MOST_NAMES} more"
+    name, noun = _listed(here), "link"
     if len(here) > 1:
         name = f"{{{name}}}"
     if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
@@ -234,6 +228,11 @@ def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fract
         f"the {f'{n} {noun}s' if n > 1 else noun} {direction} {name} ({_number(width)} GB/s)"
         for direction, (n, width) in links.items()
     )
+
+
+def _listed(devices: tuple[str, ...]) -> str:
+    more = len(devices) - _MOST_NAMES
+    return ", ".join(devices[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _number(value: Fraction) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +21,7 @@ from ..topology import Link, Topology
 from .bounds.bound import bound_of_members
 from .bounds.linear_program import optimum
 from .bounds.mixture import helped
+from .bounds.steiner import Parent
 from .planners import Request
 from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import TOLERANCE, common_unit, fit_trees
@@ -77,11 +79,8 @@ def forest(request: Request) -> Forest:
     if limit is not None and collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
     best, best_rate = None, Fraction(-1)
-    for helpers in [*sets, None] if len(sets) > 1 else sets:
-        if helpers is not None:
-            found = _forest(neutral(topology, members, helpers), request)
-        elif not idle:
-            found = _helped_forest(request)
+    for helpers in [*sets, None] if len(sets) > 1 and not idle else sets:
+        found = _helped_forest(request) if helpers is None else _forest(neutral(topology, members, helpers), request)
         rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
         if rate > best_rate:
             best, best_rate = found, rate
@@ -93,16 +92,23 @@ def forest(request: Request) -> Forest:
 
 def _limit(request: Request) -> Fraction | None:
     """Return the bound of a request; ``None``: nothing has to move, or no bound is known for it."""
-    topology, collective, members = request.topology, request.collective, request.members
-    assert topology is not None
-    roots = None
-    if len(request.sources) == 1:
-        collective, roots = "broadcast", ((request.sources[0], Fraction(1)),)
-    elif len(request.destinations) == 1:
-        collective, roots = "reduce", ((request.destinations[0], Fraction(1)),)
-    elif collective == "all_reduce" and set(request.sources) != set(request.destinations):
+    assert request.topology is not None
+    collective, members, roots = _trees_of(request)
+    if collective == "all_reduce" and set(request.sources) != set(request.destinations):
         return None
-    return bound_of_members(topology, collective, members, roots).algbw
+    return bound_of_members(request.topology, collective, members, roots).algbw
+
+
+def _trees_of(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, Fraction], ...] | None]:
+    """Return the collective whose trees a request needs, its members, and its root as ``bound_of_members`` takes it.
+
+    An all-reduce from a single source is a broadcast, and one to a single destination is a reduce.
+    """
+    if len(request.sources) == 1:
+        return "broadcast", request.members, ((request.sources[0], Fraction(1)),)
+    if len(request.destinations) == 1:
+        return "reduce", request.members, ((request.destinations[0], Fraction(1)),)
+    return request.collective, request.members, None
 
 
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -159,42 +165,31 @@ def _as_forest(request: Request, nodes: list[str], devices: int, shares: list[Tr
 def _helped_forest(request: Request) -> Forest | None:
     """Return the best forest whose trees each branch at any helpers; ``None``: there are too many, or no such trees."""
     assert request.topology is not None
-    sources, destinations, parts = request.sources, request.destinations, None
-    collective = request.collective
-    if collective in ("all_gather", "reduce_scatter"):
-        parts = tuple((member, Fraction(1)) for member in sources)
-    elif len(sources) == 1 or len(destinations) == 1:
-        collective = "broadcast" if len(sources) == 1 else "reduce"
-        parts = (((sources if len(sources) == 1 else destinations)[0], Fraction(1)),)
-    found = helped(request.topology, collective, request.members, parts)
+    found = helped(request.topology, *_trees_of(request))
     if found is None:
         return None
-    shares = [
-        TreeShare(
-            root, weight, into if into is None else Tree(root, 1, into), out if out is None else Tree(root, 1, out)
-        )
-        for of_demand in found.mixture.trees
-        for root, weight, into, out in of_demand
-    ]
-    unit = common_unit([share.weight for share in shares])
-    k = sum((share.weight for share in shares), Fraction(0)) / unit / len({share.root for share in shares})
-    # Helpers that no tree uses are not devices of the schedule.
-    members, trees = len(request.members), [tree for share in shares for tree in (share.into, share.out) if tree]
-    used = {node for tree in trees for node in (tree.root, *(node for node, _, _ in tree.parents))}
-    joints = range(len(found.seen.topology.devices))
-    kept = [node for node in joints if node < members or node in used]
-    order = [*kept, *(node for node in range(len(found.seen.topology.nodes)) if node not in kept)]
+    mixed = [tree for of_demand in found.mixture.trees for tree in of_demand]
+    ways = [way for tree in mixed for way in (tree.into, tree.out) if way is not None]
+    used = {tree.root for tree in mixed} | {node for way in ways for node, _, _ in way}
+    # The devices of the schedule are the members and the helpers that some tree uses.
+    nodes, joints = found.seen.topology.nodes, range(len(found.seen.topology.devices))
+    kept = [node for node in joints if node < len(request.members) or node in used]
+    order = [*kept, *(node for node in range(len(nodes)) if node not in kept)]
     place = {node: k for k, node in enumerate(order)}
-    names = [found.seen.names[found.seen.topology.nodes[node]] for node in order]
 
-    def moved(tree: Tree | None) -> Tree | None:
-        if tree is None:
+    def tree_of(root: int, parents: Sequence[Parent] | None) -> Tree | None:
+        if parents is None:
             return None
-        parents = ((place[node], place[up], tuple(place[k] for k in via)) for node, up, via in tree.parents)
-        return Tree(place[tree.root], tree.weight, tuple(parents))
+        return Tree(
+            place[root], 1, tuple((place[n], place[up], tuple(place[k] for k in via)) for n, up, via in parents)
+        )
 
-    shares = [TreeShare(place[s.root], s.weight, moved(s.into), moved(s.out)) for s in shares]
-    return _as_forest(request, names, len(kept), shares, k)
+    shares = [
+        TreeShare(place[root], weight, tree_of(root, into), tree_of(root, out)) for root, weight, into, out in mixed
+    ]
+    weights = [share.weight for share in shares]
+    k = sum(weights, Fraction(0)) / common_unit(weights) / len({share.root for share in shares})
+    return _as_forest(request, [found.seen.names[nodes[node]] for node in order], len(kept), shares, k)
 
 
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:

@@ -122,7 +122,7 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import busiest, duration, helper_lines, limited_by, percent, rest_percent, shape, size, tree_lines
+        from .explain import busiest, duration, helped_by, limited_by, percent, rest_percent, shape, size, tree_lines
 
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
@@ -131,6 +131,7 @@ class Plan:
             return f"{head}: no data has to move."
         loss = f" (a loss of {rest_percent(self.ratio)})" if self.ratio < 1 else ""
         related = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
+        helpers = self.helpers and helped_by(self.helpers, self.rate, self.bound_without_helpers)
         lines = [
             head,
             f"  plan      {many(len(self.schedule.chunks), 'chunk')}, k = {float(found.k):.4g} unit trees per root on "
@@ -139,7 +140,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
-            *helper_lines(self.helpers, self.rate, self.bound_without_helpers),
+            *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",

@@ -94,7 +94,7 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
-    trees = _of_trees(topology, collective, members, parts)
+    trees = _of_trees(topology, collective, members, roots)
     if trees is not None and len(topology.nodes) > _MOST_NODES:
         return trees
     cuts = _of_cuts(topology, collective, members, parts)
@@ -102,14 +102,14 @@ def bound_of_members(
 
 
 def _of_trees(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
 ) -> Bound | None:
     """Return the rate of the best trees with helpers; ``None``: all devices take part, or they are too many."""
     if all(device in members for device in topology.devices):
         return None
     from .mixture import helped
 
-    found = helped(topology, collective, members, None if collective == "all_reduce" else parts)
+    found = helped(topology, collective, members, roots)
     if found is None:
         return None
     names, links = found.seen.names, found.seen.topology.links
@@ -118,6 +118,7 @@ def _of_trees(
         for link, price in zip(links, found.mixture.prices, strict=True)
         if price
     )
+    parts = roots or tuple((device, Fraction(1)) for device in members)
     return Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
 
 

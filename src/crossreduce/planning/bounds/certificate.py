@@ -37,6 +37,7 @@ from ...errors import PlanError, shown
 from ...topology import Topology
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+_MOST_PRICED: Final = 12  # the check of prices takes a time that grows with 3**devices
 
 
 class Cut(NamedTuple):
@@ -146,27 +147,33 @@ class Bound:
             raise PlanError.of(
                 "prices must be 0 or more, one for each link of the topology.", shown(wrong or self.prices)
             )
-        if any(weight < 0 or root not in self.devices for root, weight in self.roots):
-            raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
+        if len(self.devices) > _MOST_PRICED:
+            given = f"{len(self.devices)} devices"
+            raise PlanError.of(f"prices are checked for at most {_MOST_PRICED} devices that take part.", given)
+        self._check_roots()
         joints = {*self.topology.devices, *(switch.name for switch in self.topology.switches if switch.reduces)}
         priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
         back = [(dst, src, price) for src, dst, price in priced]
-        whole = sum((weight for _, weight in self.roots), Fraction(0))
         if self.collective == "all_reduce":
             out, into = _cheapest(priced, self.devices, joints), _cheapest(back, self.devices, joints)
-            cost, whole = min(out[root] + into[root] for root in joints if root in out and root in into), Fraction(1)
+            both = [out[root] + into[root] for root in joints if root in out and root in into]
+            cost, whole = min(both, default=Fraction(0)), Fraction(1)
         else:
             outward = self.collective in ("broadcast", "all_gather")
             costs = _cheapest(priced if outward else back, self.devices, joints)
-            cost = sum((costs[root] * weight for root, weight in self.roots), Fraction(0))
+            cost = sum((costs.get(root, Fraction(0)) * weight for root, weight in self.roots), Fraction(0))
+            whole = sum((weight for _, weight in self.roots), Fraction(0))
         if cost <= 0:
             raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
         return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost * whole
 
-    def _check_direction(self) -> None:
-        """Raise PlanError unless all parts of the certificate are for the direction of the collective."""
+    def _check_roots(self) -> None:
         if any(weight < 0 or root not in self.devices for root, weight in self.roots):
             raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
+
+    def _check_direction(self) -> None:
+        """Raise PlanError unless all parts of the certificate are for the direction of the collective."""
+        self._check_roots()
         outwards = self.collective in ("broadcast", "all_gather")
         if any(cut.outward != outwards for cut in self.cuts):
             raise PlanError.of(f"the cuts of {self.collective} must have outward={outwards}.", shown(self.cuts))

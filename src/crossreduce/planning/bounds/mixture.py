@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
@@ -30,9 +30,8 @@ _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another r
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
 _MOST_UNEVEN: Final = 1_000_000  # of bandwidths or weights: the largest divided by the smallest
 _FINE: Final = 1 << 30  # prices that are not simple fractions are multiples of 1 / _FINE
-_LEAST_PRICE: Final = (
-    1e-7  # of a link, relative to the mean: of equally cheap trees, the one with the fewest hops is best
-)
+# The least price of a link, relative to the mean: of equally cheap trees, the one with the fewest hops is taken.
+_LEAST_PRICE: Final = 1e-7
 
 Arc = tuple[int, int]
 
@@ -73,12 +72,13 @@ class Helped(NamedTuple):
 
 @lru_cache(maxsize=512)
 def helped(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...] | None = None
+    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
 ) -> Helped | None:
     """Return the best trees among some devices with all helpers; ``None``: no helper, too many members, or no trees.
 
     Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
-    ``parts``: for all collectives but all-reduce, the roots and their weights. The rate is that of all roots together.
+    ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
+    weights. The rate is that of all roots together.
 
     >>> half = helped(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
@@ -88,7 +88,8 @@ def helped(
     others += [switch.name for switch in topology.switches if switch.reduces]
     near = reachable(topology, members[0]) & reachable(topology, members[0], backwards=True)
     helpers = tuple(node for node in others if node in near)
-    given = [weight for _, weight in parts or () if weight] or [Fraction(1)]
+    parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
+    given = parts.values()
     widths = [link.bandwidth for link in topology.links]
     uneven = max(given) > _MOST_UNEVEN * min(given) or max(widths, default=1) > _MOST_UNEVEN * min(widths, default=1)
     if not helpers or len(members) == 1 or uneven or not few_enough(len(members), len(members) + len(helpers)):
@@ -100,13 +101,8 @@ def helped(
     demands = [Demand(Fraction(1), joints, everyone, everyone)]
     if collective != "all_reduce":
         outward = collective in ("broadcast", "all_gather")
-        demands = [
-            Demand(
-                weight / sum(given), (members.index(root),), () if outward else everyone, everyone if outward else ()
-            )
-            for root, weight in parts or ()
-            if weight
-        ]
+        ends = ((), everyone) if outward else (everyone, ())
+        demands = [Demand(weight / sum(given), (root,), *ends) for root, weight in parts.items()]
     found = best_mixture(len(number), links, joints, demands)
     return None if found is None or not found.rate else Helped(seen, found)
 
@@ -188,26 +184,24 @@ class _TreeProgram:
         """
         floor = _LEAST_PRICE * sum(prices) / len(prices)
         floored = [max(0.0, price) + floor for price in prices]
-        if self._costs(floored) is None:
-            return None
         found = []
-        for k, demand in enumerate(self.demands):
-            costs = {root: self._cost(k, root) for root in demand.roots}
-            best = sorted((root for root in costs if isfinite(costs[root])), key=lambda root: costs[root])
-            columns = [self._column(k, root) for root in best[:_MOST_ROOTS]]
+        for k, costs in enumerate(self._costs(floored)):
+            columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
+            if not columns:
+                return None
             found.append((min(sum(prices[link] * n for link, n in one.uses) for one in columns), columns))
         return found
 
-    def _costs(self, prices: Sequence[float]) -> list[float] | None:
-        """Set the prices, and return that of the cheapest tree of each demand; ``None``: a demand has no tree."""
+    def _costs(self, prices: Sequence[float]) -> list[dict[int, float]]:
+        """Set the prices, and return for each demand the price of the cheapest tree of each root that has one."""
         for trees in self.trees.values():
             trees.price(prices)
-        costs = [min(self._cost(k, root) for root in demand.roots) for k, demand in enumerate(self.demands)]
-        return costs if all(map(isfinite, costs)) else None
-
-    def _cost(self, k: int, root: int) -> float:
-        cost = sum(self.trees[key].cost(root) for key in self._keys(k))
-        return 2 * cost if self.paired else cost
+        ways = 2 if self.paired else 1
+        found = []
+        for k, demand in enumerate(self.demands):
+            costs = {root: ways * sum(self.trees[key].cost(root) for key in self._keys(k)) for root in demand.roots}
+            found.append({root: cost for root, cost in costs.items() if isfinite(cost)})
+        return found
 
     def _column(self, k: int, root: int) -> _Column:
         """Return the cheapest tree of a demand out of a root."""
@@ -291,10 +285,10 @@ class _TreeProgram:
             scale = lcm(*(price.denominator for price in exact))
             if 2 * scale * sum(exact) >= 1 << 53:
                 continue  # sums of prices would not be exact
-            costs = self._costs([float(price * scale) for price in exact])
-            if costs is None or not sum(costs):
+            least = [min(costs.values()) for costs in self._costs([float(price * scale) for price in exact])]
+            if not sum(least):
                 continue
-            cost = sum((d.weight * int(c) for d, c in zip(self.demands, costs, strict=True)), Fraction(0)) / scale
+            cost = sum((d.weight * int(c) for d, c in zip(self.demands, least, strict=True)), Fraction(0)) / scale
             proved = sum((p * w for p, w in zip(exact, self.widths, strict=True)), Fraction(0)) / cost
             found.append((proved, tuple(price / cost for price in exact)))
             if proved == rate:

@@ -2,11 +2,9 @@
 
 Input: a graph whose links have prices. Output: for each possible root, the price of its cheapest tree to all terminals,
 and the tree. Trees branch at *joints*: terminals, other devices, and switches that multicast. They pass straight
-through other nodes. The result is exact if there are few terminals; else a tree grows by the nearest terminal each
-time, which costs at most twice as much on links that are equal in both directions.
+through other nodes. The time grows with 3**terminals.
 
-Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971 (the exact trees); Takahashi & Matsuyama,
-An approximate solution for the Steiner problem in graphs, Math. Japonica 24(6), 1980 (the others).
+Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-MOST_EXACT: Final = 1 << 18  # the values that the exact search combines: about 3**terminals * joints / 2
+_MOST: Final = 1 << 19  # 3**terminals * joints; the search combines half as many values
 
 Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
 Parent = tuple[int, int, Through]  # (node, its parent, the nodes on the way from the parent)
 
 
 def few_enough(terminals: int, joints: int) -> bool:
-    """Return whether the trees of so many terminals and joints are exact."""
-    return int(3**terminals) * joints <= 2 * MOST_EXACT
+    """Return whether the trees of so many terminals and joints are found in a short time."""
+    return int(3**terminals) * joints <= _MOST
 
 
 class CheapestTrees:
@@ -49,16 +47,14 @@ class CheapestTrees:
         self._n, self._arcs, self._joints = n, arcs, list(joints)
         self._at = {node: k for k, node in enumerate(self._joints)}
         self._terminals = [self._at[node] for node in terminals]
-        self.exact = few_enough(len(terminals), len(joints))
         self._splits: list[Any] = []
 
     def price(self, prices: Sequence[float]) -> None:
         """Set the prices of all links, 0 or more. Sums of whole numbers below 2**53 are exact."""
         import numpy as np
 
-        self._hops(prices)
         size = len(self._joints)
-        reach, towards = self._hop.copy(), np.tile(np.arange(size), (size, 1))
+        reach, towards = self._hops(prices), np.tile(np.arange(size), (size, 1))
         np.fill_diagonal(reach, 0.0)
         for k in range(size):  # Floyd & Warshall; ``towards``: the next joint on the way
             across = reach[:, k, None] + reach[None, k, :]
@@ -66,16 +62,11 @@ class CheapestTrees:
             reach = np.where(better, across, reach)
             towards = np.where(better, towards[:, k, None], towards)
         self._reach, self._towards = reach, towards
-        if self.exact:
-            self._combine()
+        self._combine()
 
     def cost(self, root: int) -> float:
         """Return the price of the cheapest tree out of a joint; infinite: it does not reach all terminals."""
-        if self.exact:
-            return float(self._cost[-1][self._at[root]])
-        found = self.parents(root)
-        at = self._at
-        return sum(float(self._hop[at[parent], at[node]]) for node, parent, _ in found) if found else float("inf")
+        return float(self._cost[-1][self._at[root]])
 
     def parents(self, root: int) -> list[Parent]:
         """Return the cheapest tree out of a joint whose ``cost`` is finite, parents before their children.
@@ -84,10 +75,7 @@ class CheapestTrees:
         """
         start = self._at[root]
         pairs: dict[tuple[int, int], None] = {}
-        if self.exact:
-            self._trace(start, len(self._cost) - 1, pairs)
-        else:
-            self._grow(start, pairs)
+        self._trace(start, len(self._cost) - 1, pairs)
         out: dict[int, list[int]] = {}
         for a, b in pairs:
             out.setdefault(a, []).append(b)
@@ -109,17 +97,17 @@ class CheapestTrees:
             if node in needed and node != start
         ]
 
-    def _hops(self, prices: Sequence[float]) -> None:
-        """Find the cheapest way from each joint to each other one that passes no third joint."""
+    def _hops(self, prices: Sequence[float]) -> Any:
+        """Return the price of the cheapest way from each joint to each other one that passes no third joint."""
         import numpy as np
 
         size = len(self._joints)
-        self._hop = np.full((size, size), np.inf)
         self._before: Any = None
         if size == self._n:
+            hops = np.full((size, size), np.inf)
             for (src, dst), price in zip(self._arcs, prices, strict=True):
-                self._hop[self._at[src], self._at[dst]] = price
-            return
+                hops[self._at[src], self._at[dst]] = price
+            return hops
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import dijkstra
 
@@ -128,7 +116,7 @@ class CheapestTrees:
         ends = [dst for _, dst in self._arcs]
         graph = csr_array((list(prices), (starts, ends)), shape=(self._n + size, self._n + size))
         found, self._before = dijkstra(graph, indices=range(self._n, self._n + size), return_predecessors=True)
-        self._hop = found[:, self._joints]
+        return found[:, self._joints]
 
     def _route(self, a: int, b: int) -> Through:
         """Return the nodes between two joints on their cheapest way."""
@@ -175,28 +163,9 @@ class CheapestTrees:
             self._trace(fork, half, pairs)
             self._trace(fork, wanted ^ half, pairs)
 
-    def _grow(self, start: int, pairs: dict[tuple[int, int], None]) -> None:
-        """Add the hops of a tree that grows by the cheapest way to a terminal each time; none: one is out of reach."""
-        import numpy as np
-
-        left = [terminal for terminal in self._terminals if terminal != start]
-        inside = [start]
-        while left:
-            ways = self._reach[np.ix_(inside, left)]
-            a, b = divmod(int(ways.argmin()), len(left))
-            if not np.isfinite(ways[a, b]):
-                pairs.clear()
-                return
-            reached = self._walk(inside[a], left[b], pairs)
-            inside += [node for node in reached if node not in inside]
-            left = [terminal for terminal in left if terminal not in inside]
-
-    def _walk(self, a: int, b: int, pairs: dict[tuple[int, int], None]) -> list[int]:
-        """Add the hops of the cheapest way between two joints, and return the joints that it reaches."""
-        reached = []
+    def _walk(self, a: int, b: int, pairs: dict[tuple[int, int], None]) -> None:
+        """Add the hops of the cheapest way between two joints."""
         while a != b:
             after = int(self._towards[a, b])
             pairs[a, after] = None
             a = after
-            reached.append(a)
-        return reached

@@ -20,9 +20,10 @@ from ...schedule.costs import OPERATION_S
 from ...schedule.traffic import operations
 from ...topology import Topology
 from ..bounds.bound import bound_of_members
+from ..bounds.steiner import Through
 from ..planners import NO_MORE, Request
 from ..topologies import neutral
-from ..trees.schedule import Through, Tree, TreeShare, listed_routes, trees_to_schedule
+from ..trees.schedule import Tree, TreeShare, listed_routes, trees_to_schedule
 from .hops import hops
 from .program import Edge, Shares, expected, shared
 

@@ -15,8 +15,9 @@ from ...errors import PlanError
 from ...topology import Link, Topology
 from ..bounds.cuts import cuts_suffice, tightest_cut
 from ..bounds.linear_program import optimum
+from ..bounds.steiner import Through
 from .packing import Batch, pack_trees
-from .schedule import Through, Tree
+from .schedule import Tree
 from .switches import Arc, Capacities, all_reached, without_switches
 
 # If the trees that reach the bound exactly are at most this many per root on average, they are used. If not, fewer

@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ...schedule import Chunk, Route, Schedule, Step
+from ..bounds.steiner import Parent, Through
 from ..planners import Request
-
-Through = tuple[int, ...]  # the nodes that data passes through between two nodes of a tree
 
 
 class Tree(NamedTuple):
@@ -18,7 +17,7 @@ class Tree(NamedTuple):
 
     root: int
     weight: int
-    parents: tuple[tuple[int, int, Through], ...]  # (node, its parent, the route), with parents before their children
+    parents: tuple[Parent, ...]  # with parents before their children
 
 
 class TreeShare(NamedTuple):

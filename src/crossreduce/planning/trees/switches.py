@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import ne
 
 from ..bounds.flows import Network
-from .schedule import Through
+from ..bounds.steiner import Through
 
 Arc = tuple[int, int]
 
