@@ -1,6 +1,7 @@
 """Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
 
 from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
+from .generated import GeneratedSchedule
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
 from .simulate import Pieces, Simulation, TimedTransfer, byte_count, fastest_of, pipelined, simulate, timeline
 from .traffic import carried_chunks, fluid_rate
@@ -9,6 +10,7 @@ from .verify import verify
 __all__ = [
     "Chunk",
     "Costs",
+    "GeneratedSchedule",
     "Pieces",
     "Route",
     "Schedule",

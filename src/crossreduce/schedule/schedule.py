@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import ArgumentError, ScheduleError, shown
 from ..topology.json_format import listed, load, typed
 
 FORMAT: Final = "crossreduce.schedule/1"
+GENERATED_FORMAT: Final = "crossreduce.schedule/2"  # with a symmetry that generates the other chunks
 
 
 class Chunk(NamedTuple):
@@ -98,6 +99,9 @@ class Schedule:
     rounds: tuple[Round, ...]
     pieces: int = 1
     routes: tuple[Route, ...] = ()
+
+    # Reads a schedule of a base and of the JSON of its symmetry; ``generated.py``, which is above this file, sets it.
+    generated: ClassVar[Callable[[Schedule, Any], Schedule] | None] = None
 
     def __post_init__(self) -> None:
         # Lists are copied to tuples, since they could be changed after the schedule was made.
@@ -220,9 +224,18 @@ class Schedule:
         """The number of rounds."""
         return len(self.rounds)
 
+    @property
+    def chunk_count(self) -> int:
+        """The number of chunks."""
+        return len(self.chunks)
+
     def to_json(self) -> str:
         """Return the schedule as JSON text; equal schedules give the same bytes."""
-        content = {
+        return json.dumps(self._json, separators=(",", ":"))
+
+    @property
+    def _json(self) -> dict[str, Any]:
+        content: dict[str, Any] = {
             "format": FORMAT,
             "collective": self.collective,
             "algorithm": self.algorithm,
@@ -233,7 +246,7 @@ class Schedule:
         }
         if self.routes:
             content["routes"] = [route if route.round is not None else route[:4] for route in self.routes]
-        return json.dumps(content, separators=(",", ":"))
+        return content
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -246,7 +259,8 @@ class Schedule:
         if not isinstance(text, (str, bytes)):
             raise ArgumentError.of("a schedule in JSON must be text.", shown(text), "Path(...).read_text()")
         try:
-            read = load(text, FORMAT, "collective", "algorithm", "devices", "chunks", "rounds", "pieces")
+            formats = FORMAT, GENERATED_FORMAT
+            read = load(text, formats, "collective", "algorithm", "devices", "chunks", "rounds", "pieces")
             chunks = [Chunk(_share(share), listed(int, s), listed(int, d)) for share, s, d in read["chunks"]]
             rounds = [
                 tuple(Step(typed(int, chunk), typed(int, dst), listed(int, srcs)) for chunk, dst, srcs in steps)
@@ -258,10 +272,14 @@ class Schedule:
             ]
             collective, algorithm = typed(str, read["collective"]), typed(str, read["algorithm"])
             devices, pieces = listed(str, read["devices"]), typed(int, read["pieces"])
-            return cls(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
+            made = Schedule(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
+            if read["format"] == FORMAT:
+                return made
+            assert Schedule.generated is not None
+            return Schedule.generated(made, read["symmetry"])
         except ScheduleError:
             raise
-        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             problem = f"this text is not a schedule in JSON: {error}."
             raise ScheduleError.of(problem, shown(text), "the text that Schedule.to_json returns") from error
 
@@ -283,7 +301,7 @@ class Schedule:
         """One line with the collective, the algorithm and the counts."""
         return (
             f"{self.collective} {self.algorithm}: {many(len(self.devices), 'device')}, "
-            f"{many(len(self.chunks), 'chunk')}, {many(len(self.rounds), 'round')}, {many(self.steps, 'step')}"
+            f"{many(self.chunk_count, 'chunk')}, {many(self.round_count, 'round')}, {many(self.steps, 'step')}"
         )
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
 from .lock_step import Loads, LockStep
+from .generated import GeneratedSchedule
 from .schedule import Schedule
 from .traffic import operations, queues, traffic
 
@@ -66,7 +67,7 @@ class Simulation:
 
     seconds: float  # from the start of the first transfer to the end of the last one
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
-    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements
+    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements; see ``simulate``
     ticks: tuple[float, ...]  # by how many seconds each tick extends the time; in tick t piece j does round t - j
     operations: int = 0  # in all ticks: one per tick, device and number of operands
     # For each limit, by its name, the part of the time in which it is busy; the greatest first.
@@ -124,16 +125,27 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise ArgumentError.of("simulate needs a Schedule.", shown(schedule), "plan.schedule")
     topology, nbytes = topology_of(topology), byte_count(nbytes)
-    spans = schedule.spans(_elements(nbytes, itemsize))
+    elements = _elements(nbytes, itemsize)
     timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
-    links = timing.loads.traffic.links
-    carried = {
-        pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
-        for pair, by_round in links.items()
-    }
+    found = timing.loads.traffic
     busy = timing.busy(schedule.pieces)
-    by_pair = {pair: busy[number] for pair, number in timing.loads.traffic.link_numbers.items()}
-    if not nbytes or not schedule.rounds:
+    by_pair = {pair: busy[number] for pair, number in found.link_numbers.items()}
+    if isinstance(schedule, GeneratedSchedule) and found.orbits is not None:
+        shares = {
+            pair: sum((schedule.base.chunks[c].share for chunks in by_round.values() for c in chunks), Fraction(0))
+            for pair, by_round in found.links.items()
+        }
+        each = {pair: itemsize * round(elements * share / found.copies(pair)) for pair, share in shares.items()}
+        every = {pair: one for pair, one in found.orbits.link.items() if one in each}
+        carried = {pair: each[one] for pair, one in every.items()}
+        by_pair = {pair: by_pair[one] for pair, one in every.items()}
+    else:
+        spans = schedule.spans(elements)
+        carried = {
+            pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
+            for pair, by_round in found.links.items()
+        }
+    if not nbytes or not schedule.round_count:
         return Simulation(0.0, by_pair, carried, ())
     ticks = timing.clock.run(schedule.pieces)
     seconds = timing.seconds(schedule.pieces)
@@ -168,6 +180,8 @@ def timeline(
     >>> [(move.round, move.src, move.end) for move in timeline(ring(pair.devices), pair, 50_000)]
     [(0, 'cpu:0', 1e-06), (0, 'cpu:1', 1e-06), (1, 'cpu:1', 2e-06), (1, 'cpu:0', 2e-06)]
     """
+    if isinstance(schedule, GeneratedSchedule):
+        schedule = schedule.explicit
     timing = _Timing(schedule, topology_of(topology), byte_count(nbytes), costs_of(costs))
     if not timing.nbytes or not schedule.rounds:
         return
@@ -230,7 +244,7 @@ def fastest_of(
         except PlanError as error:
             failure = error
             continue
-        if not nbytes or not schedule.rounds:
+        if not nbytes or not schedule.round_count:
             return Pieces(schedule.cut_into(1), 0.0)
         timings.append(timing)
     best = known
@@ -269,7 +283,7 @@ class _Timing:
     @cached_property
     def most(self) -> int:
         """The greatest number of pieces that is allowed."""
-        return max(1, min(self.nbytes // len(self.schedule.chunks) // LEAST_PIECE, MOST_PIECES))
+        return max(1, min(self.nbytes // self.schedule.chunk_count // LEAST_PIECE, MOST_PIECES))
 
     def seconds(self, pieces: int) -> float:
         """Return the time of the event-driven clock."""

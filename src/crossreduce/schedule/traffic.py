@@ -19,7 +19,9 @@ from typing import Final, NamedTuple
 from ..devices import parse
 from ..errors import PlanError
 from ..topology import Topology
+from ..topology.symmetry import Generator, Symmetry, composed, counted, inverse, joined
 from .costs import OPERATION_S, Costs, Pair, between_hosts
+from .generated import GeneratedSchedule
 from .schedule import Schedule, live_rounds
 
 NO_COSTS: Final = Costs(operation_s=0)
@@ -48,9 +50,14 @@ class Resource(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The reads of a schedule on a topology, round by round."""
+    """The reads of a schedule on a topology, round by round.
 
-    shares: tuple[float, ...]  # of the chunks
+    Of a generated schedule whose symmetry the topology has, these are the reads of its base alone, and one link stands
+    for all links of its orbit: each of them carries the same part of what the reads of all chunks send over the orbit,
+    in each round.
+    """
+
+    shares: tuple[float, ...]  # of the chunks; of a generated schedule: of the base's chunks
     rounds: int
     reads: tuple[Read, ...]
     resources: tuple[Resource, ...]
@@ -59,6 +66,75 @@ class Traffic(NamedTuple):
     latency_s: tuple[float, ...]  # for each round the longest latency of its routes
     longest_s: float  # the longest sum of latencies of transfers that depend on each other
     hosts: tuple[str, ...]  # of the device of each step; "": the step queues no operation
+    orbits: Orbits | None  # of a generated schedule; None: every link stands for itself
+
+    def copies(self, pair: Pair) -> int:
+        """Return the number of links for which a link of ``links`` stands."""
+        return 1 if self.orbits is None else self.orbits.sizes[pair]
+
+
+class Orbits(NamedTuple):
+    """What a symmetry of a schedule does to the links of a topology, to shared limits, and to devices."""
+
+    order: int  # the number of elements of the group
+    link: dict[Pair, Pair]  # for each link the one that stands for its orbit
+    sizes: dict[Pair, int]  # of the orbits of links, by these
+    limit: list[int]  # for each shared limit the one that stands for its orbit
+    limit_sizes: list[int]
+    device: dict[str, str]  # for each device the one that stands for its orbit
+    device_sizes: dict[str, int]
+
+
+@lru_cache(maxsize=256)
+def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> Orbits | None:
+    """Return the orbits of links under a schedule's symmetry; ``None``: it is not one of the topology and the costs.
+
+    Also if a transfer takes the topology's own route, over several links: of equally good routes the topology takes one
+    by its name, so the routes of the images are not images of the route.
+    """
+    names, symmetry, base = topology.nodes, schedule.symmetry, schedule.base
+    if {*names} != {*schedule.nodes}:
+        return None
+    for r, steps in enumerate(base.rounds):
+        for chunk, dst, srcs in steps:
+            for src in srcs:
+                ends = base.devices[src], base.devices[dst]
+                if src != dst and ends not in topology.by_ends and base.through(r, chunk, src, dst) is None:
+                    return None
+    if schedule.nodes != names:  # the same permutations, of the topology's numbers
+        old = {name: k for k, name in enumerate(schedule.nodes)}
+        of_old = tuple(old[name] for name in names)
+        back = inverse(of_old)
+        moved = [Generator(composed(composed(of_old, moves), back), order) for moves, order in symmetry.generators]
+        symmetry = Symmetry(tuple(moved), len(names))
+    found = symmetry.links(topology)
+    if found is None:
+        return None
+    least, counts = found
+    pairs = [(link.src, link.dst) for link in topology.links]
+    number = {name: k for k, name in enumerate(names)}
+    sets = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
+    at = {one: k for k, one in enumerate(sets)}
+    images = []
+    for moves, _ in symmetry.generators:
+        moved_sets = [
+            (speed, frozenset((names[moves[number[a]]], names[moves[number[b]]]) for a, b in links))
+            for speed, links in sets
+        ]
+        if len(at) < len(sets) or any(one not in at for one in moved_sets):
+            return None
+        images.append([at[one] for one in moved_sets])
+    limit, devices = joined(images, len(sets)), len(topology.devices)
+    limits = counted(limit)
+    return Orbits(
+        order=symmetry.order,
+        link={pair: pairs[k] for pair, k in zip(pairs, least, strict=True)},
+        sizes={pairs[k]: count for k, count in counts.items()},
+        limit=limit,
+        limit_sizes=[limits[k] for k in limit],
+        device={names[k]: names[orbit] for k, orbit in enumerate(symmetry.orbits) if k < devices},
+        device_sizes={names[k]: count for k, count in symmetry.sizes.items()},
+    )
 
 
 def traffic(schedule: Schedule, topology: Topology, costs: Costs = NO_COSTS) -> Traffic:
@@ -82,7 +158,11 @@ NO_PATH: Final = _Path()
 
 @lru_cache(maxsize=256)
 def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
-    devices, made = schedule.devices, _Resources(topology, costs)
+    costs.require_links(topology)
+    orbits = orbits_of(schedule, topology, costs) if isinstance(schedule, GeneratedSchedule) else None
+    if isinstance(schedule, GeneratedSchedule) and orbits is not None:
+        schedule = schedule.base
+    devices, made = schedule.devices, _Resources(topology, costs, orbits)
     paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
     latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     reads: list[Read] = []
@@ -127,15 +207,15 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         latency_s=tuple(latencies),
         longest_s=max(done, default=0.0),
         hosts=hosts,
+        orbits=orbits,
     )
 
 
 class _Resources:
     """Numbers the resources of the reads of a schedule."""
 
-    def __init__(self, topology: Topology, costs: Costs) -> None:
-        costs.require_links(topology)
-        self.topology, self.costs = topology, costs
+    def __init__(self, topology: Topology, costs: Costs, orbits: Orbits | None) -> None:
+        self.topology, self.costs, self.orbits = topology, costs, orbits
         self.found: list[Resource] = []
         self.links: dict[Pair, dict[int, list[int]]] = {}
         self.numbers: dict[object, int] = {}
@@ -154,6 +234,8 @@ class _Resources:
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
         """Return the path of a route, and number its resources."""
         pairs, latency = _route(self.topology, src, dst, through)
+        if self.orbits is not None:
+            pairs = tuple(self.orbits.link[pair] for pair in pairs)
         uses = tuple(use for pair in pairs for use in self.uses(pair))
         return _Path(pairs, latency, uses, tuple(self.links.setdefault(pair, {}) for pair in pairs))
 
@@ -162,14 +244,22 @@ class _Resources:
         if pair in self.of_link:
             return self.of_link[pair]
         link = f"the link {pair[0]} -> {pair[1]}"
-        uses = [(self.number(pair, Resource(link, _seconds_per_byte(self.topology)[pair])), 1.0)]
+        orbits, copies = self.orbits, 1
+        if orbits is not None:
+            copies = orbits.sizes[pair]
+            link += f", one of {copies} equal ones" if copies > 1 else ""
+        uses = [(self.number(pair, Resource(link, _seconds_per_byte(self.topology)[pair])), 1 / copies)]
         if self.costs.messages_per_s is not None and between_hosts(*pair):
-            messages = Resource(f"the messages of {link}", 0.0, 1 / self.costs.messages_per_s)
+            often = 1.0 if orbits is None else orbits.order / copies
+            messages = Resource(f"the messages of {link}", 0.0, often / self.costs.messages_per_s)
             uses.append((self.number(("messages", pair), messages), 1.0))
         for k in self.shared[pair]:
+            if orbits is not None:
+                k = orbits.limit[k]
             speed, links = self.costs.shared[k]
             name = f"the {speed:g} GB/s that {len(links)} links share, such as {links[0][0]} -> {links[0][1]}"
-            uses.append((self.number(("shared", k), Resource(name, 1 / (speed * 1e9))), 1.0))
+            often = 1.0 if orbits is None else 1 / orbits.limit_sizes[k]
+            uses.append((self.number(("shared", k), Resource(name, 1 / (speed * 1e9))), often))
         self.of_link[pair] = uses
         return uses
 
@@ -177,8 +267,12 @@ class _Resources:
         speed = self.costs.reduction_gb_per_s
         if speed is None or operands < 2:
             return ()
+        copies = 1
+        if self.orbits is not None:
+            device = self.orbits.device[device]
+            copies = self.orbits.device_sizes[device]
         number = self.number(("combining", device), Resource(f"the reductions of {device}", 1 / (speed * 1e9)))
-        return ((number, (operands + 1) / operands),)
+        return ((number, (operands + 1) / operands / copies),)
 
 
 def _host(device: str) -> str:
@@ -198,16 +292,18 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
     Fraction(50, 3)
     """
-    equal = len({chunk.share for chunk in schedule.chunks}) == 1
+    found = traffic(schedule, topology)
+    listed = schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    equal = len({chunk.share for chunk in listed}) == 1
     shares: dict[int | tuple[int, ...], Fraction] = {}
     rates = []
-    for pair, by_round in traffic(schedule, topology).links.items():
+    for pair, by_round in found.links.items():
         chunks = [chunk for chunks in by_round.values() for chunk in chunks]
         amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
         if amount not in shares:
-            shares[amount] = sum((schedule.chunks[chunk].share for chunk in chunks), Fraction(0))
+            shares[amount] = sum((listed[chunk].share for chunk in chunks), Fraction(0))
         if shares[amount]:
-            rates.append((topology.by_ends[pair].bandwidth, shares[amount]))
+            rates.append((topology.by_ends[pair].bandwidth, shares[amount] / found.copies(pair)))
     return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
 
 
@@ -220,6 +316,8 @@ def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fractio
     (Fraction(25, 1), Counter({0: 1}))
     """
     found = []
+    if isinstance(schedule, GeneratedSchedule):
+        schedule = schedule.explicit
     for pair, by_round in traffic(schedule, topology).links.items():
         counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
         found.append((topology.by_ends[pair].bandwidth, counts))
@@ -272,9 +370,18 @@ def launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
 @lru_cache(maxsize=256)
 def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
     rounds_of: dict[tuple[int, int], dict[int, None]] = {}
-    for r, steps in enumerate(live_rounds(schedule)):
+    generated = isinstance(schedule, GeneratedSchedule)
+    orbits = schedule.symmetry.orbits if isinstance(schedule, GeneratedSchedule) else ()
+    for r, steps in enumerate(live_rounds(schedule.base if isinstance(schedule, GeneratedSchedule) else schedule)):
         for _, dst, srcs in steps:
-            rounds_of.setdefault((dst, len(srcs)), {})[r] = None
+            rounds_of.setdefault((orbits[dst] if generated else dst, len(srcs)), {})[r] = None
+    if generated:  # every device of an orbit has the operations of all others
+        members: defaultdict[int, list[int]] = defaultdict(list)
+        for device in range(len(schedule.devices)):
+            members[orbits[device]].append(device)
+        rounds_of = {
+            (device, count): rounds for (orbit, count), rounds in rounds_of.items() for device in members[orbit]
+        }
     found: dict[str, Counter[tuple[int, ...]]] = {}
     for (dst, _), rounds in rounds_of.items():
         if where := _host(schedule.devices[dst]):
@@ -309,6 +416,14 @@ def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
         cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
         if cost:
             found[host] += [(where, launch, launch.number * cost) for launch in every]
+    if isinstance(schedule, GeneratedSchedule):  # hosts with the same operations have the same times: one is enough
+        alike: dict[tuple[tuple[QueuedOperation, float], ...], list[str]] = {}
+        for host, entries in found.items():
+            alike.setdefault(tuple((launch, cost) for _, launch, cost in entries), []).append(host)
+        return {
+            hosts[0]: Queue(frozenset(where for host in hosts for where, *_ in found[host]), launches)
+            for launches, hosts in alike.items()
+        }
     return {
         host: Queue(frozenset(where for where, *_ in entries), tuple((launch, cost) for _, launch, cost in entries))
         for host, entries in found.items()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..topology import Topology
 from .clock import EventClock
 from .costs import Costs, Pair
+from .generated import GeneratedSchedule
 from .schedule import Schedule
 from .simulate import loads_of
 
@@ -48,6 +49,8 @@ def link_use(
     """
     import numpy as np
 
+    if isinstance(schedule, GeneratedSchedule):
+        schedule = schedule.explicit
     loads = loads_of(schedule.cut_into(1), topology, costs)
     found = loads.traffic
     pairs, pieces = list(found.links), schedule.pieces

@@ -46,11 +46,12 @@ def read_json(text: str) -> Wiring:
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
-def load(text: str, written: str, *parts: str) -> dict[str, Any]:
+def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, Any]:
     """Return the object in a JSON text of a format; ValueError if the text has another format or lacks a part."""
     read = json.loads(text)
-    if not isinstance(read, dict) or read.get("format") != written:
-        raise ValueError(f'its format is not "{written}"')
+    formats = (written,) if isinstance(written, str) else written
+    if not isinstance(read, dict) or read.get("format") not in formats:
+        raise ValueError(f'its format is not "{formats[0]}"')
     if missing := [part for part in parts if part not in read]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     return read

@@ -28,6 +28,7 @@ collective communications on heterogeneous network fabrics, arXiv:2402.06787.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
@@ -35,6 +36,7 @@ from typing import Final, NamedTuple
 
 from ...errors import PlanError, shown
 from ...topology import Topology
+from ...topology.symmetry import Symmetry
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 _MOST_PRICED: Final = 12  # the check of prices takes a time that grows with 3**devices
@@ -64,6 +66,9 @@ class Bound:
     # The shifts of prices at switches that do not reduce: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
     prices: tuple[tuple[str, str, Fraction], ...] = ()  # instead of cuts: (src, dst, price per GB/s); the others: 0
+    # Each cut stands for its images under this symmetry of the topology, which have equal parts of its weight, and so
+    # does the shift of prices at a switch. ``None``: only for itself.
+    symmetry: Symmetry | None = None
 
     @property
     def tight_cut(self) -> frozenset[str]:
@@ -105,10 +110,17 @@ class Bound:
 
     def _proved(self) -> Fraction:
         """Return the rate that the cuts and potentials prove."""
-        inside = [
-            sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) * weight
-            for root, weight in self.roots
-        ]
+        orbits, links = self._orbits()
+        sizes: dict[str, int] = {}
+        for orbit in orbits.values():
+            sizes[orbit] = sizes.get(orbit, 0) + 1
+        covered: dict[str, Fraction] = {}  # by orbit: the weight of the cuts that contain its nodes, on average
+        for cut in self.cuts:
+            for node in cut.nodes:
+                if node in orbits:
+                    orbit = orbits[node]
+                    covered[orbit] = covered.get(orbit, Fraction(0)) + cut.weight / sizes[orbit]
+        inside = [covered.get(orbits[root], Fraction(0)) * weight for root, weight in self.roots]
         if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
             unit = Fraction(1)
             for (root, _), total in zip(self.roots, inside, strict=True):
@@ -121,24 +133,49 @@ class Bound:
                 problem = "the cuts must contain a root with more than 0 bytes."
                 raise PlanError.of(problem, f"roots {shown(self.roots)}, cuts {shown(self.cuts)}")
             unit /= sum((weight for _, weight in self.roots), Fraction(0))
-        shift = {switch: two for switch, *two in self.potentials}
-        wrong = shift.keys() - {switch.name for switch in self.topology.switches if not switch.reduces}
+        wrong = {switch for switch, *_ in self.potentials}
+        wrong -= {switch.name for switch in self.topology.switches if not switch.reduces}
         if wrong:
             raise PlanError.of("potentials must belong to switches that do not reduce.", ", ".join(sorted(wrong)))
-        total = Fraction(0)
-        for src, dst, bandwidth, _ in self.topology.links:
-            prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions
-            for nodes, weight, outward in self.cuts:
-                crosses = (src in nodes) > (dst in nodes) if outward else (dst in nodes) > (src in nodes)
-                prices[not outward] += weight * crosses
+        shift: dict[str, list[Fraction]] = {}  # by orbit
+        for switch, *two in self.potentials:
+            here = shift.setdefault(orbits[switch], [Fraction(0), Fraction(0)])
             for k in (0, 1):
-                prices[k] += (shift[dst][k] if dst in shift else 0) - (shift[src][k] if src in shift else 0)
-            total += bandwidth * max(Fraction(0), *prices)
-        return total / unit
+                here[k] += two[k] / sizes[orbits[switch]]
+        # By orbit of links: the bandwidth of its links, and the sum of their prices in broadcasts and in reductions.
+        found: dict[int, tuple[Fraction, list[Fraction]]] = {}
+        for (src, dst, bandwidth, _), orbit in zip(self.topology.links, links, strict=True):
+            prices = found.setdefault(orbit, (bandwidth, [Fraction(0), Fraction(0)]))[1]
+            for k in (0, 1) if shift else ():
+                prices[k] += shift[orbits[dst]][k] if orbits[dst] in shift else 0
+                prices[k] -= shift[orbits[src]][k] if orbits[src] in shift else 0
+            for nodes, weight, outward in self.cuts:
+                if (src in nodes) > (dst in nodes) if outward else (dst in nodes) > (src in nodes):
+                    prices[not outward] += weight
+        return sum((bandwidth * max(Fraction(0), *prices) for bandwidth, prices in found.values()), Fraction(0)) / unit
+
+    def _orbits(self) -> tuple[dict[str, str], Sequence[int]]:
+        """Return what stands for the orbit of each node, and of each link: a node, and the number of a link."""
+        names = self.topology.nodes
+        if self.symmetry is None:
+            return {name: name for name in names}, range(len(self.topology.links))
+        problem = self.symmetry.problem()
+        links = self.symmetry.links(self.topology)
+        if problem or links is None:
+            given = problem or "it changes a link or the kind of a node"
+            raise PlanError.of("the symmetry of a certificate must be one of its topology.", given)
+        orbits = {names[k]: names[orbit] for k, orbit in enumerate(self.symmetry.orbits)}
+        weights = dict(self.roots)
+        for device in self.topology.devices:
+            one = orbits[device]
+            if weights.get(device) != weights.get(one) or (device in self.devices) != (one in self.devices):
+                problem = "the symmetry of a certificate must move devices to devices with the same part."
+                raise PlanError.of(problem, f"{one} and {device}")
+        return orbits, links[0]
 
     def _proved_by_prices(self) -> Fraction:
         """Return the rate that the prices prove."""
-        if self.cuts or self.potentials:
+        if self.cuts or self.potentials or self.symmetry:
             raise PlanError.of("a certificate must have cuts or prices, not both.", f"{len(self.cuts)} cuts")
         links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
         prices = {(src, dst): price for src, dst, price in self.prices}

@@ -1,0 +1,1 @@
+"""Bounds and trees of large machines, computed on the orbits of their symmetry."""

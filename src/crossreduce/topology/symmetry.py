@@ -1,0 +1,170 @@
+"""``Symmetry``: permutations of the nodes of a topology that change no link, and the orbits that they join.
+
+A generator is one permutation, with the number of times after which it is the identity. The generators of a symmetry
+commute. So each element of their group is a product of powers of them, in which the first generator is applied at most
+``order - 1`` times, and so on; and what the elements do to one node is spread evenly over the orbit of that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from .topology import Topology
+
+
+class Generator(NamedTuple):
+    """A permutation: node k takes the place of node ``moves[k]``. ``order`` times in a row, it is the identity."""
+
+    moves: tuple[int, ...]
+    order: int
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """The group that some permutations of nodes 0, 1, ... generate.
+
+    >>> turn = Symmetry((Generator((1, 2, 3, 0), 4),), 4)
+    >>> turn.order, turn.orbits, list(turn.images(1))
+    (4, (0, 0, 0, 0), [1, 2, 3, 0])
+    >>> Symmetry((), 3).orbits
+    (0, 1, 2)
+    """
+
+    generators: tuple[Generator, ...]
+    nodes: int
+
+    def problem(self) -> str:
+        """Return why these are not commuting permutations of the nodes with the given orders; "": they are."""
+        for k, (moves, order) in enumerate(self.generators):
+            if sorted(moves) != list(range(self.nodes)):
+                return f"generator {k} is not a permutation of {self.nodes} nodes"
+            if order < 2 or power(moves, order) != tuple(range(self.nodes)):
+                return f"generator {k} is not the identity after {order} times, or its order is below 2"
+            for other, (after, _) in enumerate(self.generators[:k]):
+                if any(moves[after[node]] != after[moves[node]] for node in range(self.nodes)):
+                    return f"the generators {other} and {k} do not commute"
+        return ""
+
+    @property
+    def order(self) -> int:
+        """The number of products of powers of the generators."""
+        return prod(generator.order for generator in self.generators)
+
+    @cached_property
+    def orbits(self) -> tuple[int, ...]:
+        """For each node the least node to which the generators can move it."""
+        return tuple(joined([generator.moves for generator in self.generators], self.nodes))
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """The number of nodes of each orbit, by its least node."""
+        return counted(self.orbits)
+
+    def images(self, node: int) -> Iterator[int]:
+        """Yield what each element of the group makes of a node; the powers of the last generator change fastest."""
+        yield from spread(node, self.generators)
+
+    def origins(self, node: int) -> Iterator[int]:
+        """Yield for each element the node which it moves to ``node``, in the order of ``images``."""
+        yield from spread(node, [Generator(inverse(moves), order) for moves, order in self.generators])
+
+    def elements(self) -> Iterator[tuple[int, ...]]:
+        """Yield the permutation of each element, in the order of ``images``."""
+        before: list[int] = []
+        kept: list[tuple[int, ...]] = []  # the product of the powers of the first k generators
+        for powers in product(*(range(generator.order) for generator in self.generators)):
+            k = next((k for k, (a, b) in enumerate(zip(powers, before, strict=False)) if a != b), 0) if before else 0
+            del kept[k:]
+            for g in range(k, len(powers)):
+                start = kept[-1] if kept else tuple(range(self.nodes))
+                kept.append(composed(start, power(self.generators[g].moves, powers[g])))
+            before = list(powers)
+            yield kept[-1] if kept else tuple(range(self.nodes))
+
+    def links(self, topology: Topology) -> tuple[tuple[int, ...], dict[int, int]] | None:
+        """Return the least link of the orbit of each link, and how many links each of these orbits has.
+
+        Links are numbered in the order of the topology, and nodes too. ``None``: a generator does not keep the kinds of
+        the nodes, or the links with their bandwidths and latencies.
+        """
+        count, kinds = len(topology.devices), [switch.reduces for switch in topology.switches]
+        if self.nodes != len(topology.nodes):
+            return None
+        number = {node: k for k, node in enumerate(topology.nodes)}
+        ends = [(number[link.src], number[link.dst]) for link in topology.links]
+        at = {pair: k for k, pair in enumerate(ends)}
+        moved: list[list[int]] = []
+        for moves, _ in self.generators:
+            for node, image in enumerate(moves):
+                if (node < count) != (image < count) or (node >= count and kinds[node - count] != kinds[image - count]):
+                    return None
+            images = [at.get((moves[src], moves[dst]), -1) for src, dst in ends]
+            for link, image in zip(topology.links, images, strict=True):
+                if image < 0 or topology.links[image][2:] != link[2:]:
+                    return None
+            moved.append(images)
+        found = joined(moved, len(ends))
+        return tuple(found), counted(found)
+
+
+def spread(node: int, generators: Sequence[Generator]) -> list[int]:
+    """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
+    found = [node]
+    for moves, order in reversed(generators):  # the first generator changes slowest
+        layers = [found]
+        for _ in range(order - 1):
+            layers.append([moves[k] for k in layers[-1]])
+        found = [k for layer in layers for k in layer]
+    return found
+
+
+def inverse(moves: Sequence[int]) -> tuple[int, ...]:
+    """Return the permutation that undoes another one."""
+    found = [0] * len(moves)
+    for node, image in enumerate(moves):
+        found[image] = node
+    return tuple(found)
+
+
+def composed(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
+    """Return the permutation that applies ``first`` and then ``then``."""
+    return tuple([then[k] for k in first])
+
+
+def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
+    """Return a permutation that is applied several times."""
+    found, square = tuple(range(len(moves))), tuple(moves)
+    while times:
+        if times & 1:
+            found = composed(found, square)
+        square, times = composed(square, square), times >> 1
+    return found
+
+
+def joined(moved: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Return for each of 0, 1, ... the least number that permutations can move it to."""
+    found = [-1] * count
+    for first in range(count):
+        if found[first] < 0:
+            found[first] = first
+            left = [first]
+            while left:
+                node = left.pop()
+                for moves in moved:
+                    if found[moves[node]] < 0:
+                        found[moves[node]] = first
+                        left.append(moves[node])
+    return found
+
+
+def counted(orbits: Sequence[int]) -> dict[int, int]:
+    """Return the size of each orbit, by its least member."""
+    found: dict[int, int] = {}
+    for orbit in orbits:
+        found[orbit] = found.get(orbit, 0) + 1
+    return found
