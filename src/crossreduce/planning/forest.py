@@ -23,10 +23,12 @@ from .bounds.linear_program import optimum
 from .bounds.mixture import helped
 from .bounds.steiner import Parent
 from .planners import Request
+from .symmetric.forest import symmetric_forest
 from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import TOLERANCE, common_unit, fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
+_MOST_PACKED: Final = 256  # for more devices, trees are not packed one by one if there are some by symmetry
 _MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
 
 Pair = tuple[str, str]
@@ -65,20 +67,26 @@ def forest(request: Request) -> Forest:
     >>> found.k, found.trees, found.depth
     (Fraction(1, 1), 8, 1)
     """
-    topology, collective, members = request.topology, request.collective, request.members
+    topology, members = request.topology, request.members
     assert topology is not None
-    require_routes(topology, request.sources, request.destinations, collective)
+    require_routes(topology, request.sources, request.destinations, request.collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
-        require_routes(topology, members, members, f"{collective} by trees")
+        require_routes(topology, members, members, f"{request.collective} by trees")
     idle = any(device not in members for device in topology.devices)
     found = _helped_forest(request) if idle else None
     if found is not None:
         return found  # data passes the other devices in steps of their own, so that any engine can run them
+    best, best_rate = None, Fraction(-1)
+    collective, _, roots = _trees_of(request)
+    many = symmetric_forest(request, collective, roots)
+    if many is not None:
+        best, best_rate = Forest(many.schedule, many.k, many.trees, many.depth), many.rate
+        if len(members) > _MOST_PACKED or best_rate >= many.limit * (1 - TOLERANCE):
+            return best
     sets = _helpers(topology, members)
     limit = _limit(request) if len(sets) > 1 else None
-    if limit is not None and collective != "all_reduce":
+    if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
-    best, best_rate = None, Fraction(-1)
     for helpers in [*sets, None] if len(sets) > 1 and not idle else sets:
         found = _helped_forest(request) if helpers is None else _forest(neutral(topology, members, helpers), request)
         rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
@@ -88,6 +96,12 @@ def forest(request: Request) -> Forest:
             break
     assert best is not None
     return best
+
+
+def is_symmetric(request: Request) -> bool:
+    """Return whether the topology has so much symmetry that trees for any number of devices are found in seconds."""
+    collective, _, roots = _trees_of(request)
+    return symmetric_forest(request, collective, roots) is not None
 
 
 def _limit(request: Request) -> Fraction | None:

@@ -11,17 +11,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import PlanError
-from ..schedule import Chunk, Costs, Schedule, Step, live_rounds
+from ..schedule import Chunk, Costs, GeneratedSchedule, Schedule, Step, live_rounds
+from ..schedule.generated import rotations
 from ..topology import Topology
+from ..topology.symmetry import Generator, Symmetry
 from ..values import read_devices
 
 Names = Sequence[str]
 # The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
 Moves = Iterable[tuple[int, Step]]
 NO_MORE = Costs()
+GENERATED_FROM: Final = 32  # with more devices, schedules are stored as chunks whose images are all others
 
 
 class Request(NamedTuple):
@@ -105,7 +108,7 @@ def one_device_schedule(request: Request) -> Schedule:
     sources, destinations = request.positions
     root = None if request.root is None else request.members.index(request.root)
 
-    def moves(pack: int) -> Moves:
+    def moves(pack: int, _: Iterable[int]) -> Moves:
         main = destinations[pack % len(destinations)] if root is None else root
         if sources != (main,):
             yield 0, Step(0, main, sources)
@@ -176,7 +179,7 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
         if not any(roots[0] in group for group in split):
             raise PlanError.of("the root must be a source or a destination.", request.root, "root=None")
 
-    def moves(pack: int) -> Moves:
+    def moves(pack: int, _: Iterable[int]) -> Moves:
         root = roots[pack % len(roots)]
         rank = next(group.index(root) for group in split if root in group)
         mains: list[int] = []  # the main devices of the groups that have a source, in the order of the groups
@@ -225,8 +228,8 @@ def ring_schedule(request: Request) -> Schedule:
     n, (gives, takes) = len(request.members), request.positions
     sources, destinations = frozenset(gives), frozenset(takes)
 
-    def moves(pack: int) -> Moves:
-        for chunk in range(n):
+    def moves(pack: int, chunks: Iterable[int]) -> Moves:
+        for chunk in chunks:
             order = [(chunk + pack + hop) % n for hop in range(n)]
             hops = [hop for hop in range(n) if order[hop] in sources]
             start, end = hops[0], hops[-1]
@@ -237,7 +240,7 @@ def ring_schedule(request: Request) -> Schedule:
             for hop in range(1, last + 1):
                 yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
 
-    return _in_packs(request, n, moves)
+    return _in_packs(request, n, moves, _turn(n))
 
 
 def halving_doubling(
@@ -266,8 +269,8 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     paired, extras = sources[:width], sources[width:]
     levels = width.bit_length() - 1
 
-    def moves(_: int) -> Moves:
-        for chunk in range(width):
+    def moves(_: int, chunks: Iterable[int]) -> Moves:
+        for chunk in chunks:
             for partner, extra in zip(paired, extras, strict=False):
                 yield 0, Step(chunk, partner, (partner, extra))
             for level in range(levels):
@@ -291,7 +294,14 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 src = paired[extras.index(dst) if dst in extras else k % width]
                 yield after + levels, Step(chunk, dst, (src,))
 
-    return _in_packs(request, width, moves)
+    # Exchanging neighbouring blocks of 1, 2, 4, ... devices moves the steps of a chunk to those of another one, if the
+    # blocks with partners among the extras stay those with partners.
+    blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
+    exchanges = tuple(
+        Generator(tuple([k ^ block if k < width else width + ((k - width) ^ block) for k in range(len(sources))]), 2)
+        for block in blocks
+    )
+    return _in_packs(request, width, moves, Symmetry(exchanges, len(sources)), in_order=True)
 
 
 def recursive_doubling(
@@ -323,7 +333,7 @@ def recursive_doubling_schedule(request: Request) -> Schedule:
     levels = width.bit_length() - 1
     partner_of = dict(zip(extras, paired, strict=False))
 
-    def moves(_: int) -> Moves:
+    def moves(_: int, __: Iterable[int]) -> Moves:
         for extra, partner in partner_of.items():
             yield 0, Step(0, partner, (partner, extra))
         for level in range(levels):
@@ -386,8 +396,8 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
     sources, destinations = request.positions
     owning = [request.members.index(owner) for owner in owners] or destinations
 
-    def moves(pack: int) -> Moves:
-        for chunk in range(len(owning)):
+    def moves(pack: int, chunks: Iterable[int]) -> Moves:
+        for chunk in chunks:
             owner = owning[(chunk + pack) % len(owning)]
             if sources != (owner,):
                 yield 0, Step(chunk, owner, sources)
@@ -395,7 +405,7 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
                 if dst != owner:
                     yield 1, Step(chunk, dst, (owner,))
 
-    return _in_packs(request, len(owning), moves)
+    return _in_packs(request, len(owning), moves, _turn(len(owning)), in_order=True)
 
 
 def one_shot(
@@ -420,22 +430,43 @@ def one_shot_schedule(request: Request) -> Schedule:
     """Return the schedule of ``one_shot`` for a request."""
     sources, destinations = request.positions
     steps = [(0, Step(0, dst, sources)) for dst in destinations if sources != (dst,)]
-    return _in_packs(request, 1, lambda _: steps)
+    return _in_packs(request, 1, lambda *_: steps)
 
 
-def _in_packs(request: Request, chunks: int, moves: Callable[[int], Moves]) -> Schedule:
+def _in_packs(
+    request: Request,
+    chunks: int,
+    moves: Callable[[int, Iterable[int]], Moves],
+    images: Symmetry | None = None,
+    *,
+    in_order: bool = False,
+) -> Schedule:
     """Return the schedule of all packs, each of ``chunks`` equal chunks, and named after the request's algorithm.
 
-    ``moves`` returns the steps of a pack, given its number plus ``request.first``.
+    ``moves`` returns the steps of some chunks of a pack, given its number plus ``request.first``. If all devices are
+    sources and destinations, ``images`` moves the steps of the first chunk of a pack to those of the next ones, and so
+    on; then many devices get a generated schedule. ``in_order``: see ``GeneratedSchedule``.
     """
-    count = request.packs * chunks
+    n = len(request.members)
+    everyone = tuple(range(n))
+    generated = images is not None and request.packs == 1 and request.positions == (everyone, everyone)
+    if images is None or not generated or n <= GENERATED_FROM or not images.generators:
+        images = None
+    each = 1 if images is None else images.order  # chunks that are images of one
+    count = request.packs * chunks // each
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     for pack in range(request.packs):
-        for number, (chunk, dst, srcs) in moves(pack + request.first):
-            rounds[number].append(Step(pack * chunks + chunk, dst, srcs))
+        for number, (chunk, dst, srcs) in moves(pack + request.first, range(0, chunks, each)):
+            rounds[number].append(Step(pack * chunks + chunk // each, dst, srcs))
     share = Chunk(Fraction(1, count), *request.positions)
     steps = tuple(tuple(rounds[number]) for number in sorted(rounds))
-    return Schedule(request.collective, request.algorithm, request.members, (share,) * count, steps)
+    made = Schedule(request.collective, request.algorithm, request.members, (share,) * count, steps)
+    return made if images is None else GeneratedSchedule(made, images, made.devices, in_order)
+
+
+def _turn(n: int) -> Symmetry:
+    """Return the symmetry of n devices in a ring."""
+    return rotations([n], n)
 
 
 def _read(

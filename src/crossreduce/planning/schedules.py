@@ -19,10 +19,10 @@ from ..schedule.schedule import many
 from ..topology import Topology
 from . import planners
 from .planners import NO_MORE, Request, collective_between
-from .topologies import reachable, require_routes
+from .topologies import reachable, require_routes, with_routes
 
+FOREST_DEVICES: Final = 256  # with more devices, and without symmetry, packing trees takes minutes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
-FOREST_DEVICES: Final = 256  # with more devices, packing trees takes minutes
 
 # Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and may take
 # "direct" (a balanced load; see ``choose``) from there on. The limit was not measured here, but taken from a similar
@@ -175,7 +175,9 @@ def fastest(request: Request) -> Pieces:
             failure = error
     if not found:
         raise failure
-    best = fastest_of(found, topology, request.nbytes, costs=request.costs)
+    large = len({*request.sources, *request.destinations}) > MOST_DEVICES
+    listed = dict.fromkeys(with_routes(schedule, topology) for schedule in found) if large else found
+    best = fastest_of(listed, topology, request.nbytes, costs=request.costs)
     if request.algorithm in CHOICES:
         from .shallow.forests import faster
 
@@ -193,6 +195,11 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
         for name, entry in REGISTRY.items()
         if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
     ]
+    if root is None and n > FOREST_DEVICES:
+        from .forest import is_symmetric
+
+        if is_symmetric(request):
+            tried.append(request._replace(algorithm="forest"))
     several = min(len(request.sources), len(request.destinations)) > 1
     if request.packs == 1 and root is None and several and n <= FOREST_DEVICES:
         from .hierarchies import centre

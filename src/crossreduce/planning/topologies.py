@@ -5,11 +5,13 @@ Topologies that differ only in names and latencies have equal neutral topologies
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import PlanError
+from ..schedule import GeneratedSchedule, Route, Schedule
 from ..topology import Link, Switch, Topology
 
 
@@ -45,6 +47,44 @@ def reachable(topology: Topology, start: str, *, backwards: bool = False) -> set
                 found.add(node)
                 left.append(node)
     return found
+
+
+def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
+    """Return a schedule that names the route of each transfer between devices without a direct link.
+
+    Of a generated schedule, then all images of a transfer take images of its route. A route is searched from the end
+    with more transfers, so that one search finds many; from every source, it would take much longer.
+    """
+    base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
+    names = base.devices
+    needed: dict[tuple[int, int, int], None] = {}
+    for r, steps in enumerate(base.rounds):
+        for chunk, dst, srcs in steps:
+            for src in srcs:
+                if src != dst and (names[src], names[dst]) not in topology.by_ends:
+                    if base.through(r, chunk, src, dst) is None:
+                        needed[chunk, src, dst] = None
+    if not needed:
+        return schedule
+    turned = topology.reversed()
+    sends, receives = Counter(src for _, src, _ in needed), Counter(dst for *_, dst in needed)
+    found: dict[tuple[int, int], tuple[str, ...] | None] = {}
+    routes = list(base.routes)
+    for chunk, src, dst in needed:
+        if (src, dst) not in found:
+            if receives[dst] > sends[src]:
+                nodes = turned.route(names[dst], names[src])
+                found[src, dst] = nodes and nodes[-2:0:-1]
+            else:
+                nodes = topology.route(names[src], names[dst])
+                found[src, dst] = nodes and nodes[1:-1]
+        through = found[src, dst]
+        if through:  # else the simulation says that there is none
+            routes.append(Route(chunk, src, dst, through))
+    routed = Schedule(base.collective, base.algorithm, names, base.chunks, base.rounds, base.pieces, tuple(routes))
+    if isinstance(schedule, GeneratedSchedule):
+        return GeneratedSchedule(routed, schedule.symmetry, schedule.nodes, schedule.in_order)
+    return routed
 
 
 class NeutralTopology(NamedTuple):

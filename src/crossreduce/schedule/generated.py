@@ -144,10 +144,10 @@ class GeneratedSchedule(Schedule):
         """For each chunk the number of an element of the group and of the base's chunk whose image it is.
 
         The chunks of an all-gather (a reduce-scatter) are in the order of their sources (destinations), like the parts
-        of its buffer; else all images of an element are together.
+        of its buffer; else all images of a chunk are together.
         """
         bases = range(len(self.base.chunks))
-        pairs = [(element, chunk) for element in range(self.symmetry.order) for chunk in bases]
+        pairs = [(element, chunk) for chunk in bases for element in range(self.symmetry.order)]
         which = {"all_gather": 1, "reduce_scatter": 2}.get(self.collective)
         if which is not None:
             images = [list(self.symmetry.images(chunk[which][0])) for chunk in self.base.chunks]  # type: ignore[index]

@@ -11,31 +11,43 @@ from .links import Link
 T = TypeVar("T")
 
 
-def routes_from(
-    src: str,
-    nodes: Sequence[str],
-    devices: int,
-    order: Mapping[str, int],
-    neighbours: Mapping[str, Iterable[str]],
-    speeds: Mapping[tuple[str, str], int],
-) -> dict[str, tuple[str, ...]]:
-    """Return the routes from ``src``, as ``Topology.route`` defines them; the first ``devices`` nodes are devices."""
-    routes: dict[str, tuple[str, ...]] = {}
-    # Entries: the number of devices that the route passes, the number of its links, its least bandwidth with the sign
-    # reversed, and the positions of its nodes. The least entry is the best route.
-    queue: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, -max(speeds.values(), default=0), (order[src],))]
-    while queue:
-        passed, hops, narrow, numbers = heapq.heappop(queue)
-        here = nodes[numbers[-1]]
-        if here in routes:
-            continue
-        routes[here] = tuple(nodes[number] for number in numbers)
-        passed += here != src and numbers[-1] < devices
-        for node in neighbours.get(here, ()):
-            if node not in routes:
-                entry = (passed, hops + 1, max(narrow, -speeds[here, node]), (*numbers, order[node]))
-                heapq.heappush(queue, entry)
-    return routes
+class RoutesFrom:
+    """The routes from one node, as ``Topology.route`` defines them; found as far as they are needed."""
+
+    def __init__(
+        self,
+        src: str,
+        nodes: Sequence[str],
+        devices: int,
+        neighbours: Mapping[str, Iterable[Link]],
+        order: Mapping[str, int],
+        speeds: Mapping[tuple[str, str], int],
+    ) -> None:
+        """Prepare the search; the first ``devices`` nodes are devices, and ``neighbours`` are the links out of each."""
+        self.src, self.nodes, self.devices = src, nodes, devices
+        self.neighbours, self.order, self.speeds = neighbours, order, speeds
+        self.found: dict[str, tuple[str, ...]] = {}
+        # Entries: the number of devices that the route passes, the number of its links, its least bandwidth with the
+        # sign reversed, and the positions of its nodes. The least entry is the best route.
+        start = (0, 0, -max(speeds.values(), default=0), (order[src],))
+        self.queue: list[tuple[int, int, int, tuple[int, ...]]] = [start]
+
+    def to(self, dst: str) -> tuple[str, ...] | None:
+        """Return the nodes of the route to a node; ``None``: there is none."""
+        found, nodes, order, speeds, queue = self.found, self.nodes, self.order, self.speeds, self.queue
+        while queue and dst not in found:
+            passed, hops, narrow, numbers = heapq.heappop(queue)
+            here = nodes[numbers[-1]]
+            if here in found:
+                continue
+            found[here] = tuple(nodes[number] for number in numbers)
+            passed += here != self.src and numbers[-1] < self.devices
+            for link in self.neighbours.get(here, ()):
+                node = link.dst
+                if node not in found:
+                    entry = (passed, hops + 1, max(narrow, -speeds[here, node]), (*numbers, order[node]))
+                    heapq.heappush(queue, entry)
+        return found.get(dst)
 
 
 def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:

@@ -21,7 +21,7 @@ from ..values import read_devices
 from . import shapes
 from .json_format import read_json, write_json
 from .links import Link, Switch, exact
-from .routes import groups, routes_from
+from .routes import RoutesFrom, groups
 from .shapes import Number
 
 _SHOWN: Final = 16  # devices in a topology's repr
@@ -334,10 +334,9 @@ class Topology:
         if src == dst:
             return (src,)
         if src not in self._routes:
-            neighbours = {node: [link.dst for link in links] for node, links in self._by_src.items()}
             count = len(self.devices)
-            self._routes[src] = routes_from(src, self.nodes, count, self._order, neighbours, self.speeds)
-        return self._routes[src].get(dst)
+            self._routes[src] = RoutesFrom(src, self.nodes, count, self._by_src, self._order, self.speeds)
+        return self._routes[src].to(dst)
 
     def out_links(self, node: str | int) -> tuple[Link, ...]:
         """Return the links that leave a device or switch."""
@@ -370,7 +369,7 @@ class Topology:
         return tuple(group for group in inside if group)
 
     @cached_property
-    def _routes(self) -> dict[str, dict[str, tuple[str, ...]]]:
+    def _routes(self) -> dict[str, RoutesFrom]:
         return {}
 
     @cached_property

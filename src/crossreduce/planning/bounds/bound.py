@@ -94,6 +94,11 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
+    from ..symmetric.forest import symmetric_bound
+
+    many = symmetric_bound(topology, collective, members, roots)
+    if many is not None:
+        return many
     trees = _of_trees(topology, collective, members, roots)
     if trees is not None and len(topology.nodes) > _MOST_NODES:
         return trees

@@ -1,0 +1,109 @@
+"""Forests and bounds of machines with symmetries: what ``forest.py`` and ``bounds/bound.py`` use for many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ...schedule import GeneratedSchedule
+from ...topology import Switch, Topology
+from ...topology.automorphisms import symmetry_of
+from ...topology.symmetry import Symmetry
+from ..bounds.certificate import Bound
+from ..bounds.steiner import Parent
+from ..planners import Request
+from ..trees.fitting import common_unit
+from ..trees.schedule import Tree, TreeShare, depth, trees_to_schedule
+from .quotient import Quotient, quotient_bound
+from .trees import OrbitTree, best_trees
+
+# Up to so many devices the programs without symmetry are fast. Their cuts are of single devices, so they say more.
+FEW_DEVICES: Final = 32
+# With more orbits, the programs on orbits are hardly smaller than those on devices.
+_MOST_ORBITS: Final = 128
+
+Roots = tuple[tuple[str, Fraction], ...] | None
+
+
+class SymmetricForest(NamedTuple):
+    """A generated schedule of trees; see ``forest.Forest``."""
+
+    schedule: GeneratedSchedule
+    k: Fraction
+    trees: int
+    depth: int
+    rate: Fraction  # in GB/s
+    limit: Fraction  # the bound of trees that branch only at devices that take part
+
+
+@lru_cache(maxsize=256)
+def symmetric(topology: Topology, members: tuple[str, ...], roots: Roots) -> tuple[Topology, Symmetry] | None:
+    """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
+
+    Other devices are switches, which forward. The symmetry moves no root to a node that is not one.
+    """
+    if len(members) <= FEW_DEVICES or any(switch.reduces for switch in topology.switches):
+        return None
+    if members != topology.devices:
+        inside = {*members}
+        idle = [Switch(device, False) for device in topology.devices if device not in inside]
+        topology = Topology.unchecked(members, topology.links, (*topology.switches, *idle))
+    fixed = () if roots is None else tuple(root for root, weight in roots if weight)
+    if len(fixed) == len(members) and len({weight for _, weight in roots or ()}) == 1:
+        fixed = ()
+    found = symmetry_of(topology, fixed)
+    orbits = len({orbit for orbit in found.orbits if orbit < len(members)})
+    return (topology, found) if orbits <= min(_MOST_ORBITS, len(members) // 2) else None
+
+
+def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
+    """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry, or idle devices."""
+    if members != topology.devices:
+        return None  # devices that take no part may also combine
+    found = symmetric(topology, members, roots)
+    return None if found is None else quotient_bound(*found, collective, roots)
+
+
+@lru_cache(maxsize=128)
+def symmetric_forest(request: Request, collective: str, roots: Roots) -> SymmetricForest | None:
+    """Return the forest of a request; ``None``: it has too little symmetry, or too few devices.
+
+    ``collective`` and ``roots`` say which trees the request needs: see ``forest.py``.
+    """
+    topology = request.topology
+    assert topology is not None
+    if collective == "all_reduce" and set(request.sources) != set(request.destinations):
+        return None
+    members = tuple(device for device in topology.devices if device in {*request.members})
+    found = symmetric(topology, members, roots)
+    if found is None:
+        return None
+    seen, symmetry = found
+    quotient = Quotient(seen, symmetry)
+    limit = quotient_bound(seen, symmetry, collective, roots).algbw
+    assert limit is not None
+    weights = None
+    if collective != "all_reduce":
+        parts = dict(roots or ((device, Fraction(1)) for device in members))
+        whole = sum(parts.values(), Fraction(0))
+        weights = {
+            root: parts.get(seen.nodes[root], Fraction(0)) * symmetry.sizes[root] / whole for root in quotient.roots
+        }
+    rate, trees = best_trees(quotient, collective, weights, limit)
+    shares = [_share(tree) for tree in trees]
+    base = trees_to_schedule("forest", request, seen.nodes, len(members), shares)
+    schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
+    deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
+    sizes = {root: symmetry.sizes[root] for root in dict.fromkeys(tree.root for tree in trees)}
+    each = [tree.share / symmetry.sizes[tree.root] for tree in trees]
+    k = Fraction(1) / common_unit(each) / sum(sizes.values())
+    return SymmetricForest(schedule, k, len(trees) * symmetry.order, deepest, rate, limit)
+
+
+def _share(tree: OrbitTree) -> TreeShare:
+    def made(parents: Sequence[Parent] | None) -> Tree | None:
+        return None if parents is None else Tree(tree.root, 1, tuple(parents))
+
+    return TreeShare(tree.root, tree.share, made(tree.into), made(tree.out))
