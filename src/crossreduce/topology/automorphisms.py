@@ -22,7 +22,7 @@ from .symmetry import Generator, Symmetry, counted, joined
 from .topology import Topology
 
 _MOST_TRIES: Final = 200  # refinements in the search for one permutation
-_MOST_TARGETS: Final = 8  # devices that one device is moved to, for one more generator
+_MOST_TARGETS: Final = 16  # devices that one device is moved to, for one more generator
 _MOST_CHOICES: Final = 12  # images of one node that are tried
 _SEED: Final = 0x9E3779B97F4A7C15
 
@@ -40,8 +40,8 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     search = _Search(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
-    for nearest in (_by_number, _by_few, _by_many):
-        made = _greedy(search, topology, nearest)
+    for nearest, tried in ((_by_number, 0), (_by_few, 0), (_by_number, _MOST_TARGETS), (_by_many, 0)):
+        made = _greedy(search, topology, nearest, tried)
         orbits = len({orbit for orbit in made.orbits if orbit < count})
         if best is None or orbits < best[0]:
             best = orbits, made
@@ -63,8 +63,10 @@ def _by_many(size: int, node: int) -> tuple[int, ...]:
     return -size, node
 
 
-def _greedy(search: _Search, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]]) -> Symmetry:
-    """Return a symmetry to which one generator after another is added."""
+def _greedy(
+    search: _Search, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]], tried: int
+) -> Symmetry:
+    """Return a symmetry to which one generator after another is added: see ``_Search.generator``."""
     found: list[Generator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
@@ -79,8 +81,8 @@ def _greedy(search: _Search, topology: Topology, nearest: Callable[[int, int], t
             for generator in found:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            generator = search.generator(cell[0], others, found, nearest)
-            if generator is None or order * generator.order > limit:
+            generator = search.generator(cell[0], others, found, nearest, tried, limit // order)
+            if generator is None:
                 break
             found.append(generator)
     return Symmetry(tuple(found), len(topology.nodes))
@@ -154,11 +156,14 @@ class _Search:
         others: list[int],
         found: Sequence[Generator],
         nearest: Callable[[int, int], tuple[int, ...]],
+        compared: int,
+        most: int,
     ) -> Generator | None:
         """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
 
         Of the nodes with the same relation to it, one is tried; the order of the tries is that of ``nearest``, from the
-        number of such nodes and the first of them.
+        number of such nodes and the first of them. ``compared``: of so many permutations, the one with the greatest
+        order is returned; 0: the first one. No order is greater than ``most``.
         """
         import numpy as np
 
@@ -172,11 +177,16 @@ class _Search:
         for node in others:
             firsts.setdefault(int(colours[node]), node)
         targets = sorted(firsts.values(), key=lambda node: nearest(int(sizes[colours[node]]), node))
+        best: Generator | None = None
         for target in targets[:_MOST_TARGETS]:
-            moves = _Matching(self, first, target, found).run()
-            if moves is not None:
-                return moves
-        return None
+            made = _Matching(self, first, target, found).run()
+            if made is not None and made.order > most:
+                continue
+            if made is not None and (best is None or made.order > best.order):
+                best = made
+            if made is not None and not compared:
+                break
+        return best
 
 
 class _Matching:
@@ -295,13 +305,24 @@ class _Matching:
                         for pair in zip(path, [*path[1:], start], strict=True)
                     ]
         else:
+            still = [(x, x) for x in xs]
+            stays = self._stays(xs[0])
+            if stays:
+                yield still
             if period and len(xs) % period == 0:
                 blocks = [xs[k : k + period] for k in range(0, len(xs), period)]
                 yield [pair for block in blocks for pair in zip(block, [*block[1:], block[0]], strict=True)]
-            yield [(x, x) for x in xs]
+            if not stays:
+                yield still
         choices = sorted(ys, key=lambda y: (y != shifted, y == self.first, y != x, y))
         for y in choices[:_MOST_CHOICES]:
             yield [(x, y)]
+
+    def _stays(self, node: int) -> bool:
+        """Return whether some nodes of the same kind as this one stay in their places, and none is known to move."""
+        kind = self.search.start[node]
+        known = [self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0]
+        return bool(known) and all(known)
 
     def _chosen(self, xs: list[int]) -> int:
         return next((x for x in xs if self.origin[x] >= 0), xs[0])

@@ -261,7 +261,7 @@ def quotient_bound(
     >>> machine = Topology.machine("hgx-h100", hosts=4)
     >>> found = quotient_bound(machine, symmetry_of(machine), "all_reduce")
     >>> str(found.algbw), len(found.cuts)
-    ('1600/7', 2)
+    ('8000/31', 2)
     >>> found.check()
     """
     quotient = Quotient(topology, symmetry)
