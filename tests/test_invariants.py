@@ -175,6 +175,7 @@ EXCEPTIONS = {
     "planning.shallow.units": {"numpy"},
     "schedule.usage": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
+    "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
@@ -254,6 +255,7 @@ NEEDED = {
     "planning.shallow.cheapest": {"numpy"},  # searches trees for many prices at once
     "planning.shallow.hops": {"numpy"},  # lists hops as arrays
     "planning.shallow.program": {"numpy", "scipy"},  # solves linear programs
+    "topology.automorphisms": {"numpy"},  # colours of nodes
     "planning.shallow.units": {"numpy"},  # rounds shares to units
     "planning.plans": {"os"},  # the type of a path
     "schedule.usage": {"numpy"},  # adds up the transfers of a link

@@ -23,7 +23,7 @@ from .bounds.linear_program import optimum
 from .bounds.mixture import helped
 from .bounds.steiner import Parent
 from .planners import Request
-from .symmetric.forest import symmetric_forest
+from .symmetric.forest import symmetric, symmetric_forest
 from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import TOLERANCE, common_unit, fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
@@ -100,8 +100,9 @@ def forest(request: Request) -> Forest:
 
 def is_symmetric(request: Request) -> bool:
     """Return whether the topology has so much symmetry that trees for any number of devices are found in seconds."""
-    collective, _, roots = _trees_of(request)
-    return symmetric_forest(request, collective, roots) is not None
+    assert request.topology is not None
+    _, members, roots = _trees_of(request)
+    return symmetric(request.topology, members, roots) is not None
 
 
 def _limit(request: Request) -> Fraction | None:

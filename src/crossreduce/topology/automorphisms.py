@@ -24,6 +24,7 @@ from .topology import Topology
 _MOST_TRIES: Final = 200  # refinements in the search for one permutation
 _MOST_TARGETS: Final = 16  # devices that one device is moved to, for one more generator
 _MOST_CHOICES: Final = 12  # images of one node that are tried
+_MANY_CELLS: Final = 16  # after so many cells, and after each doubling of their number, all others are guessed at once
 _SEED: Final = 0x9E3779B97F4A7C15
 
 
@@ -37,7 +38,7 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     >>> len(set(symmetry_of(Topology.torus(4, 4).without_link(0, 1)).orbits)) > 1
     True
     """
-    search = _Search(topology, fixed)
+    search = _PermutationSearch(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
     for nearest, tried in ((_by_number, 0), (_by_few, 0), (_by_number, _MOST_TARGETS), (_by_many, 0)):
@@ -64,9 +65,9 @@ def _by_many(size: int, node: int) -> tuple[int, ...]:
 
 
 def _greedy(
-    search: _Search, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]], tried: int
+    search: _PermutationSearch, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]], tried: int
 ) -> Symmetry:
-    """Return a symmetry to which one generator after another is added: see ``_Search.generator``."""
+    """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
     found: list[Generator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
@@ -88,7 +89,7 @@ def _greedy(
     return Symmetry(tuple(found), len(topology.nodes))
 
 
-class _Search:
+class _PermutationSearch:
     """Searches permutations of the nodes of one topology."""
 
     def __init__(self, topology: Topology, fixed: tuple[str, ...]) -> None:
@@ -179,7 +180,7 @@ class _Search:
         targets = sorted(firsts.values(), key=lambda node: nearest(int(sizes[colours[node]]), node))
         best: Generator | None = None
         for target in targets[:_MOST_TARGETS]:
-            made = _Matching(self, first, target, found).run()
+            made = _PermutationMatching(self, first, target, found).run()
             if made is not None and made.order > most:
                 continue
             if made is not None and (best is None or made.order > best.order):
@@ -189,10 +190,10 @@ class _Search:
         return best
 
 
-class _Matching:
+class _PermutationMatching:
     """One search for a permutation that moves ``first`` to ``target``."""
 
-    def __init__(self, search: _Search, first: int, target: int, found: Sequence[Generator]) -> None:
+    def __init__(self, search: _PermutationSearch, first: int, target: int, found: Sequence[Generator]) -> None:
         import numpy as np
 
         self.search, self.first, self.target, self.found = search, first, target, found
@@ -205,10 +206,14 @@ class _Matching:
         """Return the permutation; ``None``: none was found."""
         if not self.matched([(self.first, self.target)]):
             return None
+        rounds = 0
         while True:
             cell = self.open_cell()
             if cell is None:
                 break
+            rounds += 1
+            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
+                continue
             if not any(self.matched(guess) for guess in self.guesses(*cell)):
                 return None
         moves = tuple(self.image)
@@ -280,6 +285,15 @@ class _Matching:
             end = next((node for node in few if self.origin[node] >= 0), few[0])
         colour = self.pair[0][end]
         return np.flatnonzero(self.pair[0] == colour).tolist(), np.flatnonzero(self.pair[1] == colour).tolist()
+
+    def all_guesses(self) -> list[tuple[int, int]]:
+        """Return the first guess for each cell with several nodes."""
+        found: list[tuple[int, int]] = []
+        of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
+        for xs in self.search.cells(self.pair[0]):
+            if len(xs) > 1:
+                found += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
+        return found
 
     def guesses(self, xs: list[int], ys: list[int]) -> Iterable[list[tuple[int, int]]]:
         """Yield guesses of images for all of ``xs``, and then for one of them alone."""

@@ -46,6 +46,8 @@ def symmetric(topology: Topology, members: tuple[str, ...], roots: Roots) -> tup
     """
     if len(members) <= FEW_DEVICES or any(switch.reduces for switch in topology.switches):
         return None
+    if {*members} == {*topology.devices}:
+        members = topology.devices
     if members != topology.devices:
         inside = {*members}
         idle = [Switch(device, False) for device in topology.devices if device not in inside]
@@ -60,7 +62,7 @@ def symmetric(topology: Topology, members: tuple[str, ...], roots: Roots) -> tup
 
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
     """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry, or idle devices."""
-    if members != topology.devices:
+    if len(members) < len(topology.devices):
         return None  # devices that take no part may also combine
     found = symmetric(topology, members, roots)
     return None if found is None else quotient_bound(*found, collective, roots)
@@ -76,7 +78,8 @@ def symmetric_forest(request: Request, collective: str, roots: Roots) -> Symmetr
     assert topology is not None
     if collective == "all_reduce" and set(request.sources) != set(request.destinations):
         return None
-    members = tuple(device for device in topology.devices if device in {*request.members})
+    taking = {*request.members}
+    members = tuple(device for device in topology.devices if device in taking)
     found = symmetric(topology, members, roots)
     if found is None:
         return None

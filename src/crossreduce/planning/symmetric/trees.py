@@ -40,7 +40,7 @@ class OrbitTree(NamedTuple):
     out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
 
 
-class _Column(NamedTuple):
+class _TreeColumn(NamedTuple):
     root: int
     into: tuple[Parent, ...] | None
     out: tuple[Parent, ...] | None
@@ -58,7 +58,7 @@ def best_trees(
       weights: for each orbit of roots, the part of the buffer that starts (or ends) in it; ``None``: an all-reduce.
       limit: the bound; trees that reach it end the search.
     """
-    search = _Search(quotient, collective, weights)
+    search = _TreeSearch(quotient, collective, weights)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
     columns = search.cheapest(prices)
     for _ in range(_MOST_ROUNDS):
@@ -73,7 +73,7 @@ def best_trees(
     return search.exact(list(columns), solution, limit)
 
 
-class _Search:
+class _TreeSearch:
     """The linear program over some trees."""
 
     def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
@@ -88,14 +88,14 @@ class _Search:
             for way, lists, far in ((True, quotient.leaving, 1), (False, quotient.entering, 0))
         }
 
-    def cheapest(self, prices: Sequence[float]) -> dict[_Column, None]:
+    def cheapest(self, prices: Sequence[float]) -> dict[_TreeColumn, None]:
         """Return a cheap tree for each root at some prices of the orbits' links."""
         quotient = self.quotient
         if self.reduces and self.copies and quotient.paired:
             prices = [price + prices[back] for price, back in zip(prices, quotient.back, strict=True)]
         scale = _STEPS / max(prices)
         steps = [max(1, round(price * scale)) for price in prices]
-        found: dict[_Column, None] = {}
+        found: dict[_TreeColumn, None] = {}
         for root in self.roots:
             out = into = None
             if self.copies:
@@ -110,7 +110,7 @@ class _Search:
                 for node, parent, through in parents or ():
                     path = (parent, *through, node) if outward else (node, *through, parent)
                     used.update(self.orbit_of[arc] for arc in zip(path, path[1:], strict=False))
-            found[_Column(root, into, out, tuple(sorted(used.items())))] = None
+            found[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
         return found
 
     def grown(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
@@ -150,7 +150,7 @@ class _Search:
         assert not missing  # every device can be reached
         return tuple(parents)
 
-    def rows(self, columns: list[_Column]) -> Rows:
+    def rows(self, columns: list[_TreeColumn]) -> Rows:
         """Return the program: the first variable is the rate, the others the rates of the trees."""
         quotient = self.quotient
         by_orbit: list[tuple[list[int], list[Fraction]]] = [([], []) for _ in quotient.sizes]
@@ -172,7 +172,7 @@ class _Search:
         return Rows(len(columns) + 1, 1, upper, limits, [])
 
     def exact(
-        self, columns: list[_Column], solution: Solution, limit: Fraction
+        self, columns: list[_TreeColumn], solution: Solution, limit: Fraction
     ) -> tuple[Fraction, list[OrbitTree]]:
         """Return exact rates near those of a solution, as shares of the buffer, and the rate of the trees with them."""
         rates = solution.values[1 : len(columns) + 1]
@@ -194,7 +194,7 @@ class _Search:
         rate, shares = best
         return rate, [OrbitTree(columns[k].root, share, columns[k].into, columns[k].out) for k, share in shares.items()]
 
-    def _in_parts(self, columns: list[_Column], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
+    def _in_parts(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
         """Return shares in proportion to rates, so that each orbit of roots has its part; ``None``: one has no tree."""
         whole: dict[int, Fraction] = {}
         for k, rate in rates.items():
@@ -208,7 +208,7 @@ class _Search:
             k: rate / whole[columns[k].root] * self.weights[columns[k].root] for k, rate in rates.items() if rate
         }
 
-    def _near(self, columns: list[_Column], rates: list[float]) -> Iterator[dict[int, Fraction]]:
+    def _near(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
         """Yield exact rates that are close to those in floating point: simple fractions, then a vertex."""
         scale = max(rates)
         used = {k: rate / scale for k, rate in enumerate(rates) if rate > _LEAST * scale}
