@@ -17,8 +17,8 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
-from crossreduce.planning.bounds.certificate import _cheapest
 from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
+from crossreduce.planning.bounds.tree_prices import cheapest
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -127,7 +127,7 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
     arcs = [(number[src], number[dst]) for src, dst, _ in priced]
     trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
     trees.price(prices)
-    found = _cheapest(priced, ends, set(joints))
+    found = cheapest(priced, ends, set(joints))
     price = dict(zip(arcs, prices, strict=True))
     for joint in joints:
         if joint not in found:

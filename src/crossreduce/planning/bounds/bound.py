@@ -107,7 +107,7 @@ def _of_trees(
     """Return the rate of the best trees with helpers; ``None``: all devices take part, or they are too many."""
     if all(device in members for device in topology.devices):
         return None
-    from .mixture import helped
+    from .helped import helped
 
     found = helped(topology, collective, members, roots)
     if found is None:

@@ -10,7 +10,7 @@ Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 _MOST: Final = 1 << 19  # 3**terminals * joints; the search combines half as many values
@@ -74,10 +74,8 @@ class CheapestTrees:
         All prices must be above 0.
         """
         start = self._at[root]
-        pairs: dict[tuple[int, int], None] = {}
-        self._trace(start, len(self._cost) - 1, pairs)
         out: dict[int, list[int]] = {}
-        for a, b in pairs:
+        for a, b in self._tree_hops(start):
             out.setdefault(a, []).append(b)
         parent: dict[int, int] = {start: start}
         queue = deque([start])
@@ -96,6 +94,12 @@ class CheapestTrees:
             for node, above in parent.items()
             if node in needed and node != start
         ]
+
+    def _tree_hops(self, start: int) -> Iterable[tuple[int, int]]:
+        """Return the hops of the tree out of a joint, in any order."""
+        pairs: dict[tuple[int, int], None] = {}
+        self._trace(start, (1 << len(self._terminals)) - 1, pairs)
+        return pairs
 
     def _hops(self, prices: Sequence[float]) -> Any:
         """Return the price of the cheapest way from each joint to each other one that passes no third joint."""
