@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from .groups import GroupsPlan
 
 _MOST_GROUPS: Final = 32
-_MOST_NAMES: Final = 4
+_MOST_LETTERS: Final = 30
 
 
 def explained(plan: GroupsPlan) -> str:
@@ -33,32 +34,36 @@ def explained(plan: GroupsPlan) -> str:
         listed = sorted(k for level in levels if level.rate == limit for k in level.groups)
         word = "group" if len(listed) == 1 else "groups"
         lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {', '.join(map(str, listed))}")
-    pairs = [
-        (rate / group.weight, apart / group.weight)
-        for rate, apart, group in zip(plan.rates, separate.rates, needs, strict=True)
-        if rate is not None and apart is not None
-    ]
-    least, least_apart = min(rate for rate, _ in pairs), min(apart for _, apart in pairs)
-    lines.append(
-        f"  separate  plans made for each group alone and run at the same time: at least {float(least_apart):.2f} GB/s"
-        f" instead of {float(least):.2f}, {_loss(1 - least_apart / least)}"
-    )
-    lines.append("  groups                                     GB/s     alone  separate      loss      time")
+    ways = [("separate", "with all helpers", separate), ("own links", "without helpers", plan.separate_without_helpers)]
+    least = _least(plan.rates, plan.weights)
+    for label, how, apart in ways:
+        text = "some groups are not connected"
+        if apart is not None:
+            lowest = _least(apart.rates, plan.weights)
+            text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
+        lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
+    heads = "".join(f"{head:>10s}" for head in ("GB/s", "alone", "separate", "loss", "own links", "time"))
+    lines.append(f"  {'group':35s}{heads}")
+    own = plan.separate_without_helpers
     for k, group in list(enumerate(needs))[:_MOST_GROUPS]:
-        rate, alone, apart = plan.rates[k], separate.plans[k].rate, separate.rates[k]
-        numbers = "".join(f"{'-' if one is None else f'{float(one):.2f}':>10s}" for one in (rate, alone, apart))
-        name = f"{k} {_names(group.members)}"
+        numbers = [_gb_per_s(rate) for rate in (plan.rates[k], separate.plans[k].rate, separate.rates[k])]
+        numbers += [percent_of(plan.losses[k]), _gb_per_s(None if own is None else own.rates[k])]
         weight = f" x {float(group.weight):.4g}" if group.weight != 1 else ""
-        lines.append(
-            f"    {name + weight:33s}{numbers}{percent_of(plan.losses[k]):>10s}{duration(plan.seconds[k]):>10s}"
-        )
+        name = f"{k:>3} {_names(group.members)}{weight}"
+        lines.append(f"  {name:35s}" + "".join(f"{text:>10s}" for text in (*numbers, duration(plan.seconds[k]))))
     if len(needs) > _MOST_GROUPS:
-        lines.append(f"    and {len(needs) - _MOST_GROUPS} more")
-    totals = dict.fromkeys(size(one.nbytes) for one in plan.plans)
-    lines.append(
-        f"  alone: with all links for one group; time: of {', '.join(totals)} with a group's part of the links"
-    )
+        lines.append(f"      and {len(needs) - _MOST_GROUPS} more")
+    totals = ", ".join(dict.fromkeys(size(one.nbytes) for one in plan.plans))
+    lines.append(f"  alone: all links for one group; time: {totals} with a group's part of the links")
     return "\n".join(lines)
+
+
+def _least(rates: Sequence[Fraction | None], weights: Sequence[Fraction]) -> Fraction:
+    return min(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
+
+
+def _gb_per_s(rate: Fraction | None) -> str:
+    return "-" if rate is None else f"{float(rate):.2f}"
 
 
 def percent_of(loss: Fraction) -> str:
@@ -75,5 +80,14 @@ def _loss(loss: Fraction) -> str:
 
 
 def _names(members: tuple[str, ...]) -> str:
-    more = len(members) - _MOST_NAMES
-    return " ".join(members[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    """Return the first devices of a group, as far as they fit a column.
+
+    >>> _names(("cuda:0", "cuda:1")), _names(tuple(f"host0/cuda:{k}" for k in range(8)))
+    ('cuda:0 cuda:1', 'host0/cuda:0 and 7 more')
+    """
+    text = " ".join(members)
+    shown = len(members)
+    while len(text) > _MOST_LETTERS and shown > 1:
+        shown -= 1
+        text = f"{' '.join(members[:shown])} and {len(members) - shown} more"
+    return text

@@ -68,12 +68,23 @@ class GroupsPlan:
 
     @cached_property
     def separate(self) -> SeparatePlans:
-        """A plan for each group alone, and the rates of these plans if they run at the same time."""
-        return separate_plans(self.topology, self.bound.groups, tuple(plan.nbytes for plan in self.plans))
+        """A plan for each group alone with all helpers, and the rates of these plans if they run at the same time."""
+        found = separate_plans(self.topology, self.bound.groups, self._sizes, helpers=True)
+        assert found is not None, "every group is connected"
+        return found
+
+    @cached_property
+    def separate_without_helpers(self) -> SeparatePlans | None:
+        """The same with only the links among a group's devices; ``None``: some group is not connected by these."""
+        return separate_plans(self.topology, self.bound.groups, self._sizes, helpers=False)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(plan.nbytes for plan in self.plans)
 
     @property
     def losses(self) -> tuple[Fraction, ...]:
-        """The part of its rate that each group would lose if all were planned separately; below 0: it would gain."""
+        """The part of its rate that each group loses if the ``separate`` plans are used; below 0: it gains."""
         return tuple(
             Fraction(0) if rate is None or apart is None else 1 - apart / rate
             for rate, apart in zip(self.rates, self.separate.rates, strict=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ..errors import PlanError
 from ..schedule import link_shares
 from ..schedule.costs import Pair
 from ..topology import Topology
@@ -29,12 +30,23 @@ class SeparatePlans:
     rates: tuple[Fraction | None, ...]  # in GB/s, of each group while all groups run; None: nothing moves
 
 
-def separate_plans(topology: Topology, groups: tuple[GroupNeed, ...], nbytes: tuple[int, ...]) -> SeparatePlans:
-    """Plan each group alone, by trees ("forest"), and share the links among these plans."""
-    plans = tuple(planned(request_of(group, topology, size)) for group, size in zip(groups, nbytes, strict=True))
+def separate_plans(
+    topology: Topology, groups: tuple[GroupNeed, ...], nbytes: tuple[int, ...], *, helpers: bool
+) -> SeparatePlans | None:
+    """Plan each group alone, by trees ("forest"), and share the links among these plans.
+
+    ``helpers``: whether other devices forward and combine; without them, ``None``: a group has no links of its own.
+    """
+    plans = []
+    for group, size in zip(groups, nbytes, strict=True):
+        members = tuple(device for device in topology.devices if device in group.members)
+        try:
+            plans.append(planned(request_of(group, topology if helpers else topology.part(members), size)))
+        except PlanError:  # the devices of the group have no route to each other
+            return None
     widths = {(link.src, link.dst): link.bandwidth for link in topology.links}
-    shares = [link_shares(plan.schedule, topology) for plan in plans]
-    return SeparatePlans(plans, shared_rates(widths, shares, [group.weight for group in groups]))
+    shares = [link_shares(plan.schedule, plan.topology) for plan in plans]
+    return SeparatePlans(tuple(plans), shared_rates(widths, shares, [group.weight for group in groups]))
 
 
 def request_of(group: GroupNeed, topology: Topology, nbytes: int) -> Request:
