@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import ArgumentError, PlanError, ReductionError, shown
 from ..schedule import Costs, SharedLimit, byte_count, costs_of, link_shares, pipelined, verify
 from ..schedule.costs import Pair
+from ..schedule.schedule import many
 from ..topology import Link, Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES
@@ -120,7 +121,7 @@ class GroupsPlan:
 
     def __str__(self) -> str:
         rates = ", ".join("-" if rate is None else f"{float(rate):.2f}" for rate in self.rates)
-        return f"{len(self.plans)} groups on {len(self.topology.devices)} devices: {rates} GB/s"
+        return f"{many(len(self.plans), 'group')} on {len(self.topology.devices)} devices: {rates} GB/s"
 
 
 def mesh_groups(devices: Sequence[str], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -251,7 +252,7 @@ def _weight(given: object) -> Fraction:
     weight = Fraction(0)
     if isinstance(given, Rational) and not isinstance(given, bool):
         weight = Fraction(int(given.numerator), int(given.denominator))
-    elif isinstance(given, Real) and isfinite(given):
+    elif isinstance(given, Real) and not isinstance(given, bool) and isfinite(given):
         weight = Fraction(repr(float(given)))
     if weight > 0:
         return weight

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ...errors import PlanError, shown
 from ...topology import Topology
 from .certificate import COLLECTIVES
-from .steiner import few_enough
+from .steiner import MANY, few_enough
 from .tree_prices import Priced, joints_of, price_of_buffer
 
 
@@ -137,5 +137,5 @@ class GroupsBound:
         if len(group.members) == 1:
             return Fraction(0)
         joints = joints_of(self.topology)
-        exact = few_enough(len(group.members), len(joints))
+        exact = few_enough(len(group.members), len(joints), MANY)
         return price_of_buffer(priced, joints, group.collective, group.members, group.roots, exact=exact)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from .linear_program import DENOMINATORS
 from .near_trees import NearTrees
 from .solver import Row, Rows, refined, solved
-from .steiner import CheapestTrees, Parent, few_enough
+from .steiner import MANY, CheapestTrees, Parent, few_enough
 from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
@@ -150,7 +150,7 @@ class TreeProgram:
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
-                    kind = CheapestTrees if few_enough(len(ends), len(joints)) else NearTrees
+                    kind = CheapestTrees if few_enough(len(ends), len(joints), MANY) else NearTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
 
     def solve(self, fixed: Mapping[int, Fraction]) -> float | None:

@@ -13,15 +13,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-_MOST: Final = 1 << 19  # 3**terminals * joints; the search combines half as many values
+# The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds.
+FEW: Final = 1 << 19
+MANY: Final = 1 << 24
 
 Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
 Parent = tuple[int, int, Through]  # (node, its parent, the nodes on the way from the parent)
 
 
-def few_enough(terminals: int, joints: int) -> bool:
+def few_enough(terminals: int, joints: int, most: int = FEW) -> bool:
     """Return whether the trees of so many terminals and joints are found in a short time."""
-    return int(3**terminals) * joints <= _MOST
+    return int(3**terminals) * joints <= most
 
 
 class CheapestTrees:

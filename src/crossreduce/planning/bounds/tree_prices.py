@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from math import lcm
 from typing import Any
 
 from ...topology import Topology
@@ -43,14 +44,16 @@ def price_of_buffer(
       roots: for all collectives but all-reduce, the roots and the parts of the buffer that start (or end) there.
       exact: whether the price is exact. Else no trees are cheaper; that is for many members.
     """
+    scale = lcm(*(Fraction(price).denominator for *_, price in priced))
+    priced = [(src, dst, int(price * scale)) for src, dst, price in priced]  # sums of integers are quick
     if collective == "all_reduce":
-        return least_price(priced, joints, members, members, joints, exact=exact) or Fraction(0)
+        return Fraction(least_price(priced, joints, members, members, joints, exact=exact) or 0, scale)
     outward = collective in ("broadcast", "all_gather")
     sources, destinations = () if outward else members, members if outward else ()
     listed = [(root, weight) for root, weight in roots if weight]
     found = _prices(priced, joints, sources, destinations, [root for root, _ in listed], exact=exact)
-    cost = sum((found.get(root, Fraction(0)) * weight for root, weight in listed), Fraction(0))
-    return cost / sum((weight for _, weight in listed), Fraction(0))
+    cost = sum((found.get(root, 0) * weight for root, weight in listed), Fraction(0))
+    return cost / sum((weight for _, weight in listed), Fraction(0)) / scale
 
 
 def least_price(
