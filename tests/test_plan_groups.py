@@ -195,11 +195,13 @@ def test_one_group_has_the_rate_of_its_bound(wiring, data):
     """A single group is planned as ``plan`` plans it, whatever its weight is."""
     topology = Topology(*wiring)
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=2, unique=True))
-    collective = data.draw(st.sampled_from(COLLECTIVES[1:] if not topology.symmetric else COLLECTIVES))
+    collective = data.draw(st.sampled_from(COLLECTIVES))
     weight = data.draw(st.sampled_from([1, 7, 0.3]))
     plan = cr.plan_groups(topology, [members], [weight], collective=collective)
     check(plan)
-    assert plan.rates[0] == cr.bound(topology, collective, plan.plans[0].root, members).algbw
+    limit = cr.bound(topology, collective, plan.plans[0].root, members)
+    if len(members) < len(topology.devices) or not topology.switches:
+        assert plan.rates[0] == limit.algbw  # where switches reduce, a bound counts cuts only
     assert plan.plans[0].ratio == 1
 
 
@@ -263,7 +265,7 @@ def test_all_groups_run_together_at_their_rates(name):
     assert 0.9 * float(whole) < nbytes / found.seconds / 1e9 < float(whole)
     for one, rate in zip(plan.plans, plan.rates, strict=True):
         alone = cr.simulate(one.schedule.cut_into(pieces), one.topology, nbytes, operation_s=0)
-        assert nbytes / alone.seconds / 1e9 == pytest.approx(float(rate), rel=0.01)
+        assert 0.95 * float(rate) < nbytes / alone.seconds / 1e9 <= float(rate)
 
 
 def test_rates_of_separate_plans():
@@ -325,7 +327,8 @@ def test_forged_certificates_are_refused(two_levels):
         (with_first(groups=(0, 1, 2)), "trees cost 0"),
         (with_first(groups=()), "one or more groups"),
         (with_first(groups=(0, 2, 7)), "one or more groups"),
-        (replace(bound, levels=(second, first)), "not decrease"),
+        (replace(bound, levels=(second, first)), "does not prove the rates"),
+        (replace(bound, levels=(first, second._replace(rate=first.rate / 2))), "not decrease"),
         (replace(bound, levels=(first,)), "must have a level"),
         (replace(bound, levels=(first, first)), "no earlier level has fixed"),
         (replace(bound, levels=(RateLevel(Fraction(0), *first[1:]), second)), "above 0"),

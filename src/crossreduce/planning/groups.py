@@ -28,7 +28,7 @@ from .bounds.mixture import too_uneven
 from .bounds.tree_prices import joints_of
 from .forest import forest_of_trees
 from .plans import Plan, planned
-from .separate import SeparatePlans, request_of, separate_plans
+from .separate import SeparatePlans, losses, request_of, separate_plans
 from .topologies import require_routes
 
 
@@ -86,10 +86,7 @@ class GroupsPlan:
     @property
     def losses(self) -> tuple[Fraction, ...]:
         """The part of its rate that each group loses if the ``separate`` plans are used; below 0: it gains."""
-        return tuple(
-            Fraction(0) if rate is None or apart is None else 1 - apart / rate
-            for rate, apart in zip(self.rates, self.separate.rates, strict=True)
-        )
+        return losses(self.rates, self.separate.rates)
 
     def check(self) -> None:
         """Raise unless the schedules are right, have their rates on the shared links together, and the proof is valid.
@@ -117,7 +114,7 @@ class GroupsPlan:
         """Return a text: the rates of all groups, what limits them, and what separate plans would lose."""
         from .group_text import explained
 
-        return explained(self)
+        return explained(self.bound, self.plans, self.separate, self.separate_without_helpers)
 
     def __str__(self) -> str:
         rates = ", ".join("-" if rate is None else f"{float(rate):.2f}" for rate in self.rates)

@@ -49,6 +49,14 @@ def separate_plans(
     return SeparatePlans(tuple(plans), shared_rates(widths, shares, [group.weight for group in groups]))
 
 
+def losses(rates: Sequence[Fraction | None], separate: Sequence[Fraction | None]) -> tuple[Fraction, ...]:
+    """Return the part of its rate that each group loses with separate plans; below 0: it gains."""
+    return tuple(
+        Fraction(0) if rate is None or apart is None else 1 - apart / rate
+        for rate, apart in zip(rates, separate, strict=True)
+    )
+
+
 def request_of(group: GroupNeed, topology: Topology, nbytes: int) -> Request:
     """Return the request of one group's collective by trees."""
     root = group.members if group.root is None else (group.root,)
