@@ -410,6 +410,14 @@ def test_prices_of_many_members_are_never_too_high(wiring, count, drawn):
         assert exact[joint] <= total <= near.cost(number[joint])
 
 
+def test_cheap_trees_of_a_line():
+    """The nearest node is joined to the tree, not to the root: a line is joined by all of its links, once."""
+    line = [(k, k + 1) for k in range(13)] + [(k + 1, k) for k in range(13)]
+    trees = NearTrees(14, line, range(14), range(14))
+    trees.price([1.0] * 26)
+    assert [trees.cost(root) for root in range(14)] == [13.0] * 14
+
+
 def test_equal_directions_have_one_price():
     """If links cost the same in both directions, a price for many members needs one root only; it is right."""
     topology = Topology.machine("dgx-1v")
@@ -450,6 +458,10 @@ def test_links_that_share_a_limit():
     assert total == pytest.approx(60 * len(shared))
     assert limited.seconds[0] > free.seconds[0] * 1.5  # 50 GB/s each way need 100
     assert limited.seconds[8] == free.seconds[8]
+    pair = Topology.full_mesh(2, gb_per_s=10)
+    half = [(12, [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])]
+    twice = cr.plan_groups(pair, [(0, 1), (0, 1)], [1, 3], costs=Costs(shared=half))
+    assert [one.request.costs.shared[0].gb_per_s for one in twice.plans] == [3, 9]
     with pytest.raises(ArgumentError, match="links of the topology"):
         cr.plan_groups("hgx-h100", [range(8)], costs=Costs(shared=shared))
 
