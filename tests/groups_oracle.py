@@ -94,7 +94,7 @@ def best_rates(topology: Any, groups: Sequence[Group]) -> list[float]:
     """Return the rates of groups of two devices or more; ``TooManyTreesError``: the trees are too many.
 
     Rates grow together in proportion to the weights. A group stops when its rate cannot grow further while no other
-    rate decreases below what it has; this is tested for each group with a program of its own.
+    rate decreases; this is tested for each group with a program of its own.
     """
     program = _Rates(topology, groups)
     free, rates = list(range(len(groups))), [0.0] * len(groups)

@@ -447,7 +447,7 @@ def test_groups_of_many_members(topology, groups, least):
 
 
 def test_links_that_share_a_limit():
-    """Groups divide a limit of several links in proportion to what they use; all parts are the limit."""
+    """Groups divide a limit of several links in proportion to their loads; all parts are the limit."""
     topology = Topology.machine("hgx-h100", 2)
     groups = cr.mesh_groups(topology.devices, (2, 8))
     shared = cr.both_directions(topology, 60)

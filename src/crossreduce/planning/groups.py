@@ -307,7 +307,7 @@ def _part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fractio
 
 
 def _divided(limits: tuple[SharedLimit, ...], used: list[dict[Pair, Fraction]], k: int) -> tuple[SharedLimit, ...]:
-    """Return a group's part of each limit that links share: in proportion to what it uses of these links."""
+    """Return a group's part of each limit that links share: in proportion to its load on these links."""
     divided = []
     for limit in limits:
         amounts = [sum((links.get(pair, Fraction(0)) for pair in limit.links), Fraction(0)) for links in used]

@@ -2,7 +2,7 @@
 
 Input: a topology, and the collectives of several groups. Output: ``SeparatePlans``. In the fluid model, large buffers
 move along all trees of a plan at one rate. The rates of all plans grow together, in proportion to their weights, until
-a link is full; plans that use it are then as fast as they can be, and the others go on growing.
+a link is full. The rates of the plans that use this link then stay, and those of the others grow further.
 
 Source: Bertsekas & Gallager, Data Networks, 2nd edition, 1992, section 6.5 (max-min fair rates).
 """

@@ -70,7 +70,7 @@ class GroupsBound:
         return min((level.rate / level.most for level in self.levels), default=Fraction(1))
 
     def check(self) -> None:
-        """Raise PlanError unless the certificate proves what it claims.
+        """Raise PlanError unless the certificate proves the rates of all levels.
 
         It does not prove that the rates are reached: ``GroupsPlan.check`` does.
         """

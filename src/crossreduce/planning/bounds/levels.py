@@ -18,6 +18,7 @@ from .tree_prices import joints_of
 
 _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating point
 _FINE: Final = 1 << 30  # rates that are not proved are multiples of 1 / _FINE or simpler
+_LEAST_PAID: Final = Fraction(1, 10**6)  # groups that pay less, perhaps by rounding, are fixed at a later level
 _ZERO: Final = Fraction(0)
 
 
@@ -62,7 +63,8 @@ def shared_links(topology: Topology, groups: tuple[GroupNeed, ...]) -> SharedLin
         rate = proof.most if near >= proof.most * (1 - _NEAR) else Fraction(near).limit_denominator(_FINE)
         rate = max(rate, found[-1][1] if found else rate)
         free = [k for k, own in enumerate(of_group) if own and own[0] not in fixed]
-        at_limit = tuple(k for k in free if any(proof.costs[d] for d in of_group[k]))
+        paid = {k: sum((demands[d].weight * proof.costs[d] for d in of_group[k]), _ZERO) for k in free}  # 1 in all
+        at_limit = tuple(k for k in free if paid[k] >= _LEAST_PAID)
         found.append((proof, rate, at_limit))
         fixed |= {d: rate * demands[d].weight for k in at_limit for d in of_group[k]}
     rates = [fixed[d] for d in range(len(demands))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
@@ -194,9 +194,9 @@ class TreeProgram:
 
     def exact_mixture(self, rates: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
         """Return what ``mixture`` does, for rates that are reached if no number is rounded. It takes more time."""
-        kept = [column for column, weight in zip(self.columns, self.weights, strict=False) if weight > 0]
+        used = [column for column, weight in zip(self.columns, self.weights, strict=False) if weight > 0]
         best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
-        for bits in _MORE_BITS:
+        for kept, bits in product((used, list(self.columns)), _MORE_BITS):
             solution = refined(self.program(kept, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
             weights = [(value * self.scale).limit_denominator(1 << bits) for value in solution.values[1:]]
             best = max(best, self._fitted(kept, weights, rates), key=lambda one: one[0])

@@ -61,7 +61,7 @@ def least_price(
 ) -> Any:
     """Return the price of the cheapest trees from sources to some root and from there to destinations.
 
-    ``None``: there are no such trees. ``exact``: as for ``price_of_buffer``.
+    ``None``: no such trees exist. ``exact``: as for ``price_of_buffer``.
     """
     if not exact and len(roots) > 1 and sources and set(sources) == set(destinations):
         price = {(src, dst): cost for src, dst, cost in priced}
