@@ -144,6 +144,18 @@ def test_rates_are_fixed_and_not_trees():
     assert plan.rates == (10, 10, 1)
 
 
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 1000, 1), (1000, 1, 1000), (1, 1000, 30)])
+@pytest.mark.parametrize("wide", [10**4, 10**6])
+def test_uneven_links_and_weights(wide, weights):
+    """Rates that differ by a factor of millions are exact, too."""
+    links = [("cpu:0", "cpu:1", wide), ("cpu:1", "cpu:0", wide), ("cpu:1", "cpu:2", 1), ("cpu:2", "cpu:1", 1)]
+    plan = cr.plan_groups(Topology(LINE.devices, links), [(0, 1), (0, 2), (1, 2)], weights)
+    check(plan)
+    assert plan.ratio == 1
+    narrow = [Fraction(weight, weights[1] + weights[2]) for weight in weights[1:]]  # both share the narrow link
+    assert plan.rates == (wide - narrow[0], *narrow)
+
+
 def test_halves_of_a_switch():
     """Two groups of four on a switch have the rate of one of them alone: no link is used by both."""
     plan = cr.plan_groups("hgx-h100", [range(4), range(4, 8)])

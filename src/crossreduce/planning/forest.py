@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .bounds.bound import bound_of_members
+from .bounds.demands import MixedTree
 from .bounds.helped import helped
 from .bounds.linear_program import optimum
-from .bounds.mixture import MixedTree
 from .bounds.steiner import Parent
 from .planners import Request
 from .topologies import NeutralTopology, neutral, reachable, require_routes

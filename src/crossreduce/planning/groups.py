@@ -22,9 +22,9 @@ from ..schedule.schedule import many
 from ..topology import Link, Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES
+from .bounds.demands import too_uneven
 from .bounds.joint import GroupNeed, GroupsBound
 from .bounds.levels import shared_links
-from .bounds.mixture import too_uneven
 from .bounds.tree_prices import joints_of
 from .forest import forest_of_trees
 from .plans import Plan, planned

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ...topology import Topology
 from ..topologies import NeutralTopology, neutral, reachable
-from .mixture import Mixture, best_mixture, demands_of, too_uneven
+from .demands import demands_of, too_uneven
+from .mixture import Mixture, best_mixture
 from .steiner import few_enough
 
 

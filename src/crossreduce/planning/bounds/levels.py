@@ -12,8 +12,9 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from ...topology import Topology
+from .demands import Demand, MixedTree, demands_of
 from .joint import GroupNeed, GroupsBound, RateLevel
-from .mixture import Demand, MixedTree, ProvedRate, TreeProgram, demands_of
+from .mixture import ProvedRate, TreeProgram
 from .tree_prices import joints_of
 
 _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating point

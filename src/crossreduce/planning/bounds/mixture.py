@@ -13,46 +13,28 @@ Source: Gilmore & Gomory, A linear programming approach to the cutting-stock pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
+from .demands import Arc, Demand, MixedTree
 from .linear_program import DENOMINATORS
 from .near_trees import NearTrees
 from .solver import Row, Rows, refined, solved
-from .steiner import MANY, CheapestTrees, Parent, few_enough
+from .steiner import MANY, CheapestTrees, few_enough
 from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
-_MOST_UNEVEN: Final = 1_000_000  # of bandwidths or weights: the largest divided by the smallest
 _MORE_BITS: Final = (24, 48, 96)  # of the denominators of weights, if those of ``DENOMINATORS`` are not exact
+_UNEVEN: Final = 100_000  # from here on, one solution in floating point is not accurate enough for small rates
+_DIGITS: Final = 64  # bits of the solutions of such programs
 _FINE: Final = 1 << 30  # prices that are not simple fractions are multiples of 1 / _FINE
 # The least price of a link, relative to the mean: of equally cheap trees, the one with the fewest hops is taken.
 _LEAST_PRICE: Final = 1e-7
-
-Arc = tuple[int, int]
-
-
-class Demand(NamedTuple):
-    """Trees that reduce from all sources to a root, copy from the root to all destinations, or both."""
-
-    weight: Fraction  # its rate is in proportion to it, unless it is fixed
-    roots: tuple[int, ...]  # any of these nodes may be the root of a tree
-    sources: tuple[int, ...]  # (): its trees only copy
-    destinations: tuple[int, ...]  # (): its trees only reduce
-
-
-class MixedTree(NamedTuple):
-    """A tree of a mixture; parents come before their children."""
-
-    root: int
-    weight: Fraction  # in GB/s
-    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes on the way to the parent
-    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
 
 
 class Mixture(NamedTuple):
@@ -70,26 +52,6 @@ class ProvedRate(NamedTuple):
     most: Fraction  # of a demand of weight 1 that is not fixed, in GB/s
     prices: tuple[Fraction, ...]  # of each link, such that trees of all demands that are not fixed together cost 1
     costs: tuple[Fraction, ...]  # for each demand, the price of its cheapest tree
-
-
-def too_uneven(sizes: Iterable[Fraction]) -> bool:
-    """Return whether bandwidths or weights are so different that no program in floating point can have them."""
-    listed = list(sizes)
-    return bool(listed) and max(listed) > _MOST_UNEVEN * min(listed)
-
-
-def demands_of(
-    collective: str, members: tuple[int, ...], roots: Mapping[int, Fraction] | None, joints: tuple[int, ...]
-) -> list[Demand]:
-    """Return the demands of a collective, whose weights have the sum 1.
-
-    ``roots``: the data from (or to) each root; ``None``, for an all-reduce: trees may have any joint as their root.
-    """
-    if roots is None:
-        return [Demand(Fraction(1), joints, members, members)]
-    ends = ((), members) if collective in ("broadcast", "all_gather") else (members, ())
-    whole = sum(roots.values(), Fraction(0))
-    return [Demand(weight / whole, (root,), *ends) for root, weight in roots.items()]
 
 
 def best_mixture(
@@ -139,6 +101,8 @@ class TreeProgram:
         self.weights: list[float] = []  # of the first columns, in the last solution
         self.scale = lcm(*(width.denominator for width in self.widths))
         self.largest = max(self.widths)
+        sizes = [one.weight for one in demands]
+        self.uneven = max(self.widths) * max(sizes) > _UNEVEN * min(self.widths) * min(sizes)
         self.number = {arc: k for k, arc in enumerate(links)}
         # If links are equal in both directions, and all demands reduce and copy, a tree that copies is one that
         # reduces, backwards. Then both directions of a link are used equally, and have one row and one price.
@@ -271,14 +235,16 @@ class TreeProgram:
 
     def mixed(self, columns: Sequence[_Column]) -> tuple[float, list[float], list[float]]:
         """Return the greatest rate with these trees, the weight of each, and the price of each link."""
-        solution = solved(self.program(columns, [demand.weight for demand in self.demands], self.fixed))
+        rows = self.program(columns, [demand.weight for demand in self.demands], self.fixed)
+        solution = refined(rows, _DIGITS) if self.uneven else solved(rows)
         prices = [0.0] * len(self.links)
         for k, price in zip(self.rows, solution.prices[len(self.demands) :], strict=True):
             src, dst = self.links[k]
-            prices[k] = price / 2 if self.paired else price
+            prices[k] = float(price) / 2 if self.paired else float(price)
             if self.paired:
-                prices[self.number[dst, src]] = price / 2
-        return solution.values[0] * float(self.largest), solution.values[1:], prices
+                prices[self.number[dst, src]] = prices[k]
+        values = [float(value) for value in solution.values]
+        return values[0] * float(self.largest), values[1:], prices
 
     def _fitted(
         self, columns: Sequence[_Column], weights: Sequence[Fraction], wanted: Sequence[Fraction]
