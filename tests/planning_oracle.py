@@ -188,6 +188,26 @@ def best_trees(
     A tree reaches all members. It may branch at devices and at switches that reduce, but passes straight through other
     switches. Such a list of trees grows exponentially: ``TooManyTreesError`` if it is too long.
     """
+    roots = {root: weight for root, weight in weights.items() if weight}
+    columns = all_trees(topology, roots, outward, topology.devices if members is None else members)
+    program = _Program()
+    (rate,) = program.new(1)
+    trees = program.new(len(columns))
+    scale, sum_ = _scale(topology), sum(roots.values(), Fraction(0))
+    for k, link in enumerate(topology.links):
+        row = {c: float(used[k]) for c, (_, used) in zip(trees, columns, strict=True) if used[k]}
+        if row:
+            program.add(row, float(link.bandwidth / scale))
+    for root, weight in roots.items():
+        of_root = {c: -1.0 for c, (start, _) in zip(trees, columns, strict=True) if start == root}
+        program.add({rate: float(weight / sum_)} | of_root)
+    return program.most([rate]) * float(scale)
+
+
+def all_trees(
+    topology: Any, roots: Iterable[str], outward: bool, members: Iterable[str]
+) -> dict[tuple[str, tuple[int, ...]], None]:
+    """Return all trees out of (or into) roots that reach all members: the root, and how often each link is used."""
     pairs = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
     where = {pair: k for k, pair in enumerate(pairs)}
     able = [*topology.devices, *(switch.name for switch in topology.switches if switch.reduces)]
@@ -202,12 +222,11 @@ def best_trees(
 
     for node in able:
         extend(node, (node,), ())
-    needed = set(topology.devices if members is None else members)
-    roots = {root: weight for root, weight in weights.items() if weight}
-    columns: dict[tuple[str, tuple[int, ...]], None] = {}  # the root, and how often the tree uses each link
+    needed = set(members)
+    columns: dict[tuple[str, tuple[int, ...]], None] = {}
     for root in roots:
         for nodes in subsets(able):
-            if not nodes >= needed:
+            if not nodes >= needed | {root}:
                 continue
             others = [node for node in able if node in nodes and node != root]
             choices = [[edge for edge in edges[node] if edge[0] in nodes] for node in others]
@@ -221,18 +240,7 @@ def best_trees(
                 if len(reached) == len(nodes):
                     used = Counter(k for _, links in parents for k in links)
                     columns[root, tuple(used[k] for k in range(len(pairs)))] = None
-    program = _Program()
-    (rate,) = program.new(1)
-    trees = program.new(len(columns))
-    scale, sum_ = _scale(topology), sum(roots.values(), Fraction(0))
-    for k, link in enumerate(topology.links):
-        row = {c: float(used[k]) for c, (_, used) in zip(trees, columns, strict=True) if used[k]}
-        if row:
-            program.add(row, float(link.bandwidth / scale))
-    for root, weight in roots.items():
-        of_root = {c: -1.0 for c, (start, _) in zip(trees, columns, strict=True) if start == root}
-        program.add({rate: float(weight / sum_)} | of_root)
-    return program.most([rate]) * float(scale)
+    return columns
 
 
 class TooManyTreesError(Exception):

@@ -22,6 +22,7 @@ from crossreduce.export.chakra import writer
 from crossreduce.export.folding import DEVICES_FROM, HOSTS_FROM
 from crossreduce.export.grouping import tree_groups
 from crossreduce.planning import Request, hierarchical_copy, schedules
+from crossreduce.planning.bounds.steiner import MANY, few_enough
 from crossreduce.planning.forest import forest
 from crossreduce.planning.shallow.forests import MOST_DEVICES
 from crossreduce.planning.trees import fitting
@@ -206,6 +207,40 @@ def trees():
     assert max(len(PART.route(a, b)) for a, b in permutations(PART.devices, 2)) == 3  # the page: "two hops at most"
 
 
+# For each row of the page's table of groups: the machine, its hosts, and the sizes of the mesh.
+MESHES = (
+    ("dgx-1v", 1, (2, 4)), ("dgx-1v", 1, (4, 2)), ("mi250", 1, (2, 8)), ("mi300x", 1, (2, 4)),
+    ("hgx-h100", 2, (2, 8)), ("hgx-h100", 4, (4, 8)),
+)  # fmt: skip
+
+
+def groups_table():
+    """Return the page's table of the rates of groups."""
+    lines = ["| machine | mesh | together | separately | without helpers |", "|---|---|---|---|---|"]
+    for name, hosts, shape in MESHES:
+        topology = cr.Topology.machine(name, hosts)
+        job = cr.plan_groups(topology, cr.mesh_groups(topology.devices, shape))
+        assert job.ratio == 1
+        without = job.separate_without_helpers
+        rates = [job.rates, job.separate.rates, None if without is None else without.rates]
+        cells = ["-" if found is None else f"{float(min(found)):.4g} to {float(max(found)):.4g}" for found in rates]
+        machine = f"{name}, {hosts} hosts" if hosts > 1 else name
+        lines.append("| " + " | ".join([machine, " x ".join(map(str, shape)), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def groups():
+    """Yield the page's statements about several groups."""
+    yield groups_table()
+    job = cr.plan_groups(BOX, cr.mesh_groups(BOX.devices, (2, 4)))
+    yield f"no plans give all groups more than {ratio(min(job.rates))} GB/s"
+    one, two = cr.plan_groups("hgx-h100", [range(4), range(4, 8)], [1, 2]).rates
+    assert one * 2 == two
+    yield "a group of weight 2 has twice the rate"
+    exact = [max(n for n in range(30) if few_enough(n, devices, MANY)) for devices in (16, 72)]
+    yield f"up to {exact[0]} devices on a machine of 16, and up to {exact[1]} on one of 72"
+
+
 def lost():
     """Yield the page's statements about the failed link."""
     yield "the link 0-1 fails"
@@ -335,6 +370,7 @@ def statements():
         *trees(),
         *lost(),
         *others(),
+        *groups(),
         *traces(),
         parts_table(),
         times_table(),

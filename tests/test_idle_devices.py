@@ -17,8 +17,8 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
-from crossreduce.planning.bounds.certificate import _cheapest
 from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
+from crossreduce.planning.bounds.tree_prices import cheapest
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -127,7 +127,7 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
     arcs = [(number[src], number[dst]) for src, dst, _ in priced]
     trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
     trees.price(prices)
-    found = _cheapest(priced, ends, set(joints))
+    found = cheapest(priced, ends, set(joints))
     price = dict(zip(arcs, prices, strict=True))
     for joint in joints:
         if joint not in found:
@@ -142,6 +142,42 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
             total += sum(price[a, b] for a, b in pairwise(way))
         assert total == found[joint]
         assert {number[end] for end in ends} <= reached
+
+
+ONE_WAY = [
+    (1, "s1"),
+    (2, 3),
+    (2, 4),
+    (3, "s1"),
+    (3, "s1"),
+    (4, 2),
+    (4, 0),
+    (0, "s0"),
+    ("s0", 2),
+    ("s1", 1),
+    ("s1", "s0"),
+]
+
+
+def test_a_helper_can_be_the_root_of_an_all_reduce():
+    """Where links go in one direction only, the best tree may have its root at a helper; the bound allows that."""
+    ends = [tuple(f"cpu:{end}" if isinstance(end, int) else end for end in pair) for pair in ONE_WAY]
+    links = [(src, dst, ends.count((src, dst))) for src, dst in dict.fromkeys(ends)]
+    topology = Topology([f"cpu:{k}" for k in range(5)], links, [cr.Switch("s0", True), cr.Switch("s1", True)])
+    plan = planned(topology, "all_reduce", ("cpu:1", "cpu:3", "cpu:0"))
+    check(plan)
+    assert plan.rate == 1
+
+
+def test_helpers_of_one_way_collectives_need_no_way_back():
+    """A broadcast passes devices that cannot send to the members that come before them."""
+    links = [("cpu:0", "cpu:3", 2), ("cpu:3", "cpu:1", 2), ("cpu:3", "cpu:2", 2), ("cpu:0", "cpu:1", 1)]
+    down = Topology([f"cpu:{k}" for k in range(4)], links)
+    for topology, collective in ((down, "broadcast"), (down.reversed(), "reduce")):
+        plan = planned(topology, collective, ("cpu:0", "cpu:1", "cpu:2"))
+        check(plan)
+        assert plan.rate == 2
+        assert plan.helpers == ("cpu:3",)
 
 
 def test_in_large_parts_all_trees_use_the_same_helpers():

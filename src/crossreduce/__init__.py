@@ -35,7 +35,7 @@ from .errors import (
 from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
-from .planning import Bound, Plan, bound, plan
+from .planning import Bound, GroupsPlan, Plan, bound, mesh_groups, plan, plan_groups
 from .schedule import Chunk, Costs, Route, Schedule, SharedLimit, Simulation, Step, both_directions, simulate, verify
 from .strategy import (
     DistributedDataset,
@@ -82,6 +82,7 @@ __all__ = [
     "DeviceError",
     "DistributedDataset",
     "DriverError",
+    "GroupsPlan",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "Link",
@@ -121,7 +122,9 @@ __all__ = [
     "in_cross_replica_context",
     "keep_memory",
     "memory_usage",
+    "mesh_groups",
     "plan",
+    "plan_groups",
     "simulate",
     "verify",
 ]

@@ -28,6 +28,7 @@ from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .bundle import check_bundle, write_bundle
+from .groups import print_groups, read_groups, read_weights
 from .measured import Measured, MeasuredAlgorithm, calibration_json, fitted, plan_lines
 from .output import (
     atomic_file,
@@ -66,6 +67,19 @@ def plan(
     participants: Annotated[
         str | None,
         Option(help="Devices that take part, such as 0-3,6; all others help: they forward and combine. Default: all."),
+    ] = None,
+    groups: Annotated[
+        str | None,
+        Option(help='Groups that run at the same time, such as "0-3;4-7": one plan for all on the links they share.'),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        Option(
+            help="Groups of a mesh of the devices, such as 2x8: the lines along each dimension, as in a DeviceMesh."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, Option(help="With --groups or --mesh: a number per group; rates are in proportion. Default: 1.")
     ] = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
@@ -129,10 +143,22 @@ def plan(
         given = {
             "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
             "--picture": picture, "--report": report, "--steps": steps, "--participants": participants,
+            "--groups": groups, "--mesh": mesh, "--weights": weights,
         }  # fmt: skip
         rootless = collective not in ("broadcast", "reduce")
         given["--root of an " + collective.replace("_", "-")] = root is not None and rootless
         check_bundle(bundle, format, [option for option, value in given.items() if value])
+    elif groups is not None or mesh is not None:
+        given = {
+            "--algorithm": algorithm != "auto", "--root": root, "--packs": packs != 1, "--participants": participants,
+            "--granularity": granularity is not None, "--measured": bool(measured), "--picture": picture,
+            "--export": export, "--report": report, "--format": format, "--steps": steps,
+        }  # fmt: skip
+        refused_options = [option for option, value in given.items() if value]
+        if refused_options:
+            raise ArgumentError(f"--groups and --mesh plan several groups, without {refused_options[0]}.")
+    elif weights is not None:
+        raise ArgumentError("--weights requires groups: give them with --groups or --mesh.")
     elif format is not None and export is None:
         raise ArgumentError("--format requires a file: give it with --export.")
     kind = (
@@ -152,6 +178,11 @@ def plan(
     stated = read_costs(costs, machine, hosts, nics)
     if operation_us is not None:
         stated = replace(stated, operation_s=operation_us / 1e6)
+    if groups is not None or mesh is not None:
+        several = read_groups(groups, mesh, chosen)
+        listed = read_weights(weights, len(several))
+        print_groups(machine, chosen, several, listed, collective, size, stated, as_json=json)
+        return
     if bundle is not None:
         part = TOLERANCE if granularity is None else granularity / 100
         made_for = f"{machine}, {hosts} hosts" if hosts > 1 else machine

@@ -8,6 +8,8 @@ give equal schedules everywhere.
 
 from .bounds.bound import bound
 from .bounds.certificate import COLLECTIVES, Bound, Cut
+from .bounds.joint import GroupNeed, GroupsBound, RateLevel
+from .groups import GroupsPlan, mesh_groups, plan_groups
 from .planners import (
     Request,
     direct,
@@ -20,6 +22,7 @@ from .planners import (
 )
 from .plans import Plan, plan
 from .schedules import NAMES, PLANNERS, REGISTRY, choose, schedule_for
+from .separate import SeparatePlans
 
 __all__ = [
     "COLLECTIVES",
@@ -28,16 +31,23 @@ __all__ = [
     "REGISTRY",
     "Bound",
     "Cut",
+    "GroupNeed",
+    "GroupsBound",
+    "GroupsPlan",
     "Plan",
+    "RateLevel",
     "Request",
+    "SeparatePlans",
     "bound",
     "choose",
     "direct",
     "halving_doubling",
     "hierarchical_copy",
+    "mesh_groups",
     "one_device",
     "one_shot",
     "plan",
+    "plan_groups",
     "recursive_doubling",
     "ring",
     "schedule_for",

@@ -19,8 +19,9 @@ from typing import Final, NamedTuple
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .bounds.bound import bound_of_members
+from .bounds.demands import MixedTree
+from .bounds.helped import helped
 from .bounds.linear_program import optimum
-from .bounds.mixture import helped
 from .bounds.steiner import Parent
 from .planners import Request
 from .symmetric.forest import symmetric, symmetric_forest
@@ -183,13 +184,28 @@ def _helped_forest(request: Request) -> Forest | None:
     found = helped(request.topology, *_trees_of(request))
     if found is None:
         return None
+    names = [found.seen.names[node] for node in found.seen.topology.nodes]
     mixed = [tree for of_demand in found.mixture.trees for tree in of_demand]
+    return forest_of_trees(request, names, range(len(found.seen.topology.devices)), mixed)
+
+
+def forest_of_trees(
+    request: Request, names: Sequence[str], joints: Sequence[int], mixed: Sequence[MixedTree]
+) -> Forest:
+    """Return the forest of a mixture's trees.
+
+    Args:
+      request: its members are the first devices of the schedule; the helpers that some tree uses follow.
+      names: of the nodes.
+      joints: the nodes that can combine or copy, by number.
+      mixed: at least one tree.
+    """
     ways = [way for tree in mixed for way in (tree.into, tree.out) if way is not None]
     used = {tree.root for tree in mixed} | {node for way in ways for node, _, _ in way}
-    # The devices of the schedule are the members and the helpers that some tree uses.
-    nodes, joints = found.seen.topology.nodes, range(len(found.seen.topology.devices))
-    kept = [node for node in joints if node < len(request.members) or node in used]
-    order = [*kept, *(node for node in range(len(nodes)) if node not in kept)]
+    number = {name: node for node, name in enumerate(names)}
+    members = [number[name] for name in request.members]
+    kept = [*members, *(node for node in joints if node in used and node not in set(members))]
+    order = [*kept, *(node for node in range(len(names)) if node not in set(kept))]
     place = {node: k for k, node in enumerate(order)}
 
     def tree_of(root: int, parents: Sequence[Parent] | None) -> Tree | None:
@@ -204,7 +220,7 @@ def _helped_forest(request: Request) -> Forest | None:
     ]
     weights = [share.weight for share in shares]
     k = sum(weights, Fraction(0)) / common_unit(weights) / len({share.root for share in shares})
-    return _as_forest(request, [found.seen.names[nodes[node]] for node in order], len(kept), shares, k)
+    return _as_forest(request, [names[node] for node in order], len(kept), shares, k)
 
 
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:

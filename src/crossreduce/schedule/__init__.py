@@ -4,7 +4,7 @@ from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
 from .generated import GeneratedSchedule
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
 from .simulate import Pieces, Simulation, TimedTransfer, byte_count, fastest_of, pipelined, simulate, timeline
-from .traffic import carried_chunks, fluid_rate
+from .traffic import carried_chunks, fluid_rate, link_shares
 from .verify import verify
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "costs_of",
     "fastest_of",
     "fluid_rate",
+    "link_shares",
     "live_rounds",
     "pipelined",
     "seconds_of",

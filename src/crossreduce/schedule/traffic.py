@@ -307,6 +307,20 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
 
 
+def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
+    """Return for each link that is used the part of the buffer that it carries; more than 1: some of it repeatedly.
+
+    >>> from crossreduce.planning import one_device
+    >>> topology = Topology.star(3, gb_per_s=25)
+    >>> link_shares(one_device(topology.devices), topology)["cpu:1", "switch"]
+    Fraction(1, 1)
+    """
+    return {
+        pair: sum((schedule.chunks[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
+        for pair, by_round in traffic(schedule, topology).links.items()
+    }
+
+
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
     """Return for each link that is used its bandwidth in GB/s, and how often it carries each chunk.
 

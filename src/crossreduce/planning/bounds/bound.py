@@ -103,7 +103,10 @@ def bound_of_members(
     if trees is not None and len(topology.nodes) > _MOST_NODES:
         return trees
     cuts = _of_cuts(topology, collective, members, parts)
-    return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
+    # Cuts for an all-reduce assume that a member is the root. A helper that is the root can be better, unless links are
+    # equal in both directions: then data can pass between both on the same links.
+    valid = collective != "all_reduce" or topology.symmetric
+    return cuts if trees is None or (valid and (cuts.algbw or 0) <= (trees.algbw or 0)) else trees
 
 
 def _of_trees(
@@ -112,7 +115,7 @@ def _of_trees(
     """Return the rate of the best trees with helpers; ``None``: all devices take part, or they are too many."""
     if all(device in members for device in topology.devices):
         return None
-    from .mixture import helped
+    from .helped import helped
 
     found = helped(topology, collective, members, roots)
     if found is None:

@@ -31,12 +31,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from ...errors import PlanError, shown
 from ...topology import Topology
 from ...topology.symmetry import Symmetry
+from .tree_prices import joints_of, price_of_buffer
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 _MOST_PRICED: Final = 12  # the check of prices takes a time that grows with 3**devices
@@ -188,21 +188,11 @@ class Bound:
             given = f"{len(self.devices)} devices"
             raise PlanError.of(f"prices are checked for at most {_MOST_PRICED} devices that take part.", given)
         self._check_roots()
-        joints = {*self.topology.devices, *(switch.name for switch in self.topology.switches if switch.reduces)}
         priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
-        back = [(dst, src, price) for src, dst, price in priced]
-        if self.collective == "all_reduce":
-            out, into = _cheapest(priced, self.devices, joints), _cheapest(back, self.devices, joints)
-            both = [out[root] + into[root] for root in joints if root in out and root in into]
-            cost, whole = min(both, default=Fraction(0)), Fraction(1)
-        else:
-            outward = self.collective in ("broadcast", "all_gather")
-            costs = _cheapest(priced if outward else back, self.devices, joints)
-            cost = sum((costs.get(root, Fraction(0)) * weight for root, weight in self.roots), Fraction(0))
-            whole = sum((weight for _, weight in self.roots), Fraction(0))
+        cost = price_of_buffer(priced, joints_of(self.topology), self.collective, self.devices, self.roots)
         if cost <= 0:
             raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
-        return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost * whole
+        return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost
 
     def _check_roots(self) -> None:
         if any(weight < 0 or root not in self.devices for root, weight in self.roots):
@@ -218,39 +208,3 @@ class Bound:
         if other:
             problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
             raise PlanError.of(problem, ", ".join(other))
-
-
-def _cheapest(priced: list[tuple[str, str, Fraction]], ends: tuple[str, ...], joints: set[str]) -> dict[str, Fraction]:
-    """Return the price of the cheapest tree from each node to all ``ends``; trees branch only at ``joints``.
-
-    ``priced``: the links, as (src, dst, price). Nodes without such a tree are left out.
-    """
-    near: dict[str, list[tuple[str, Fraction]]] = {}
-    for src, dst, price in priced:
-        near.setdefault(dst, []).append((src, price))
-    found: list[dict[str, Fraction]] = [{}]  # by the set of ends, as bits
-    for wanted in range(1, 1 << len(ends)):
-        costs: dict[str, Fraction] = {}
-        if not wanted & (wanted - 1):
-            costs[ends[wanted.bit_length() - 1]] = Fraction(0)
-        part = (wanted - 1) & wanted
-        while part > wanted ^ part:  # each way to divide the set in two, once
-            for node, cost in found[part].items():
-                if node in joints and node in found[wanted ^ part]:
-                    both = cost + found[wanted ^ part][node]
-                    costs[node] = min(costs.get(node, both), both)
-            part = (part - 1) & wanted
-        queue = [(cost, node) for node, cost in costs.items()]
-        heapify(queue)
-        done: dict[str, Fraction] = {}
-        while queue:
-            cost, node = heappop(queue)
-            if node in done:
-                continue
-            done[node] = cost
-            for src, price in near.get(node, ()):
-                if src not in done and cost + price < costs.get(src, cost + price + 1):
-                    costs[src] = cost + price
-                    heappush(queue, (cost + price, src))
-        found.append(done)
-    return found[-1]

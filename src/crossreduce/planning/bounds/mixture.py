@@ -1,9 +1,10 @@
 """The best mixture of trees that share the links, where trees may branch at nodes that take no part.
 
-Each demand is for trees that join some members; all demands have the same rate, or rates in proportion to weights. The
-mixture is the optimum of a linear program with one variable per tree. There are too many trees to list, so the program
-begins with a few; its solution gives each link a price, and the cheapest trees at these prices are added, until none is
-cheaper than those that it has. Then the prices prove that no mixture has a higher rate.
+Each demand is for trees that join some members; all demands have the same rate, or rates in proportion to weights,
+except demands whose rates are fixed. The mixture is the optimum of a linear program with one variable per tree. There
+are too many trees to list, so the program begins with a few; its solution gives each link a price, and the cheapest
+trees at these prices are added, until none is cheaper than those that it has. Then the prices prove that no mixture has
+a higher rate. For demands of many members, trees are cheap, but perhaps not the cheapest; the proof counts less.
 
 Source: Gilmore & Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961
 (columns added by price); Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of trees).
@@ -14,44 +15,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
-from itertools import pairwise, repeat
+from itertools import pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
-from ...topology import Topology
-from ..topologies import NeutralTopology, neutral, reachable
+from .demands import Arc, Demand, MixedTree
 from .linear_program import DENOMINATORS
-from .solver import Row, Rows, solved
-from .steiner import CheapestTrees, Parent, few_enough
+from .near_trees import NearTrees
+from .solver import Row, Rows, refined, solved
+from .steiner import MANY, CheapestTrees, few_enough
+from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
-_MOST_UNEVEN: Final = 1_000_000  # of bandwidths or weights: the largest divided by the smallest
+_MORE_BITS: Final = (24, 48, 96)  # of the denominators of weights, if those of ``DENOMINATORS`` are not exact
+_UNEVEN: Final = 100_000  # from here on, one solution in floating point is not accurate enough for small rates
+_DIGITS: Final = 64  # bits of the solutions of such programs
 _FINE: Final = 1 << 30  # prices that are not simple fractions are multiples of 1 / _FINE
 # The least price of a link, relative to the mean: of equally cheap trees, the one with the fewest hops is taken.
 _LEAST_PRICE: Final = 1e-7
-
-Arc = tuple[int, int]
-
-
-class Demand(NamedTuple):
-    """Trees that reduce from all sources to a root, copy from the root to all destinations, or both."""
-
-    weight: Fraction  # its rate is in proportion to it
-    roots: tuple[int, ...]  # any of these nodes may be the root of a tree
-    sources: tuple[int, ...]  # (): its trees only copy
-    destinations: tuple[int, ...]  # (): its trees only reduce
-
-
-class MixedTree(NamedTuple):
-    """A tree of a mixture; parents come before their children."""
-
-    root: int
-    weight: Fraction  # in GB/s
-    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes on the way to the parent
-    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
 
 
 class Mixture(NamedTuple):
@@ -63,48 +46,12 @@ class Mixture(NamedTuple):
     prices: tuple[Fraction, ...]  # of each link, such that the cheapest trees of all demands together cost 1
 
 
-class Helped(NamedTuple):
-    """The best trees of a collective with helpers: other devices, and switches that reduce."""
+class ProvedRate(NamedTuple):
+    """A rate that no trees exceed, and the prices that prove it."""
 
-    seen: NeutralTopology  # the members, then the helpers, are its devices
-    mixture: Mixture
-
-
-@lru_cache(maxsize=512)
-def helped(
-    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
-) -> Helped | None:
-    """Return the best trees among some devices with all helpers; ``None``: no helper, too many members, or no trees.
-
-    Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
-    ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
-    weights. The rate is that of all roots together.
-
-    >>> half = helped(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
-    >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
-    (Fraction(6, 1), True)
-    """
-    others = [device for device in topology.devices if device not in members]
-    others += [switch.name for switch in topology.switches if switch.reduces]
-    near = reachable(topology, members[0]) & reachable(topology, members[0], backwards=True)
-    helpers = tuple(node for node in others if node in near)
-    parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
-    given = parts.values()
-    widths = [link.bandwidth for link in topology.links]
-    uneven = max(given) > _MOST_UNEVEN * min(given) or max(widths, default=1) > _MOST_UNEVEN * min(widths, default=1)
-    if not helpers or len(members) == 1 or uneven or not few_enough(len(members), len(members) + len(helpers)):
-        return None
-    seen = neutral(topology, members, helpers)
-    number = {node: k for k, node in enumerate(seen.topology.nodes)}
-    links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in seen.topology.links}
-    joints, everyone = tuple(range(len(seen.topology.devices))), tuple(range(len(members)))
-    demands = [Demand(Fraction(1), joints, everyone, everyone)]
-    if collective != "all_reduce":
-        outward = collective in ("broadcast", "all_gather")
-        ends = ((), everyone) if outward else (everyone, ())
-        demands = [Demand(weight / sum(given), (root,), *ends) for root, weight in parts.items()]
-    found = best_mixture(len(number), links, joints, demands)
-    return None if found is None or not found.rate else Helped(seen, found)
+    most: Fraction  # of a demand of weight 1 that is not fixed, in GB/s
+    prices: tuple[Fraction, ...]  # of each link, such that trees of all demands that are not fixed together cost 1
+    costs: tuple[Fraction, ...]  # for each demand, the price of its cheapest tree
 
 
 def best_mixture(
@@ -125,25 +72,13 @@ def best_mixture(
     >>> [str(best_mixture(4, exact, joints, [broadcast]).rate) for joints in ((0, 1, 2, 3), (0, 1, 2))]
     ['3', '2']
     """
-    search = _TreeProgram(n, links, joints, demands)
-    widest = float(max(links.values()))
-    prices = [widest / float(width) for width in links.values()]
-    columns: dict[_Column, None] = {}
-    rate, weights = 0.0, list[float]()
-    for _ in range(_MOST_ROUNDS):
-        found = search.cheapest(prices)
-        if found is None:
-            return None
-        before = len(columns)
-        columns.update((column, None) for _, of_demand in found for column in of_demand)
-        # No mixture has a higher rate than the value of all links, divided by the price of a tree for each demand.
-        value = sum(price * float(width) for price, width in zip(prices, links.values(), strict=True))
-        cost = sum(float(one.weight) * least for one, (least, _) in zip(demands, found, strict=True))
-        if weights and (len(columns) == before or rate * cost >= value * (1 - _NEAR)):
-            break
-        rate, weights, prices = search.mixed(list(columns))
-    made, trees = search.rounded(list(columns)[: len(weights)], weights)
-    return Mixture(made, trees, *search.proof(prices, made))
+    program = TreeProgram(n, links, joints, demands)
+    found = program.solve({})
+    if found is None:
+        return None
+    rate, trees = program.mixture([demand.weight for demand in demands])
+    proved = program.proof(rate)
+    return Mixture(rate, trees, proved.most, proved.prices)
 
 
 class _Column(NamedTuple):
@@ -152,13 +87,22 @@ class _Column(NamedTuple):
     uses: tuple[tuple[int, int], ...]  # how often it uses each link: (number of the link, times), sorted
 
 
-class _TreeProgram:
-    """The links, the demands, and the cheapest trees of each."""
+class TreeProgram:
+    """The links, the demands, and the trees that were found for each; more than one program can be solved with them."""
 
     def __init__(self, n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand]) -> None:
+        """Prepare for the arguments of ``best_mixture``."""
         self.links, self.demands, self.widths = list(links), demands, list(links.values())
+        self.joints = list(joints)
+        self.fixed: Mapping[int, Fraction] = {}
+        widest = float(max(self.widths))
+        self.prices = [widest / float(width) for width in self.widths]  # of the last program
+        self.columns: dict[_Column, None] = {}
+        self.weights: list[float] = []  # of the first columns, in the last solution
         self.scale = lcm(*(width.denominator for width in self.widths))
         self.largest = max(self.widths)
+        sizes = [one.weight for one in demands]
+        self.uneven = max(self.widths) * max(sizes) > _UNEVEN * min(self.widths) * min(sizes)
         self.number = {arc: k for k, arc in enumerate(links)}
         # If links are equal in both directions, and all demands reduce and copy, a tree that copies is one that
         # reduces, backwards. Then both directions of a link are used equally, and have one row and one price.
@@ -170,7 +114,59 @@ class _TreeProgram:
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
-                    self.trees[outward, ends] = CheapestTrees(n, self.links if outward else back, ends, joints)
+                    kind = CheapestTrees if few_enough(len(ends), len(joints), MANY) else NearTrees
+                    self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
+
+    def solve(self, fixed: Mapping[int, Fraction]) -> float | None:
+        """Add all trees that are worth their price, and return the greatest rate; ``None``: a demand cannot be met.
+
+        ``fixed``: the rates in GB/s of some demands, by number. Earlier trees of this program reach them, and another
+        demand is not fixed.
+        """
+        self.fixed, rate, self.weights = fixed, 0.0, []
+        for _ in range(_MOST_ROUNDS):
+            found = self.cheapest(self.prices)
+            if found is None:
+                return None
+            before = len(self.columns)
+            self.columns.update((column, None) for _, of_demand in found for column in of_demand)
+            # No mixture has a higher rate than the value of all links, less the price of trees of the fixed rates,
+            # divided by the price of a tree for each other demand.
+            value = sum(price * float(width) for price, width in zip(self.prices, self.widths, strict=True))
+            value -= sum(float(rate) * found[k][0] for k, rate in fixed.items())
+            free = [(one.weight, found[k][0]) for k, one in enumerate(self.demands) if k not in fixed]
+            cost = sum(float(weight) * least for weight, least in free)
+            if self.weights and (len(self.columns) == before or rate * cost >= value * (1 - _NEAR)):
+                break
+            rate, self.weights, self.prices = self.mixed(list(self.columns))
+        return rate
+
+    def mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
+        """Return the greatest factor of the wanted rates of all demands that known trees reach, and these trees.
+
+        The last solution must reach rates in proportion to these, except for errors of rounding.
+        """
+        columns = list(self.columns)[: len(self.weights)]
+        whole = float(self.largest * self.scale)
+        best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
+        for most in DENOMINATORS:
+            weights = [Fraction(weight * whole).limit_denominator(most) for weight in self.weights]
+            found = self._fitted(columns, weights, wanted)
+            if found[0] > best[0] * (1 + Fraction(1, 10**9)):
+                best = found
+        return best
+
+    def exact_mixture(self, rates: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
+        """Return what ``mixture`` does, for rates that are reached if no number is rounded. It takes more time."""
+        used = [column for column, weight in zip(self.columns, self.weights, strict=False) if weight > 0]
+        best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
+        for kept, bits in product((used, list(self.columns)), _MORE_BITS):
+            solution = refined(self.program(kept, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
+            weights = [(value * self.scale).limit_denominator(1 << bits) for value in solution.values[1:]]
+            best = max(best, self._fitted(kept, weights, rates), key=lambda one: one[0])
+            if best[0] == 1:
+                break
+        return best
 
     def _keys(self, k: int) -> list[tuple[bool, tuple[int, ...]]]:
         """Return which trees a demand needs: (whether they copy, the nodes that they join)."""
@@ -218,52 +214,48 @@ class _TreeProgram:
             uses.update(self.number[pair] for pair in pairwise(way))
         return _Column(k, MixedTree(root, Fraction(1), into, out), tuple(sorted(uses.items())))
 
-    def program(self, columns: Sequence[_Column]) -> Rows:
-        """Return the program of the rate of a demand of weight 1, and the weight of each tree; both in ``largest``."""
+    def program(self, columns: Sequence[_Column], rates: Sequence[Fraction], fixed: Mapping[int, Fraction]) -> Rows:
+        """Return the program of a factor of the rates of demands that are not fixed, and the weight of each tree.
+
+        Weights and fixed rates are in ``largest``.
+        """
         met: list[Row] = []
-        for k, demand in enumerate(self.demands):
+        for k, rate in enumerate(rates):
             own = [c + 1 for c, column in enumerate(columns) if column.demand == k]
-            met.append(([0, *own], [demand.weight, *[-1] * len(own)]))
+            met.append(([0, *own], [0 if k in fixed else rate, *[-1] * len(own)]))
         within: dict[int, Row] = {k: ([], []) for k in self.rows}
         for c, column in enumerate(columns):
             for link, times in column.uses:
                 if link in within:
                     within[link][0].append(c + 1)  # type: ignore[attr-defined]
                     within[link][1].append(times)  # type: ignore[attr-defined]
-        limits = [Fraction(0)] * len(met) + [self.widths[k] / self.largest for k in self.rows]
+        limits = [-fixed.get(k, Fraction(0)) / self.largest for k in range(len(met))]
+        limits += [self.widths[k] / self.largest for k in self.rows]
         return Rows(len(columns) + 1, 1, [*met, *within.values()], limits, [])
 
     def mixed(self, columns: Sequence[_Column]) -> tuple[float, list[float], list[float]]:
         """Return the greatest rate with these trees, the weight of each, and the price of each link."""
-        solution = solved(self.program(columns))
+        rows = self.program(columns, [demand.weight for demand in self.demands], self.fixed)
+        solution = refined(rows, _DIGITS) if self.uneven else solved(rows)
         prices = [0.0] * len(self.links)
         for k, price in zip(self.rows, solution.prices[len(self.demands) :], strict=True):
             src, dst = self.links[k]
-            prices[k] = price / 2 if self.paired else price
+            prices[k] = float(price) / 2 if self.paired else float(price)
             if self.paired:
-                prices[self.number[dst, src]] = price / 2
-        return solution.values[0] * float(self.largest), solution.values[1:], prices
-
-    def rounded(self, columns: Sequence[_Column], weights: Sequence[float]) -> tuple[Fraction, list[list[MixedTree]]]:
-        """Return trees with exact weights, the simplest that reach the rate of the weights in floating point."""
-        whole = float(self.largest * self.scale)
-        best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
-        for most in DENOMINATORS:
-            found = self._fitted(columns, [Fraction(weight * whole).limit_denominator(most) for weight in weights])
-            if found[0] > best[0] * (1 + Fraction(1, 10**9)):
-                best = found
-        return best
+                prices[self.number[dst, src]] = prices[k]
+        values = [float(value) for value in solution.values]
+        return values[0] * float(self.largest), values[1:], prices
 
     def _fitted(
-        self, columns: Sequence[_Column], weights: Sequence[Fraction]
+        self, columns: Sequence[_Column], weights: Sequence[Fraction], wanted: Sequence[Fraction]
     ) -> tuple[Fraction, list[list[MixedTree]]]:
-        """Return the rate and the trees, whose weights are scaled: demands have equal rates, and links suffice."""
+        """Return the factor of the wanted rates, and the trees, whose weights are scaled so that the links suffice."""
         sums = [Fraction(0)] * len(self.demands)
         for column, weight in zip(columns, weights, strict=True):
             sums[column.demand] += max(Fraction(0), weight)
         if not all(sums):
             return Fraction(0), []
-        factors = [demand.weight / total for demand, total in zip(self.demands, sums, strict=True)]
+        factors = [rate / total for rate, total in zip(wanted, sums, strict=True)]
         kept = [(c, w * factors[c.demand]) for c, w in zip(columns, weights, strict=True) if w > 0]
         used: dict[int, Fraction] = {}
         for column, weight in kept:
@@ -275,23 +267,40 @@ class _TreeProgram:
             trees[column.demand].append(column.tree._replace(weight=weight * rate))
         return rate, trees
 
-    def proof(self, prices: Sequence[float], rate: Fraction) -> tuple[Fraction, tuple[Fraction, ...]]:
-        """Return the least rate that rounded prices prove to be the greatest, and these prices."""
-        found: list[tuple[Fraction, tuple[Fraction, ...]]] = []
-        whole = sum(price * float(width) for price, width in zip(prices, self.widths, strict=True))
-        near = [max(0.0, price) * float(self.largest) / whole for price in prices]
+    def proof(self, rate: Fraction | None = None) -> ProvedRate:
+        """Return the least rate that the prices of the last program prove to be the greatest, when they are rounded.
+
+        ``rate``: of the trees that were found, if it is known; no proof is better.
+        """
+        found: list[ProvedRate] = []
+        whole = sum(price * float(width) for price, width in zip(self.prices, self.widths, strict=True))
+        near = [max(0.0, price) * float(self.largest) / whole for price in self.prices]
         tries = [[Fraction(price).limit_denominator(most) for price in near] for most in DENOMINATORS]
         for exact in [*tries, [Fraction(round(price * _FINE), _FINE) for price in near]]:
             scale = lcm(*(price.denominator for price in exact))
             if 2 * scale * sum(exact) >= 1 << 53:
                 continue  # sums of prices would not be exact
-            least = [min(costs.values()) for costs in self._costs([float(price * scale) for price in exact])]
-            if not sum(least):
+            least = [Fraction(cost, scale) for cost in self._least([int(price * scale) for price in exact])]
+            free = [
+                d.weight * c for k, (d, c) in enumerate(zip(self.demands, least, strict=True)) if k not in self.fixed
+            ]
+            cost = sum(free, Fraction(0))
+            if not cost:
                 continue
-            cost = sum((d.weight * int(c) for d, c in zip(self.demands, least, strict=True)), Fraction(0)) / scale
-            proved = sum((p * w for p, w in zip(exact, self.widths, strict=True)), Fraction(0)) / cost
-            found.append((proved, tuple(price / cost for price in exact)))
+            value = sum((p * w for p, w in zip(exact, self.widths, strict=True)), Fraction(0))
+            proved = (value - sum((rate * least[k] for k, rate in self.fixed.items()), Fraction(0))) / cost
+            found.append(ProvedRate(proved, tuple(p / cost for p in exact), tuple(one / cost for one in least)))
             if proved == rate:
                 break
         assert found, "prices in multiples of 1 / _FINE have exact sums"
-        return min(found, key=lambda one: one[0])
+        return min(found, key=lambda one: one.most)
+
+    def _least(self, prices: Sequence[int]) -> list[int]:
+        """Return for each demand the price of its cheapest tree; of many members, a price that no tree is below."""
+        exact = [int(min(costs.values())) for costs in self._costs([float(price) for price in prices])]
+        priced = [(*link, price) for link, price in zip(self.links, prices, strict=True)]
+        for k, demand in enumerate(self.demands):
+            if any(isinstance(self.trees[key], NearTrees) for key in self._keys(k)):
+                ends = demand.sources, demand.destinations
+                exact[k] = least_price(priced, self.joints, *ends, demand.roots, exact=False) or 0
+        return exact

@@ -10,18 +10,20 @@ Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-_MOST: Final = 1 << 19  # 3**terminals * joints; the search combines half as many values
+# The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds.
+FEW: Final = 1 << 19
+MANY: Final = 1 << 24
 
 Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
 Parent = tuple[int, int, Through]  # (node, its parent, the nodes on the way from the parent)
 
 
-def few_enough(terminals: int, joints: int) -> bool:
+def few_enough(terminals: int, joints: int, most: int = FEW) -> bool:
     """Return whether the trees of so many terminals and joints are found in a short time."""
-    return int(3**terminals) * joints <= _MOST
+    return int(3**terminals) * joints <= most
 
 
 class CheapestTrees:
@@ -74,10 +76,8 @@ class CheapestTrees:
         All prices must be above 0.
         """
         start = self._at[root]
-        pairs: dict[tuple[int, int], None] = {}
-        self._trace(start, len(self._cost) - 1, pairs)
         out: dict[int, list[int]] = {}
-        for a, b in pairs:
+        for a, b in self._tree_hops(start):
             out.setdefault(a, []).append(b)
         parent: dict[int, int] = {start: start}
         queue = deque([start])
@@ -96,6 +96,12 @@ class CheapestTrees:
             for node, above in parent.items()
             if node in needed and node != start
         ]
+
+    def _tree_hops(self, start: int) -> Iterable[tuple[int, int]]:
+        """Return the hops of the tree out of a joint, in any order."""
+        pairs: dict[tuple[int, int], None] = {}
+        self._trace(start, (1 << len(self._terminals)) - 1, pairs)
+        return pairs
 
     def _hops(self, prices: Sequence[float]) -> Any:
         """Return the price of the cheapest way from each joint to each other one that passes no third joint."""

@@ -1,0 +1,54 @@
+"""Demands for trees that share links, and the trees that meet them.
+
+Nodes are numbers. A collective has one demand, or one per root if its roots are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from .steiner import Parent
+
+_MOST_UNEVEN: Final = 1_000_000  # of bandwidths or weights: the largest divided by the smallest
+
+Arc = tuple[int, int]
+
+
+class Demand(NamedTuple):
+    """Trees that reduce from all sources to a root, copy from the root to all destinations, or both."""
+
+    weight: Fraction  # its rate is in proportion to it, unless it is fixed
+    roots: tuple[int, ...]  # any of these nodes may be the root of a tree
+    sources: tuple[int, ...]  # (): its trees only copy
+    destinations: tuple[int, ...]  # (): its trees only reduce
+
+
+class MixedTree(NamedTuple):
+    """A tree of a mixture; parents come before their children."""
+
+    root: int
+    weight: Fraction  # in GB/s
+    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes on the way to the parent
+    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
+
+
+def too_uneven(sizes: Iterable[Fraction]) -> bool:
+    """Return whether bandwidths or weights are so different that no program in floating point can have them."""
+    listed = list(sizes)
+    return bool(listed) and max(listed) > _MOST_UNEVEN * min(listed)
+
+
+def demands_of(
+    collective: str, members: tuple[int, ...], roots: Mapping[int, Fraction] | None, joints: tuple[int, ...]
+) -> list[Demand]:
+    """Return the demands of a collective, whose weights have the sum 1.
+
+    ``roots``: the data from (or to) each root; ``None``, for an all-reduce: trees may have any joint as their root.
+    """
+    if roots is None:
+        return [Demand(Fraction(1), joints, members, members)]
+    ends = ((), members) if collective in ("broadcast", "all_gather") else (members, ())
+    whole = sum(roots.values(), Fraction(0))
+    return [Demand(weight / whole, (root,), *ends) for root, weight in roots.items()]
