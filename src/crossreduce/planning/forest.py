@@ -77,14 +77,10 @@ def forest(request: Request) -> Forest:
     found = _helped_forest(request) if idle else None
     if found is not None:
         return found  # data passes the other devices in steps of their own, so that any engine can run them
-    best, best_rate = None, Fraction(-1)
-    collective, _, roots = _trees_of(request)
-    many = symmetric_forest(request, collective, roots)
-    if many is not None:
-        best, best_rate = Forest(many.schedule, many.k, many.trees, many.depth), many.rate
-        if len(members) > _MOST_PACKED or best_rate >= many.limit * (1 - TOLERANCE):
-            return best
     sets = _helpers(topology, members)
+    best, best_rate = _symmetric(request, sets if not idle else [()])
+    if best is not None and (len(members) > _MOST_PACKED or best_rate >= (_limit(request) or 0) * (1 - TOLERANCE)):
+        return best
     limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
@@ -97,6 +93,19 @@ def forest(request: Request) -> Forest:
             break
     assert best is not None
     return best
+
+
+def _symmetric(request: Request, sets: list[tuple[str, ...]]) -> tuple[Forest | None, Fraction]:
+    """Return the best forest by symmetry with one of some sets of helpers, and its rate; ``None``: there is none."""
+    collective, _, roots = _trees_of(request)
+    best, best_rate = None, Fraction(-1)
+    for helpers in sets:
+        found = symmetric_forest(request, collective, roots, helpers)
+        if found is not None and found.rate > best_rate:
+            best, best_rate = Forest(found.schedule, found.k, found.trees, found.depth), found.rate
+            if found.rate >= found.limit:
+                break
+    return best, best_rate
 
 
 def is_symmetric(request: Request) -> bool:

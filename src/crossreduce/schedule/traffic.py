@@ -81,7 +81,7 @@ class Orbits(NamedTuple):
     sizes: dict[Pair, int]  # of the orbits of links, by these
     limit: list[int]  # for each shared limit the one that stands for its orbit
     limit_sizes: list[int]
-    device: dict[str, str]  # for each device the one that stands for its orbit
+    device: dict[str, str]  # for each device or switch the one that stands for its orbit
     device_sizes: dict[str, int]
 
 
@@ -124,7 +124,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
         if len(at) < len(sets) or any(one not in at for one in moved_sets):
             return None
         images.append([at[one] for one in moved_sets])
-    limit, devices = joined(images, len(sets)), len(topology.devices)
+    limit = joined(images, len(sets))
     limits = counted(limit)
     return Orbits(
         order=symmetry.order,
@@ -132,7 +132,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
         sizes={pairs[k]: count for k, count in counts.items()},
         limit=limit,
         limit_sizes=[limits[k] for k in limit],
-        device={names[k]: names[orbit] for k, orbit in enumerate(symmetry.orbits) if k < devices},
+        device={names[k]: names[orbit] for k, orbit in enumerate(symmetry.orbits)},
         device_sizes={names[k]: count for k, count in symmetry.sizes.items()},
     )
 

@@ -39,19 +39,24 @@ class SymmetricForest(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def symmetric(topology: Topology, members: tuple[str, ...], roots: Roots) -> tuple[Topology, Symmetry] | None:
+def symmetric(
+    topology: Topology, members: tuple[str, ...], roots: Roots, helpers: tuple[str, ...] = ()
+) -> tuple[Topology, Symmetry] | None:
     """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
 
-    Other devices are switches, which forward. The symmetry moves no root to a node that is not one.
+    Its first switches are the helpers, switches that reduce; other devices are switches, which only forward. The
+    symmetry moves roots only to roots, if they have the same weights, else nowhere.
     """
-    if len(members) <= FEW_DEVICES or any(switch.reduces for switch in topology.switches):
+    if len(members) <= FEW_DEVICES:
         return None
     if {*members} == {*topology.devices}:
         members = topology.devices
-    if members != topology.devices:
-        inside = {*members}
-        idle = [Switch(device, False) for device in topology.devices if device not in inside]
-        topology = Topology.unchecked(members, topology.links, (*topology.switches, *idle))
+    if helpers or members != topology.devices:
+        first, inside = {*helpers}, {*members}
+        switches = [Switch(helper, True) for helper in helpers]
+        switches += [switch for switch in topology.switches if switch.name not in first]
+        switches += [Switch(device, False) for device in topology.devices if device not in inside]
+        topology = Topology.unchecked(members, topology.links, tuple(switches))
     fixed = () if roots is None else tuple(root for root, weight in roots if weight)
     if len(fixed) == len(members) and len({weight for _, weight in roots or ()}) == 1:
         fixed = ()
@@ -69,10 +74,13 @@ def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...
 
 
 @lru_cache(maxsize=128)
-def symmetric_forest(request: Request, collective: str, roots: Roots) -> SymmetricForest | None:
+def symmetric_forest(
+    request: Request, collective: str, roots: Roots, helpers: tuple[str, ...] = ()
+) -> SymmetricForest | None:
     """Return the forest of a request; ``None``: it has too little symmetry, or too few devices.
 
-    ``collective`` and ``roots`` say which trees the request needs: see ``forest.py``.
+    ``collective`` and ``roots`` say which trees the request needs: see ``forest.py``. All trees join the ``helpers``,
+    switches that reduce, too.
     """
     topology = request.topology
     assert topology is not None
@@ -80,7 +88,7 @@ def symmetric_forest(request: Request, collective: str, roots: Roots) -> Symmetr
         return None
     taking = {*request.members}
     members = tuple(device for device in topology.devices if device in taking)
-    found = symmetric(topology, members, roots)
+    found = symmetric(topology, members, roots, helpers)
     if found is None:
         return None
     seen, symmetry = found
@@ -94,9 +102,10 @@ def symmetric_forest(request: Request, collective: str, roots: Roots) -> Symmetr
         weights = {
             root: parts.get(seen.nodes[root], Fraction(0)) * symmetry.sizes[root] / whole for root in quotient.roots
         }
-    rate, trees = best_trees(quotient, collective, weights, limit)
+    joints = len(members) + len(helpers)
+    rate, trees = best_trees(quotient, collective, weights, limit, joints)
     shares = [_share(tree) for tree in trees]
-    base = trees_to_schedule("forest", request, seen.nodes, len(members), shares)
+    base = trees_to_schedule("forest", request, seen.nodes, joints, shares)
     schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     sizes = {root: symmetry.sizes[root] for root in dict.fromkeys(tree.root for tree in trees)}

@@ -48,7 +48,7 @@ class _TreeColumn(NamedTuple):
 
 
 def best_trees(
-    quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, limit: Fraction
+    quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, limit: Fraction, joints: int = 0
 ) -> tuple[Fraction, list[OrbitTree]]:
     """Return the rate in GB/s of the best trees that were found, and the trees.
 
@@ -57,8 +57,10 @@ def best_trees(
       collective: its name; trees of an all-reduce both reduce and copy.
       weights: for each orbit of roots, the part of the buffer that starts (or ends) in it; ``None``: an all-reduce.
       limit: the bound; trees that reach it end the search.
+      joints: the number of the first nodes that all trees join: the devices, and perhaps switches that reduce; 0: the
+        devices.
     """
-    search = _TreeSearch(quotient, collective, weights)
+    search = _TreeSearch(quotient, collective, weights, joints or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
     columns = search.cheapest(prices)
     for _ in range(_MOST_ROUNDS):
@@ -76,10 +78,14 @@ def best_trees(
 class _TreeSearch:
     """The linear program over some trees."""
 
-    def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
-        self.quotient, self.collective, self.weights = quotient, collective, weights
+    def __init__(
+        self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, joints: int
+    ) -> None:
+        self.quotient, self.weights, self.joints = quotient, weights, joints
         self.largest = max(quotient.width)
-        self.roots = [root for root in quotient.roots if weights is None or weights[root]]
+        self.roots = sorted({orbit for orbit in quotient.symmetry.orbits if orbit < joints})
+        if weights is not None:
+            self.roots = [root for root in quotient.roots if weights[root]]
         self.reduces = collective in ("all_reduce", "reduce", "reduce_scatter")
         self.copies = collective in ("all_reduce", "broadcast", "all_gather")
         self.orbit_of = {arc: orbit for arc, orbit in zip(quotient.arcs, quotient.orbit, strict=True)}
@@ -115,7 +121,7 @@ class _TreeSearch:
 
     def grown(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
         """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
-        n, near = self.quotient.n, self.near[outward]
+        n, near = self.joints, self.near[outward]
         count = len(near)
         joined = [False] * count
         depth = [0] * count
@@ -148,7 +154,15 @@ class _TreeSearch:
                     before[other] = node
                     heappush(queue, (*way, other))
         assert not missing  # every device can be reached
-        return tuple(parents)
+        return self._pruned(parents)
+
+    def _pruned(self, parents: list[Parent]) -> tuple[Parent, ...]:
+        """Return a tree without the switches from which no device hangs."""
+        needed = {*range(self.quotient.n)}
+        for node, parent, _ in reversed(parents):
+            if node in needed:
+                needed.add(parent)
+        return tuple(entry for entry in parents if entry[0] in needed)
 
     def rows(self, columns: list[_TreeColumn]) -> Rows:
         """Return the program: the first variable is the rate, the others the rates of the trees."""
