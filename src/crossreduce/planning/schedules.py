@@ -24,6 +24,10 @@ from .topologies import reachable, require_routes, with_routes
 FOREST_DEVICES: Final = 256  # with more devices, and without symmetry, packing trees takes minutes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
 
+# "one_shot" is the fastest for the smallest buffers, but has n**2 transfers.
+_MOST_ONE_SHOT: Final = 512
+_ONE_SHOT_BYTES: Final = 1 << 24  # of what each device receives
+
 # Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and may take
 # "direct" (a balanced load; see ``choose``) from there on. The limit was not measured here, but taken from a similar
 # case: on V100s with PCIe, one-shot all-reduces beat two-shot ones up to 128 KB, not at 384 KB (sglang-V100, issue 2).
@@ -66,6 +70,13 @@ def _ring(request: Request) -> list[Schedule]:
 
 
 def _direct(request: Request) -> list[Schedule]:
+    n = len({*request.sources, *request.destinations})
+    if request.topology is not None and request.collective == "all_reduce" and n > MOST_DEVICES:
+        from .symmetric.forest import symmetric_direct
+
+        generated = symmetric_direct(request)
+        if generated is not None:
+            return [generated]
     found = [planners.direct_schedule(request)]
     if request.topology is not None and len(request.destinations) == 1 and len(request.members) > 2:
         found.append(planners.direct_schedule(request, request.members))  # all devices reduce a share
@@ -91,7 +102,9 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "hierarchical_copy": Algorithm(_hierarchical_copy, planners.hierarchical_copy, has_root=True, most_devices=None),
     "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
     "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
-    "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
+    "recursive_doubling": Algorithm(
+        _one(planners.recursive_doubling_schedule), planners.recursive_doubling, most_devices=None
+    ),
     "direct": Algorithm(_direct, planners.direct, scatter=(1, 0)),
     "one_shot": Algorithm(_one_shot, planners.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
@@ -195,11 +208,13 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
         for name, entry in REGISTRY.items()
         if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
     ]
+    if root is None and MOST_DEVICES < n <= _MOST_ONE_SHOT and n * request.nbytes <= _ONE_SHOT_BYTES:
+        tried.append(request._replace(algorithm="one_shot"))
     if root is None and n > FOREST_DEVICES:
         from .forest import is_symmetric
 
         if is_symmetric(request):
-            tried.append(request._replace(algorithm="forest"))
+            tried += [request._replace(algorithm="forest"), request._replace(algorithm="direct")]
     several = min(len(request.sources), len(request.destinations)) > 1
     if request.packs == 1 and root is None and several and n <= FOREST_DEVICES:
         from .hierarchies import centre

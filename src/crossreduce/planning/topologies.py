@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..errors import PlanError
 from ..schedule import GeneratedSchedule, Route, Schedule
 from ..topology import Link, Switch, Topology
+from ..topology.automorphisms import extended
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
@@ -66,6 +67,13 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
                         needed[chunk, src, dst] = None
     if not needed:
         return schedule
+    symmetry = nodes = None
+    if isinstance(schedule, GeneratedSchedule):
+        symmetry, nodes = schedule.symmetry, schedule.nodes
+        if nodes == topology.devices:  # the switches on the routes have to move too
+            symmetry, nodes = extended(topology, symmetry), topology.nodes
+        if symmetry is None:
+            return schedule
     turned = topology.reversed()
     sends, receives = Counter(src for _, src, _ in needed), Counter(dst for *_, dst in needed)
     found: dict[tuple[int, int], tuple[str, ...] | None] = {}
@@ -73,17 +81,17 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
     for chunk, src, dst in needed:
         if (src, dst) not in found:
             if receives[dst] > sends[src]:
-                nodes = turned.route(names[dst], names[src])
-                found[src, dst] = nodes and nodes[-2:0:-1]
+                passed = turned.route(names[dst], names[src])
+                found[src, dst] = passed and passed[-2:0:-1]
             else:
-                nodes = topology.route(names[src], names[dst])
-                found[src, dst] = nodes and nodes[1:-1]
+                passed = topology.route(names[src], names[dst])
+                found[src, dst] = passed and passed[1:-1]
         through = found[src, dst]
         if through:  # else the simulation says that there is none
             routes.append(Route(chunk, src, dst, through))
     routed = Schedule(base.collective, base.algorithm, names, base.chunks, base.rounds, base.pieces, tuple(routes))
-    if isinstance(schedule, GeneratedSchedule):
-        return GeneratedSchedule(routed, schedule.symmetry, schedule.nodes, schedule.in_order)
+    if isinstance(schedule, GeneratedSchedule) and symmetry is not None and nodes is not None:
+        return GeneratedSchedule(routed, symmetry, nodes, schedule.in_order)
     return routed
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ScheduleError, shown
 from ..topology.json_format import listed, typed
-from ..topology.symmetry import Generator, Symmetry, composed, inverse
+from ..topology.symmetry import Generator, Symmetry
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
 
 class GeneratedSchedule(Schedule):
@@ -104,13 +104,7 @@ class GeneratedSchedule(Schedule):
         if base.devices == self.devices:
             return self
         nodes = (*base.devices, *self.nodes[len(self.devices) :])
-        old = {name: k for k, name in enumerate(self.nodes)}
-        of_old = tuple(old[name] for name in nodes)  # the old position of each new one
-        to_new = inverse(of_old)
-        moved = [
-            Generator(composed(composed(of_old, moves), to_new), order) for moves, order in self.symmetry.generators
-        ]
-        return GeneratedSchedule(base, Symmetry(tuple(moved), self.symmetry.nodes), nodes, self.in_order)
+        return GeneratedSchedule(base, self.symmetry.renumbered(self.nodes, nodes), nodes, self.in_order)
 
     @cached_property
     def explicit(self) -> Schedule:

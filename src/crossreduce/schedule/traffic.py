@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from ..devices import parse
 from ..errors import PlanError
 from ..topology import Topology
-from ..topology.symmetry import Generator, Symmetry, composed, counted, inverse, joined
+from ..topology.symmetry import counted, joined
 from .costs import OPERATION_S, Costs, Pair, between_hosts
 from .generated import GeneratedSchedule
 from .schedule import Schedule, live_rounds
@@ -101,12 +101,8 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
                 ends = base.devices[src], base.devices[dst]
                 if src != dst and ends not in topology.by_ends and base.through(r, chunk, src, dst) is None:
                     return None
-    if schedule.nodes != names:  # the same permutations, of the topology's numbers
-        old = {name: k for k, name in enumerate(schedule.nodes)}
-        of_old = tuple(old[name] for name in names)
-        back = inverse(of_old)
-        moved = [Generator(composed(composed(of_old, moves), back), order) for moves, order in symmetry.generators]
-        symmetry = Symmetry(tuple(moved), len(names))
+    if schedule.nodes != names:
+        symmetry = symmetry.renumbered(schedule.nodes, names)
     found = symmetry.links(topology)
     if found is None:
         return None

@@ -52,6 +52,23 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     return best[1] if best[1].links(topology) is not None else Symmetry((), len(topology.nodes))
 
 
+def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
+    """Return a symmetry that moves the devices as another one does, and the switches with them; ``None``: there is none.
+
+    >>> extended(Topology.star(3), Symmetry((Generator((1, 2, 0), 3),), 3))
+    Symmetry(generators=(Generator(moves=(1, 2, 0, 3), order=3),), nodes=4)
+    """
+    search = _PermutationSearch(topology, ())
+    found: list[Generator] = []
+    for moves, order in moved.generators:
+        matching = _PermutationMatching(search, 0, moves[0], found)
+        if not matching.matched(list(enumerate(moves))) or not matching.finished():
+            return None
+        found.append(Generator(tuple(matching.image), order))
+    made = Symmetry(tuple(found), len(topology.nodes))
+    return None if made.problem() or made.links(topology) is None else made
+
+
 def _by_number(size: int, node: int) -> tuple[int, ...]:
     return (node,)
 
@@ -204,18 +221,8 @@ class _PermutationMatching:
 
     def run(self) -> Generator | None:
         """Return the permutation; ``None``: none was found."""
-        if not self.matched([(self.first, self.target)]):
+        if not self.matched([(self.first, self.target)]) or not self.finished():
             return None
-        rounds = 0
-        while True:
-            cell = self.open_cell()
-            if cell is None:
-                break
-            rounds += 1
-            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
-                continue
-            if not any(self.matched(guess) for guess in self.guesses(*cell)):
-                return None
         moves = tuple(self.image)
         order = _order(moves)
         length = 1
@@ -226,6 +233,19 @@ class _PermutationMatching:
         if order != length or Symmetry((*self.found, made), len(moves)).problem():
             return None
         return made if Symmetry((made,), len(moves)).links(self.search.topology) is not None else None
+
+    def finished(self) -> bool:
+        """Give all other nodes images by guesses; return whether that contradicts nothing."""
+        rounds = 0
+        while True:
+            cell = self.open_cell()
+            if cell is None:
+                return True
+            rounds += 1
+            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
+                continue
+            if not any(self.matched(guess) for guess in self.guesses(*cell)):
+                return False
 
     def matched(self, pairs: Iterable[tuple[int, int]]) -> bool:
         """Give each node an image, and to all nodes what follows; return whether this contradicts nothing."""

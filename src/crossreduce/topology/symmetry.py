@@ -65,6 +65,18 @@ class Symmetry:
         """The number of nodes of each orbit, by its least node."""
         return counted(self.orbits)
 
+    def renumbered(self, before: Sequence[str], after: Sequence[str]) -> Symmetry:
+        """Return the same permutations of named nodes that are numbered by their positions in another list.
+
+        >>> Symmetry((Generator((1, 0, 2), 2),), 3).renumbered("abc", "cab").generators[0].moves
+        (0, 2, 1)
+        """
+        old = {name: k for k, name in enumerate(before)}
+        of_old = tuple(old[name] for name in after)
+        to_new = inverse(of_old)
+        moved = [Generator(composed(composed(of_old, moves), to_new), order) for moves, order in self.generators]
+        return Symmetry(tuple(moved), self.nodes)
+
     def images(self, node: int) -> Iterator[int]:
         """Yield what each element of the group makes of a node; the powers of the last generator change fastest."""
         yield from spread(node, self.generators)

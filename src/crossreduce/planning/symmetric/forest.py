@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ...schedule import GeneratedSchedule
+from ...schedule import Chunk, GeneratedSchedule, Schedule, Step
 from ...topology import Switch, Topology
 from ...topology.automorphisms import symmetry_of
 from ...topology.symmetry import Symmetry
@@ -44,8 +45,8 @@ def symmetric(
 ) -> tuple[Topology, Symmetry] | None:
     """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
 
-    Its first switches are the helpers, switches that reduce; other devices are switches, which only forward. The
-    symmetry moves roots only to roots, if they have the same weights, else nowhere.
+    Its first switches are the helpers, which reduce; other devices are switches, which only forward. The symmetry moves
+    roots only to roots, if they have the same weights, else nowhere.
     """
     if len(members) <= FEW_DEVICES:
         return None
@@ -55,7 +56,8 @@ def symmetric(
         first, inside = {*helpers}, {*members}
         switches = [Switch(helper, True) for helper in helpers]
         switches += [switch for switch in topology.switches if switch.name not in first]
-        switches += [Switch(device, False) for device in topology.devices if device not in inside]
+        idle = [device for device in topology.devices if device not in inside and device not in first]
+        switches += [Switch(device, False) for device in idle]
         topology = Topology.unchecked(members, topology.links, tuple(switches))
     fixed = () if roots is None else tuple(root for root, weight in roots if weight)
     if len(fixed) == len(members) and len({weight for _, weight in roots or ()}) == 1:
@@ -66,11 +68,19 @@ def symmetric(
 
 
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
-    """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry, or idle devices."""
-    if len(members) < len(topology.devices):
-        return None  # devices that take no part may also combine
-    found = symmetric(topology, members, roots)
-    return None if found is None else quotient_bound(*found, collective, roots)
+    """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry.
+
+    Devices that take no part may forward and combine.
+    """
+    taking = {*members}
+    found = symmetric(topology, members, roots, tuple(name for name in topology.devices if name not in taking))
+    if found is None:
+        return None
+    made = quotient_bound(*found, collective, roots)
+    if found[0].nodes == topology.nodes:
+        return made
+    symmetry = found[1].renumbered(found[0].nodes, topology.nodes)
+    return replace(made, topology=topology, devices=members, symmetry=symmetry)
 
 
 @lru_cache(maxsize=128)
@@ -112,6 +122,30 @@ def symmetric_forest(
     each = [tree.share / symmetry.sizes[tree.root] for tree in trees]
     k = Fraction(1) / common_unit(each) / sum(sizes.values())
     return SymmetricForest(schedule, k, len(trees) * symmetry.order, deepest, rate, limit)
+
+
+def symmetric_direct(request: Request) -> GeneratedSchedule | None:
+    """Return the schedule of ``direct`` as images under the symmetry of a topology; ``None``: it has too little.
+
+    Its chunks are in another order than those of ``planners.direct``.
+    """
+    topology = request.topology
+    assert topology is not None
+    everyone = {*topology.devices}
+    found = symmetric(topology, topology.devices, None)
+    if found is None or request.packs != 1 or {*request.sources} != everyone or {*request.destinations} != everyone:
+        return None
+    symmetry, n = found[1], len(everyone)
+    chunks, rounds = [], (list[Step](), list[Step]())
+    number = {device: k for k, device in enumerate(topology.devices)}
+    sources = tuple(number[source] for source in request.sources)
+    destinations = tuple(number[destination] for destination in request.destinations)
+    for c, owner in enumerate(sorted({orbit for orbit in symmetry.orbits if orbit < n})):
+        chunks.append(Chunk(Fraction(symmetry.sizes[owner], n), sources, destinations))
+        rounds[0].append(Step(c, owner, sources))
+        rounds[1].extend(Step(c, dst, (owner,)) for dst in destinations if dst != owner)
+    base = Schedule(request.collective, "direct", topology.devices, tuple(chunks), tuple(map(tuple, rounds)))
+    return GeneratedSchedule(base, symmetry, topology.nodes, in_order=True)
 
 
 def _share(tree: OrbitTree) -> TreeShare:
