@@ -48,14 +48,14 @@ def lower(schedule: Schedule) -> Program:
         return GeneratedProgram(schedule, lower(schedule.base))
     read: list[list[Read]] = [[] for _ in schedule.chunks]
     current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
+    count = [len(chunk.sources) for chunk in schedule.chunks]  # of the values so far
     for r, steps in enumerate(live_rounds(schedule)):
-        made = []
         for chunk, dst, srcs in steps:
-            made.append((chunk, dst, len(schedule.chunks[chunk].sources) + len(read[chunk])))
             values = current[chunk]
             read[chunk].append((r, dst, tuple([values[src] for src in srcs])))
-        for chunk, dst, value in made:
-            current[chunk][dst] = value
+        for chunk, dst, _ in steps:
+            current[chunk][dst] = count[chunk]
+            count[chunk] += 1
     chunks = []
     for (share, sources, destinations), instructions, cells in zip(schedule.chunks, read, current, strict=True):
         results = tuple([cells[dst] for dst in destinations])

@@ -242,7 +242,9 @@ class _SortedBase(_Base):
         number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]
         known: dict[tuple[int, ...], int] = {}
         for combinations in rounds:
-            for _, value, holders, read in sorted([(moves[made[0]], *made[1:]) for made in combinations]):
+            devices = [moves[made[0]] for made in combinations]
+            for k in sorted(range(len(devices)), key=devices.__getitem__):
+                _, value, holders, read = combinations[k]
                 if len(read) == 2:
                     a, b = read if moves[holders[0]] < moves[holders[1]] else read[::-1]
                     operands: tuple[int, ...] = (number[a], number[b])

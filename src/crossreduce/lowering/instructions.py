@@ -88,13 +88,16 @@ def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple
             origin.append(value)
     made = []
     for value, (r, device, operands) in enumerate(read, start=inputs):
+        if len(operands) == 1:
+            is_last_use = last_read[operands[0]] == value and operands[0] not in kept
+            made.append(Instruction(device, operands, r, False, operands if is_last_use else (), -1))
+            continue
         last_uses = tuple([v for v in dict.fromkeys(operands) if last_read[v] == value and v not in kept])
-        final, donated = len(operands) > 1 and contributions[value] == inputs, -1
-        if len(operands) > 1:  # a combination's operands are inputs or partial sums, never results, and all differ
-            for k, operand in enumerate(operands[:2]):
-                start = origin[operand]
-                if start >= inputs and last_read_origin[start] == value:
-                    donated = k
-                    break
-        made.append(Instruction(device, operands, r, final, last_uses, donated))
+        donated = -1
+        for k, operand in enumerate(operands[:2]):  # inputs or partial sums, never results, and all differ
+            start = origin[operand]
+            if start >= inputs and last_read_origin[start] == value:
+                donated = k
+                break
+        made.append(Instruction(device, operands, r, contributions[value] == inputs, last_uses, donated))
     return tuple(made)

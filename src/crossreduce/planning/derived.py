@@ -50,7 +50,7 @@ def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
 
 
 def _images_of_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
-    """Return the reduce-scatter of the base, with its images; ``None``: devices would get different numbers of chunks."""
+    """Return the reduce-scatter of the base, with its images; ``None``: devices would get different numbers."""
     owners = _first_complete(schedule.base)
     counts = Counter(device for owner in owners for device in schedule.symmetry.images(owner))
     if len(counts) < len(schedule.devices) or len({*counts.values()}) > 1:
