@@ -18,6 +18,12 @@ from strategies import names
 import crossreduce as cr
 from crossreduce import Chunk, Schedule, ScheduleError, Step, Topology
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange, engine_named
+from crossreduce.engines.jax.permutations import compile_permutations
+from crossreduce.export.collective import collective as collective_of
+from crossreduce.export.grouping import trees_of
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.nccl_graph import rings
+from crossreduce.export.trace import to_chrome_trace
 from crossreduce.frameworks.null import NullArray, NullFramework
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
 from crossreduce.packing import Buffer, Span
@@ -189,7 +195,7 @@ def test_images_are_made_when_they_are_read():
 
 
 def test_two_devices_list_their_messages_in_the_same_order():
-    """What one device sends to another one in a round is what the other receives from it, value by value."""
+    """In each round a device receives the values that another one sends to it, in the same order."""
     for schedule in (ring(names(40)), direct(names(40)), halving_doubling(names(40)), forest()):
         program = lower(schedule)
         parts = [program.on(device) for device in range(len(schedule.devices))]
@@ -356,3 +362,22 @@ def test_long_trees_can_be_printed():
     lines = tree_lines(shape(ring(names(1100))))
     assert lines[0].startswith("  1/1100 cpu:1099(cpu:1098(cpu:1097(")
     assert lines[-1] == "         and 1084 more"
+
+
+# ---- exporters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", PLANNERS)
+def test_exports_are_those_of_all_chunks(algorithm):
+    """Exporters, pictures and the permutations of JAX programs give the same for the schedule with all chunks."""
+    devices = [f"cuda:{k}" for k in range(36)]
+    mesh = Topology.full_mesh(devices, 25, 1e-6)
+    schedule = PLANNERS[algorithm](devices)
+    assert isinstance(schedule, GeneratedSchedule)
+    found = []
+    for each in (schedule, schedule.explicit):
+        made = collective_of(each)
+        texts = [to_chrome_trace(each, mesh, "1M"), trees_of(each, mesh), made.kind, made.root, made.units, made.blocks]
+        texts += [rings(each), to_msccl_xml(each)] if algorithm == "ring" else []
+        found.append([*texts, compile_permutations(lower(each))])
+    assert found[0] == found[1]

@@ -44,7 +44,7 @@ def lower(schedule: Schedule) -> Program:
       ScheduleError: ``verify`` rejects the schedule.
     """
     verify(schedule)
-    if isinstance(schedule, GeneratedSchedule):  # the base, too, is verified, which is no work any more
+    if isinstance(schedule, GeneratedSchedule):  # verify has proved its base
         return GeneratedProgram(schedule, lower(schedule.base))
     read: list[list[Read]] = [[] for _ in schedule.chunks]
     current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]

@@ -29,9 +29,10 @@ def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
 
 
 def combined(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the different combinations of a chunk, and for each of its values the number of what it is.
+    """Return the different combinations of a chunk, and for each of its values the number of an input or combination.
 
-    Inputs are numbered first, and then the combinations, whose operands have these numbers.
+    The inputs are numbered first, then the combinations, whose operands are such numbers. A copy has the number of the
+    original.
     """
     inputs = len(chunk.sources)
     number = list(range(inputs))

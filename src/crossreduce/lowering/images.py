@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, overload
 
 from ..kernels import FusedProgram
@@ -70,12 +70,11 @@ class GeneratedProgram(Program):
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
         """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
-        key = chunk, results
-        if key not in self._fused:
-            element, number = self.schedule.numbering[chunk]
-            base, moves = self._bases[number], self._elements[element]
-            self._fused[key] = base.fused(moves, results)
-        return self._fused[key]
+        return _fused(self, chunk, results)
+
+    def _fused(self, chunk: int, results: int | None) -> FusedProgram:
+        element, number = self.schedule.numbering[chunk]
+        return self._bases[number].fused(self._elements[element], results)
 
     def image(self, number: int) -> ChunkProgram:
         """Return one chunk; ``chunks`` keeps those that were read."""
@@ -93,10 +92,6 @@ class GeneratedProgram(Program):
         known: dict[Any, FusedProgram] = {}
         return [made(chunk, kept[chunk.sources], kept[chunk.destinations], known) for chunk in self.base.chunks]
 
-    @cached_property
-    def _fused(self) -> dict[tuple[int, int | None], FusedProgram]:
-        return {}
-
     def _part(self, device: int) -> DeviceProgram:
         symmetry, events = self.schedule.symmetry, self.base._events
         origins = list(symmetry.origins(device))
@@ -105,6 +100,11 @@ class GeneratedProgram(Program):
             for element, chunk in self.schedule.numbering
         ]
         return device_program(self.round_count, parts, self.schedule.in_order)
+
+
+@lru_cache(maxsize=4096)
+def _fused(program: GeneratedProgram, chunk: int, results: int | None) -> FusedProgram:
+    return program._fused(chunk, results)
 
 
 class _Images(Sequence[ChunkProgram]):
@@ -137,7 +137,7 @@ class _Base:
       chunk: of the base.
       keeps_sources: whether the images have the same sources, in the same order; else these are moved, too.
       keeps_destinations: the same for the destinations.
-      known: fused programs by what they depend on, shared by all chunks of the base.
+      known: the results of ``folded`` by its arguments, shared by all chunks of the base.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class _Base:
         combinations, values = self._combined
         wanted = self._by_destination(moves, values)[:results]
         distinct = tuple(sorted({*wanted}))
-        made = self._made(combinations, distinct)
+        made = self._shared(combinations, distinct)
         image = [*self._positions(moves), *range(-made.slots, 0)]  # slots keep their numbers
         folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in made.folds])
         operand = {value: image[result] for value, result in zip(distinct, made.results, strict=True)}
@@ -166,7 +166,8 @@ class _Base:
         found = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
         return FusedProgram(made.slots, folds, found)
 
-    def _made(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
+    def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
+        """Return what ``folded`` returns; it is computed once for all chunks with the same combinations."""
         key = self.inputs, combinations, wanted
         if key not in self._folded:
             self._folded[key] = folded(*key)
@@ -210,8 +211,8 @@ class _Base:
         return found
 
 
-# A combination of a chunk: the device that makes it; its value; for each operand the device on which it is read, and
-# what it is: an input or a combination, of which it may be a copy.
+# A combination of a chunk: the device that makes it; its value; for each operand the device from which it is read; and
+# its operands, as inputs and combinations: a copy has the number of the original.
 _Made = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -224,7 +225,7 @@ class _SortedBase(_Base):
 
     @cached_property
     def _rounds(self) -> tuple[list[list[_Made]], list[int]]:
-        """The combinations of each round, and what each result is."""
+        """The combinations of each round; and each result, as an input or a combination."""
         origin, places = list(range(self.inputs)), self.chunk.devices
         rounds: dict[int, list[_Made]] = {}
         for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
@@ -253,7 +254,7 @@ class _SortedBase(_Base):
                     operands = tuple([number[operand] for _, operand in at])
                 number[value] = known.setdefault(operands, self.inputs + len(known))
         wanted = tuple([number[value] for value in self._by_destination(moves, values)[:results]])
-        return self._made(tuple(known), wanted)
+        return self._shared(tuple(known), wanted)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
         instructions = self.chunk.instructions

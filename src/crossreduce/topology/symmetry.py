@@ -77,7 +77,7 @@ class Symmetry:
         yield from _products(tuple(range(self.nodes)), self.generators)
 
     def image(self, element: int, node: int) -> int:
-        """Return what one element of the group, numbered as in ``images``, makes of a node."""
+        """Return the image of a node under one element of the group, numbered as in ``images``."""
         for order, cycles in self._cycles:
             element, times = divmod(element, order)
             cycle, at = cycles[node]
