@@ -20,7 +20,7 @@ from planned import planned, planned_for
 from strategies import ALGORITHMS, algorithms, named, names, requests, wired
 
 from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, simulate, verify
-from crossreduce.lowering import element_ranges, for_device, fused, lower
+from crossreduce.lowering import element_ranges, fused, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.derived import all_gather, reduce_scatter
 
@@ -455,7 +455,7 @@ def run_messages(program):
     Devices run stage by stage, in an order that differs from stage to stage; messages between two devices arrive in the
     order in which they were sent.
     """
-    everything = [for_device(program, device) for device in range(len(program.devices))]
+    everything = [program.on(device) for device in range(len(program.devices))]
     memories = [{} for _ in everything]
     for c, chunk in enumerate(program.chunks):
         for source, x in zip(chunk.sources, contributions(chunk), strict=True):
@@ -509,7 +509,7 @@ def test_transfers_are_the_reads_of_other_devices():
         assert found == due, name
         sent = Counter(
             (part.values[value].chunk, device, dst)
-            for device, part in ((d, for_device(program, d)) for d in range(len(program.devices)))
+            for device, part in ((d, program.on(d)) for d in range(len(program.devices)))
             for stage in part.stages
             for value, dst in stage.sends
         )

@@ -282,7 +282,7 @@ def _json(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "k": {"exact": str(trees.k), "value": float(trees.k)},
         "roots": trees.roots,
         "depth": trees.depth,
-        "chunks": len(schedule.chunks),
+        "chunks": schedule.chunk_count,
         "rounds": schedule.round_count,
         "steps": schedule.steps,
         "pieces": schedule.pieces,

@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..errors import ArgumentError, PlanError, shown
-from ..lowering import ChunkProgram, Program, lower
-from ..schedule import Schedule
+from ..lowering import Program, lower
+from ..schedule import Chunk, Schedule
 
 
 class Location(NamedTuple):
@@ -101,7 +101,7 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     program = lower(schedule)
     if len(program.devices) == 1:
         raise PlanError.of("a collective of one device has no transfers.", schedule.head, "two devices or more")
-    chunks = [(number, chunk) for number, chunk in enumerate(program.chunks) if chunk.share]
+    chunks = [(number, chunk) for number, chunk in enumerate(schedule.chunks) if chunk.share]
     kind, root = _kind(schedule, [chunk for _, chunk in chunks])
     units = math.lcm(*(chunk.share.denominator for _, chunk in chunks))
     if kind in ("reducescatter", "allgather"):  # each chunk is in the part of its destination or source
@@ -123,7 +123,7 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     return Collective(kind, root, units, tuple(blocks), program)
 
 
-def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | None]:
+def _kind(schedule: Schedule, chunks: list[Chunk]) -> tuple[str, int | None]:
     """Return the kind and the root of a schedule's collective."""
     everyone = tuple(range(len(schedule.devices)))
     sources = {tuple(sorted(chunk.sources)) for chunk in chunks}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import reduce
 from operator import or_
 
-from ..schedule import Chunk, Schedule, Step, live_rounds
+from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
 
 
 def reduce_scatter(schedule: Schedule) -> Schedule:
@@ -21,11 +22,19 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 1: cpu:1 <- cpu:0 + cpu:1
     """
+    if isinstance(schedule, GeneratedSchedule):
+        return _images_of_scatter(schedule) or reduce_scatter(schedule.explicit)
     n, count = len(schedule.devices), len(schedule.chunks)
     owners = _first_complete(schedule)
     in_turn = [chunk * n // count for chunk in range(count)]
     if sorted(owners) != in_turn:
         owners = in_turn
+    return _scatter(schedule, owners)
+
+
+def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
+    """Return the steps that bring each chunk to its owner; chunks are sorted by owners."""
+    n, count = len(schedule.devices), len(schedule.chunks)
     order = sorted(range(count), key=lambda chunk: owners[chunk])
     place = {chunk: k for k, chunk in enumerate(order)}
     everyone = tuple(range(n))
@@ -40,8 +49,25 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
     return _with_rounds(scattered, live_rounds(scattered))
 
 
+def _images_of_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
+    """Return the reduce-scatter of the base, with its images; ``None``: devices would get different numbers."""
+    owners = _first_complete(schedule.base)
+    counts = Counter(device for owner in owners for device in schedule.symmetry.images(owner))
+    if len(counts) < len(schedule.devices) or len({*counts.values()}) > 1:
+        return None
+    return GeneratedSchedule(_scatter(schedule.base, owners), schedule.symmetry, schedule.nodes, schedule.in_order)
+
+
 def all_gather(scattered: Schedule) -> Schedule:
     """Return the all-gather that is a reduce-scatter backwards: a device receives from those to which it sent."""
+    if isinstance(scattered, GeneratedSchedule):
+        base, symmetry, nodes, in_order = (
+            all_gather(scattered.base),
+            scattered.symmetry,
+            scattered.nodes,
+            scattered.in_order,
+        )
+        return GeneratedSchedule(base, symmetry, nodes, in_order)
     complete = [{chunk.destinations[0]} for chunk in scattered.chunks]
     rounds: list[list[Step]] = []
     for steps in reversed(scattered.rounds):

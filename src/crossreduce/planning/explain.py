@@ -8,7 +8,7 @@ from operator import or_
 from typing import Final, NamedTuple
 
 from ..devices import parse
-from ..schedule import Schedule
+from ..schedule import GeneratedSchedule, Schedule
 from ..schedule.schedule import many
 from ..topology import Link
 from .bounds.certificate import Bound, Cut
@@ -20,6 +20,9 @@ _MOST_LETTERS: Final = 160
 _LEAST_BUSY: Final = 0.01  # the least part of the time that is worth mentioning
 
 
+_Tree = tuple[Fraction, str, dict[str, str]]
+
+
 class Shape(NamedTuple):
     """The trees of a schedule."""
 
@@ -28,7 +31,7 @@ class Shape(NamedTuple):
     depth: int  # the most hops from a device to the root of a chunk, or back
     # For each chunk and each of its roots: its share, the root, and the edges of its tree, child -> parent. Children
     # send to their parents; if nothing is reduced, parents send to their children.
-    trees: tuple[tuple[Fraction, str, dict[str, str]], ...]
+    trees: tuple[_Tree, ...]
 
 
 class _Value(NamedTuple):
@@ -49,6 +52,20 @@ def shape(schedule: Schedule) -> Shape:
     >>> shape(one_shot(["cpu:0", "cpu:1"])).trees
     ((Fraction(1, 1), 'cpu:0', {'cpu:1': 'cpu:0'}), (Fraction(1, 1), 'cpu:1', {'cpu:0': 'cpu:1'}))
     """
+    base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
+    trees, depth = _trees(base)
+    shares = [chunk.share for chunk in base.chunks]
+    unit = common_unit(shares)
+    if isinstance(schedule, GeneratedSchedule):
+        trees, unit = _images(schedule, trees), unit / schedule.symmetry.order
+    flat = [tree for of_chunk in trees for tree in of_chunk]
+    roots = tuple(dict.fromkeys(root for _, root, _ in flat))
+    whole = sum((share for share, _, _ in flat), Fraction(0))
+    return Shape(whole / unit / len(roots), roots, depth, tuple(flat))
+
+
+def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
+    """Return the trees of each chunk, and the most hops."""
     names = schedule.devices
     cells = {
         (c, source): _Value(source, (), 1 << source, 0)
@@ -71,20 +88,32 @@ def shape(schedule: Schedule) -> Shape:
                 value = value._replace(hops=0)  # hops from a root are counted from 0
             made[c, dst] = value
         cells.update(made)
-    trees: list[tuple[Fraction, str, dict[str, str]]] = []
+    trees: list[list[_Tree]] = []
     for c, chunk in enumerate(schedule.chunks):
-        trees += [(chunk.share, names[value.device], _senders(value, names)) for value in complete[c]]
+        trees.append([(chunk.share, names[value.device], _senders(value, names)) for value in complete[c]])
         if not complete[c]:
             (source,) = chunk.sources
             parents: dict[str, str] = {}
             for dst in chunk.destinations:
                 parents |= {child: parent for parent, child in _senders(cells[c, dst], names).items()}
-            trees.append((chunk.share, names[source], parents))
-    shares = [chunk.share for chunk in schedule.chunks]
-    unit = common_unit(shares)
-    roots = tuple(dict.fromkeys(root for _, root, _ in trees))
-    whole = sum((share for share, _, _ in trees), Fraction(0))
-    return Shape(whole / unit / len(roots), roots, depth, tuple(trees))
+            trees[c].append((chunk.share, names[source], parents))
+    return trees, depth
+
+
+def _images(schedule: GeneratedSchedule, trees: list[list[_Tree]]) -> list[list[_Tree]]:
+    """Return the trees of all chunks of a generated schedule, given those of its base."""
+    order, names = schedule.symmetry.order, schedule.devices
+    elements = [
+        {name: names[k] for name, k in zip(names, moves, strict=False)} for moves in schedule.symmetry.elements()
+    ]
+    return [
+        [
+            (share / order, moved[root], {moved[child]: moved[parent] for child, parent in parents.items()})
+            for share, root, parents in trees[chunk]
+        ]
+        for element, chunk in schedule.numbering
+        for moved in [elements[element]]
+    ]
 
 
 def _senders(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
@@ -105,9 +134,19 @@ def nested(root: str, parents: dict[str, str]) -> str:
     >>> nested("cpu:0", {"cpu:1": "cpu:0", "cpu:3": "cpu:2", "cpu:2": "cpu:0"})
     'cpu:0(cpu:1 cpu:2(cpu:3))'
     """
-    children = sorted((child for child, parent in parents.items() if parent == root), key=_by_number)
-    rest = {child: parent for child, parent in parents.items() if parent != root}
-    return root + (f"({' '.join(nested(child, rest) for child in children)})" if children else "")
+    children: dict[str, list[str]] = {}
+    for child, parent in parents.items():
+        children.setdefault(parent, []).append(child)
+    parts: list[str] = []
+    left = [(root, True)]  # in reverse: texts, and whether each is a node whose children follow
+    while left:
+        text, is_node = left.pop()
+        parts.append(text)
+        below = sorted(children.pop(text, ()), key=_by_number) if is_node else []
+        if below:
+            between = [pair for child in reversed(below) for pair in ((child, True), (" ", False))]
+            left += [(")", False), *between[:-1], ("(", False)]
+    return "".join(parts)
 
 
 def _by_number(name: str) -> tuple[str, ...]:
@@ -116,14 +155,14 @@ def _by_number(name: str) -> tuple[str, ...]:
 
 def tree_lines(found: Shape) -> list[str]:
     """Return a line for each different tree: its share of the buffer, and the tree; after 16, how many are left."""
-    drawn: dict[str, Fraction] = {}
+    drawn: dict[tuple[str, frozenset[tuple[str, str]]], Fraction] = {}
     for share, root, parents in found.trees:
-        text = nested(root, parents)
-        drawn[text] = drawn.get(text, Fraction(0)) + share
-    lines = [
-        f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}"
-        for text, share in list(drawn.items())[:_MOST_LINES]
-    ]
+        tree = root, frozenset(parents.items())
+        drawn[tree] = drawn.get(tree, Fraction(0)) + share
+    lines = []
+    for (root, edges), share in list(drawn.items())[:_MOST_LINES]:
+        text = nested(root, dict(edges))
+        lines.append(f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}")
     return lines + ([f"         and {len(drawn) - _MOST_LINES} more"] if len(drawn) > _MOST_LINES else [])
 
 

@@ -268,6 +268,13 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     width = 1 << (len(sources).bit_length() - 1)
     paired, extras = sources[:width], sources[width:]
     levels = width.bit_length() - 1
+    partner_of = dict(zip(extras, paired, strict=False))
+    halving = {*paired}
+    others = [
+        (dst, partner_of.get(dst, paired[k % width]))
+        for k, dst in enumerate(d for d in destinations if d not in halving)
+    ]
+    only_some = not halving <= {*destinations}
 
     def moves(_: int, chunks: Iterable[int]) -> Moves:
         for chunk in chunks:
@@ -275,23 +282,20 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 yield 0, Step(chunk, partner, (partner, extra))
             for level in range(levels):
                 far = width >> (level + 1)
-                for i in range(width):
-                    if (i ^ chunk) < far:  # i keeps the half of the buffer with this chunk
-                        low, high = sorted((i, i ^ far))
-                        yield level + 1, Step(chunk, paired[i], (paired[low], paired[high]))
+                for i in range(chunk & -far, (chunk & -far) + far):  # they keep the half of the buffer with this chunk
+                    yield level + 1, Step(chunk, paired[i], (paired[i & ~far], paired[i | far]))
             after = levels + 1
-            if not set(paired) <= set(destinations):
+            if only_some:
                 for dst in destinations:
                     if dst != paired[chunk]:
                         yield after, Step(chunk, dst, (paired[chunk],))
                 continue
             for level in range(levels):
                 near = 1 << level
-                for i in range(width):
-                    if near <= (i ^ chunk) < 2 * near:
-                        yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
-            for k, dst in enumerate(d for d in destinations if d not in paired):
-                src = paired[extras.index(dst) if dst in extras else k % width]
+                first = (chunk ^ near) & -near
+                for i in range(first, first + near):
+                    yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
+            for dst, src in others:
                 yield after + levels, Step(chunk, dst, (src,))
 
     # Exchanging neighbouring blocks of 1, 2, 4, ... devices moves the steps of a chunk to those of another one, if the

@@ -134,8 +134,8 @@ class Plan:
         helpers = self.helpers and helped_by(self.helpers, self.rate, self.bound_without_helpers)
         lines = [
             head,
-            f"  plan      {many(len(self.schedule.chunks), 'chunk')}, k = {float(found.k):.4g} unit trees per root on "
-            f"{many(len(found.roots), 'root')}, depth {found.depth}, {many(len(self.schedule.rounds), 'round')}, "
+            f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(found.k):.4g} unit trees per root on "
+            f"{many(len(found.roots), 'root')}, depth {found.depth}, {many(self.schedule.round_count, 'round')}, "
             f"{many(pieces, 'piece')} per chunk",
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",

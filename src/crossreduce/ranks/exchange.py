@@ -19,7 +19,7 @@ from itertools import chain, pairwise, repeat
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..lowering import DeviceProgram, Program, for_device
+from ..lowering import DeviceProgram, Program
 from ..ops import Numbers
 from ..packing import itemsize
 from ..transports.base import PendingMessage, Transport
@@ -105,7 +105,7 @@ def exchange_program(
     ``program``: its devices are the hosts; all chunks have the same sources and destinations.
     """
     program.require_uniform()
-    part = for_device(program, host)
+    part = program.on(host)
     late = delay(program, len(sizes))
     # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
     has_results = program.chunks[0].sources == (host,)

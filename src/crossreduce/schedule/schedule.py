@@ -107,7 +107,7 @@ class Schedule:
         # Lists are copied to tuples, since they could be changed after the schedule was made.
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
-        steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
+        steps_of = (tuple([_frozen(step) for step in steps]) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
         n = len(self.devices)
         for route in self.routes:
@@ -126,10 +126,12 @@ class Schedule:
         if sum(chunk.share for chunk in self.chunks) != 1:
             given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
             raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
+        count = len(self.chunks)
         for r, steps in enumerate(self.rounds):
             for s, step in enumerate(steps):
-                in_range = 0 <= step.chunk < len(self.chunks) and 0 <= step.dst < n
-                if not in_range or not step.srcs or not all(0 <= src < n for src in step.srcs):
+                c, dst, srcs = step
+                in_range = 0 <= c < count and 0 <= dst < n
+                if not in_range or not srcs or min(srcs) < 0 or max(srcs) >= n:
                     remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
                     raise _malformed(f"round {r}, step {s}", step, remedy, n)
         for route in self.routes:
@@ -324,17 +326,27 @@ def live_rounds(schedule: Schedule) -> list[list[Step]]:
     >>> [len(steps) for steps in live_rounds(direct(["cpu:0", "cpu:1"]))]
     [2, 2]
     """
-    live = {(c, dst) for c, chunk in enumerate(schedule.chunks) for dst in chunk.destinations}
+    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk the devices whose values matter
     rounds = []
     for steps in reversed(schedule.rounds):
-        kept = [step for step in steps if (step.chunk, step.dst) in live and step.srcs != (step.dst,)]
-        live.difference_update((step.chunk, step.dst) for step in kept)
-        live.update((step.chunk, src) for step in kept for src in step.srcs)
+        kept = [step for step in steps if step[1] in live[step[0]] and step[2] != (step[1],)]
+        for chunk, dst, _ in kept:
+            live[chunk].discard(dst)
+        for chunk, _, srcs in kept:
+            live[chunk].update(srcs)
         rounds.append(kept)
     return rounds[::-1]
 
 
 _ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]) with an existing chunk and round"
+
+
+def _frozen(step: Step) -> Step:
+    """Return a step in tuples."""
+    if type(step) is Step and type(step[2]) is tuple:
+        return step
+    chunk, dst, srcs = step
+    return Step(chunk, dst, tuple(srcs))
 
 
 def _positions(numbers: Iterable[int], n: int) -> bool:

@@ -48,6 +48,9 @@ def verify(schedule: Schedule) -> None:
         # A chunk's image under a permutation of the devices has the image of the chunk's result. So the base is proof
         # enough; that the permutations are some was checked when the schedule was made.
         schedule = schedule.base
+    if "_is_proved" in schedule.__dict__ or _is_plainly_right(schedule):
+        schedule.__dict__["_is_proved"] = True  # of this very object, which does not change
+        return
     cells = _initial(schedule)
     for _ in _evaluate(schedule, cells):
         pass
@@ -57,6 +60,33 @@ def verify(schedule: Schedule) -> None:
             last = cells.get((c, dst))
             if last is None or last.twice or last.once != everyone:
                 raise ScheduleError(_explain(schedule, c, dst, everyone))
+
+
+def _is_plainly_right(schedule: Schedule) -> bool:
+    """Return whether every destination gets every contribution once, and no step has a fault, even a harmless one.
+
+    It is the evaluation below without what only an error needs, and takes half of its time.
+    """
+    cells = [{source: 1 << source for source in chunk.sources} for chunk in schedule.chunks]
+    for steps in schedule.rounds:
+        made: dict[tuple[int, int], int] = {}
+        for chunk, dst, srcs in steps:
+            values, once = cells[chunk], 0
+            for src in srcs:
+                value = values.get(src, 0)
+                if not value or once & value:
+                    return False
+                once |= value
+            made[chunk, dst] = once
+        if len(made) < len(steps):
+            return False
+        for (chunk, dst), once in made.items():
+            cells[chunk][dst] = once
+    for (_, sources, destinations), values in zip(schedule.chunks, cells, strict=True):
+        everyone = sum([1 << source for source in sources])
+        if any(values.get(dst) != everyone for dst in destinations):
+            return False
+    return True
 
 
 def _initial(schedule: Schedule) -> _Cells:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -87,16 +86,31 @@ class Symmetry:
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """Yield the permutation of each element, in the order of ``images``."""
-        before: list[int] = []
-        kept: list[tuple[int, ...]] = []  # the product of the powers of the first k generators
-        for powers in product(*(range(generator.order) for generator in self.generators)):
-            k = next((k for k, (a, b) in enumerate(zip(powers, before, strict=False)) if a != b), 0) if before else 0
-            del kept[k:]
-            for g in range(k, len(powers)):
-                start = kept[-1] if kept else tuple(range(self.nodes))
-                kept.append(composed(start, power(self.generators[g].moves, powers[g])))
-            before = list(powers)
-            yield kept[-1] if kept else tuple(range(self.nodes))
+        yield from _products(tuple(range(self.nodes)), self.generators)
+
+    def image(self, element: int, node: int) -> int:
+        """Return the image of a node under one element of the group, numbered as in ``images``."""
+        for order, cycles in self._cycles:
+            element, times = divmod(element, order)
+            cycle, at = cycles[node]
+            node = cycle[(at + times) % len(cycle)]
+        return node
+
+    @cached_property
+    def _cycles(self) -> list[tuple[int, list[tuple[tuple[int, ...], int]]]]:
+        """The order of each generator, from the last to the first, and for each node its cycle and position in it."""
+        found = []
+        for moves, order in reversed(self.generators):
+            places: list[tuple[tuple[int, ...], int]] = [((), 0)] * self.nodes
+            for first in range(self.nodes):
+                if not places[first][0]:
+                    cycle = [first]
+                    while moves[cycle[-1]] != first:
+                        cycle.append(moves[cycle[-1]])
+                    for at, node in enumerate(cycle):
+                        places[node] = tuple(cycle), at
+            found.append((order, places))
+        return found
 
     def links(self, topology: Topology) -> tuple[tuple[int, ...], dict[int, int]] | None:
         """Return the least link of the orbit of each link, and how many links each of these orbits has.
@@ -122,6 +136,16 @@ class Symmetry:
             moved.append(images)
         found = joined(moved, len(ends))
         return tuple(found), counted(found)
+
+
+def _products(start: tuple[int, ...], generators: Sequence[Generator]) -> Iterator[tuple[int, ...]]:
+    """Yield ``start``, followed by each product of powers of the generators; see ``Symmetry.images``."""
+    if not generators:
+        yield start
+        return
+    for _ in range(generators[0].order):
+        yield from _products(start, generators[1:])
+        start = composed(start, generators[0].moves)
 
 
 def spread(node: int, generators: Sequence[Generator]) -> list[int]:

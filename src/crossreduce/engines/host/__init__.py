@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from ... import kernels
 from ...frameworks import FRAMEWORKS, Array
 from ...kernels import FusedProgram, Kernel, Segment
-from ...lowering import element_ranges, fused
+from ...lowering import element_ranges
 from ...ops import KERNEL_OPS, Numbers
 from ...packing import itemsize
 from ..base import Layout, OverlapError, PreparedRun
@@ -174,7 +174,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
         for program, base, end in ranges:
             for chunk, low, high in element_ranges(program, end - base):
                 low, high = base + low, base + high
-                number = programs.setdefault(fused(program.chunks[chunk], results), len(programs))
+                number = programs.setdefault(program.fused(chunk, results), len(programs))
                 while first < len(spans) and spans[first][2] <= low:
                     first += 1
                 for tensor, start, stop in itertools.islice(spans, first, None):

@@ -1,0 +1,72 @@
+"""The one lowering: a verified schedule becomes a ``Program``, which every engine and every exporter consumes.
+
+Input: a ``Schedule``. Output: a ``Program`` in static single assignment: each chunk has numbered values, and each
+instruction makes one value on one device. Instructions that no destination needs are removed, the combinations that
+produce the fully reduced chunk are marked as final, and the last use of every value is known.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..schedule import GeneratedSchedule, Schedule, live_rounds, verify
+from .device_programs import Combination, DeviceProgram, DeviceStage, LocalValue
+from .fusing import fused
+from .images import GeneratedProgram
+from .instructions import ChunkProgram, Instruction, Numbered, Read, finished
+from .program import Program, Transfer, element_ranges, part_of
+
+__all__ = [
+    "ChunkProgram",
+    "Combination",
+    "DeviceProgram",
+    "DeviceStage",
+    "GeneratedProgram",
+    "Instruction",
+    "LocalValue",
+    "Numbered",
+    "Program",
+    "Transfer",
+    "element_ranges",
+    "fused",
+    "lower",
+    "part_of",
+]
+
+
+@lru_cache(maxsize=1024)
+def lower(schedule: Schedule) -> Program:
+    """Verify a schedule and return its program, which is cached.
+
+    The program of a ``GeneratedSchedule`` stores the chunks of the base, and makes the others when they are read.
+
+    Raises:
+      ScheduleError: ``verify`` rejects the schedule.
+    """
+    verify(schedule)
+    if isinstance(schedule, GeneratedSchedule):  # verify has proved its base
+        return GeneratedProgram(schedule, lower(schedule.base))
+    read: list[list[Read]] = [[] for _ in schedule.chunks]
+    current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
+    count = [len(chunk.sources) for chunk in schedule.chunks]  # of the values so far
+    for r, steps in enumerate(live_rounds(schedule)):
+        for chunk, dst, srcs in steps:
+            values = current[chunk]
+            read[chunk].append((r, dst, tuple([values[src] for src in srcs])))
+        for chunk, dst, _ in steps:
+            current[chunk][dst] = count[chunk]
+            count[chunk] += 1
+    chunks = []
+    for (share, sources, destinations), instructions, cells in zip(schedule.chunks, read, current, strict=True):
+        results = tuple([cells[dst] for dst in destinations])
+        made_here = finished(len(sources), instructions, results)
+        chunks.append(ChunkProgram(share, sources, destinations, made_here, results))
+    return Program(
+        schedule.collective,
+        schedule.algorithm,
+        schedule.devices,
+        tuple(chunks),
+        schedule.round_count,
+        schedule.pieces,
+        schedule.routes,
+    )

@@ -1,0 +1,103 @@
+"""The instructions of a chunk: numbered values, each made on one device, with final flags and liveness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """Makes one value of a chunk on ``device``: a copy of one operand, or the combination of several.
+
+    Args:
+      device: the number of the device that makes the value.
+      operands: values, combined in this order. Those of other devices have to be sent.
+      round: the schedule's round.
+      final: the combination contains every contribution once: divide and round here, and only here.
+      last_uses: the operands that no later instruction reads and that are not results.
+      donated: the position, 0 or 1, of an operand whose memory the result may take over; -1: none. Such an operand
+        is a combination that is not final, or a copy of one; no later instruction reads it or another value that may
+        share its memory.
+    """
+
+    device: int
+    operands: tuple[int, ...]
+    round: int
+    final: bool
+    last_uses: tuple[int, ...]
+    donated: int
+
+
+class ChunkProgram(NamedTuple):
+    """The instructions of one chunk.
+
+    Value k is the input of ``sources[k]``; instruction k makes value ``len(sources) + k``.
+    """
+
+    share: Fraction  # the chunk's fraction of the buffer
+    sources: tuple[int, ...]  # the devices that contribute
+    destinations: tuple[int, ...]  # the devices that need the result
+    instructions: tuple[Instruction, ...]  # in an order in which they can run one by one
+    results: tuple[int, ...]  # the value that each destination keeps
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each value."""
+        return (*self.sources, *(instruction.device for instruction in self.instructions))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each value, and so its dtype: "input", "partial" (an accumulator) or "final" (fully reduced).
+
+        A copy has the kind of what it copies. If a chunk has one input only, that input is "final".
+        """
+        found = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
+        for _, operands, _, final, *_ in self.instructions:
+            found.append(found[operands[0]] if len(operands) == 1 else "final" if final else "partial")
+        return tuple(found)
+
+
+class Numbered(NamedTuple):
+    """An instruction with its chunk and the number of the value that it makes."""
+
+    chunk: int
+    value: int
+    instruction: Instruction
+
+
+Read = tuple[int, int, tuple[int, ...]]  # the round and the device of an instruction, and its operands
+
+
+def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
+    """Return the instructions of a chunk with so many inputs, with final flags and liveness."""
+    kept = {*results}
+    contributions = [1] * inputs  # how many a value has: in a verified schedule none occurs twice
+    # A copy may share memory with its operand: ``origin`` is the input or combination behind each value.
+    origin = list(range(inputs))
+    last_read: dict[int, int] = {}  # for each value, the last value that is computed from it
+    last_read_origin: dict[int, int] = {}
+    for value, (_, _, operands) in enumerate(read, start=inputs):
+        for operand in operands:
+            last_read[operand] = last_read_origin[origin[operand]] = value
+        if len(operands) == 1:
+            contributions.append(contributions[operands[0]])
+            origin.append(origin[operands[0]])
+        else:
+            contributions.append(sum([contributions[operand] for operand in operands]))
+            origin.append(value)
+    made = []
+    for value, (r, device, operands) in enumerate(read, start=inputs):
+        if len(operands) == 1:
+            is_last_use = last_read[operands[0]] == value and operands[0] not in kept
+            made.append(Instruction(device, operands, r, False, operands if is_last_use else (), -1))
+            continue
+        last_uses = tuple([v for v in dict.fromkeys(operands) if last_read[v] == value and v not in kept])
+        donated = -1
+        for k, operand in enumerate(operands[:2]):  # inputs or partial sums, never results, and all differ
+            start = origin[operand]
+            if start >= inputs and last_read_origin[start] == value:
+                donated = k
+                break
+        made.append(Instruction(device, operands, r, contributions[value] == inputs, last_uses, donated))
+    return tuple(made)

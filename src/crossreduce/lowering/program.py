@@ -1,0 +1,202 @@
+"""``Program``: a verified schedule in static single assignment, which every engine and every exporter consumes.
+
+It stores no sizes, dtypes or arrays, so one program serves every size. ``Program.fused`` is the view for engines whose
+devices share memory (no copies; chains of combinations are merged), and ``Program.on`` that for engines whose devices
+exchange messages (one device's sends, receives, combinations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+from ..kernels import FusedProgram
+from ..schedule import Route
+from ..schedule.schedule import spans
+from .device_programs import ChunkEvents, DeviceProgram, PartInChunk, device_program
+from .fusing import fused
+from .instructions import ChunkProgram, Numbered
+
+
+class Transfer(NamedTuple):
+    """A value of a chunk that moves from ``src`` to ``dst``.
+
+    ``through``: the nodes that the schedule routes it through; ``None``: the topology's own route. ``final``: whether
+    the value is fully reduced.
+    """
+
+    chunk: int
+    src: int
+    dst: int
+    through: tuple[str, ...] | None
+    final: bool
+
+
+@dataclass(frozen=True, eq=False)  # lower() is cached, so identity is enough: a cheap cache key
+class Program:
+    """A verified schedule in static single assignment.
+
+    ``devices`` are canonical names, numbered by their position; ``pieces`` is the number of pipelined pieces per chunk.
+    Both, and the collective, the algorithm and the routes, are those of the schedule.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import one_device
+    >>> print(lower(one_device(["cpu:0", "cpu:1"])))
+    all_reduce one_device: 2 devices, 1 chunk, 2 instructions
+      chunk 0: v2 on cpu:0 = v0 + v1 (final)
+      chunk 0: v3 on cpu:1 = v2
+    """
+
+    collective: str
+    algorithm: str
+    devices: tuple[str, ...]
+    chunks: Sequence[ChunkProgram]
+    round_count: int
+    pieces: int
+    routes: tuple[Route, ...]
+
+    @cached_property
+    def by_round(self) -> tuple[tuple[Numbered, ...], ...]:
+        """The instructions of each round, chunk by chunk. They read only inputs and values of earlier rounds."""
+        rounds: list[list[Numbered]] = [[] for _ in range(self.round_count)]
+        for c, chunk in enumerate(self.chunks):
+            for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
+                rounds[instruction.round].append(Numbered(c, value, instruction))
+        return tuple(map(tuple, rounds))
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The transfers of each round, chunk by chunk: every operand that is on another device."""
+        through = {(*route[:3], route.round): route.through for route in self.routes}
+        places = [chunk.devices for chunk in self.chunks]
+        kinds = [chunk.kinds for chunk in self.chunks]
+        return tuple(
+            tuple(
+                Transfer(
+                    c,
+                    src,
+                    instruction.device,
+                    through.get((*ends, r), through.get((*ends, None))),
+                    kinds[c][v] == "final",
+                )
+                for c, _, instruction in instructions
+                for v in instruction.operands
+                if (src := places[c][v]) != instruction.device
+                for ends in [(c, src, instruction.device)]
+            )
+            for r, instructions in enumerate(self.by_round)
+        )
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The sources and destinations that all chunks have; ``None``: they differ."""
+        found = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
+        return found.pop() if len(found) == 1 else None
+
+    def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
+        """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
+        return fused(self.chunks[chunk], results)
+
+    def on(self, device: int) -> DeviceProgram:
+        """Return the part of one device, for engines whose devices exchange messages.
+
+        Every read of another device's value is a message, as in the simulation.
+
+        >>> from crossreduce.lowering import lower
+        >>> from crossreduce.planning import direct
+        >>> for stage in lower(direct(["cpu:0", "cpu:1"])).on(0).stages:
+        ...     print(*stage)
+        ((1, 1),) ((2, 1),) (Combination(made=3, operands=(0, 2), final=True),)
+        ((3, 1),) ((4, 1),) ()
+        """
+        assert 0 <= device < len(self.devices), f"device {device} of {len(self.devices)}"
+        return _on(self, device)
+
+    @cached_property
+    def _events(self) -> list[ChunkEvents]:
+        return [ChunkEvents(chunk) for chunk in self.chunks]
+
+    def _part(self, device: int) -> DeviceProgram:
+        parts = [PartInChunk(events, device, lambda other: other) for events in self._events]
+        return device_program(self.round_count, parts)
+
+    @property
+    def shares(self) -> Sequence[Fraction]:
+        """Each chunk's fraction of the buffer."""
+        return [chunk.share for chunk in self.chunks]
+
+    def require_uniform(self) -> None:
+        """Raise unless all chunks have the same sources and destinations, so that inputs and results are whole arrays.
+
+        Raises:
+          ScheduleError: they differ.
+        """
+        if self.ends is None:
+            problem = "only schedules whose chunks all have the same sources and destinations can run on whole arrays."
+            given = f"{self.collective} by {self.algorithm}, {len(self.chunks)} chunks"
+            raise ScheduleError.of(problem, given, "all_reduce, reduce or broadcast")
+
+    def spans(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Return each chunk's range of elements in a buffer of ``size`` elements: see ``Schedule.spans``."""
+        return spans(self.shares, size)
+
+    def __str__(self) -> str:
+        count = sum(len(chunk.instructions) for chunk in self.chunks)
+        plural = "" if len(self.chunks) == 1 else "s"
+        lines = [
+            f"{self.collective} {self.algorithm}: {len(self.devices)} devices, {len(self.chunks)} chunk{plural}, "
+            f"{count} instructions"
+        ]
+        for c, chunk in enumerate(self.chunks):
+            for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
+                operands = " + ".join(f"v{operand}" for operand in instruction.operands)
+                final = " (final)" if instruction.final else ""
+                lines.append(f"  chunk {c}: v{value} on {self.devices[instruction.device]} = {operands}{final}")
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=1024)
+def _on(program: Program, device: int) -> DeviceProgram:
+    return program._part(device)
+
+
+@lru_cache(maxsize=4096)
+def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the chunks that have elements in a buffer of ``size``, as ``(chunk, start, stop)``.
+
+    An empty buffer passes through one chunk, so that its result gets the right dtype.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import direct
+    >>> element_ranges(lower(direct(["cpu:0", "cpu:1", "cpu:2"])), 2)
+    ((1, 0, 1), (2, 1, 2))
+    """
+    spans = enumerate(program.spans(size))
+    return tuple((c, start, stop) for c, (start, stop) in spans if stop > start) or ((0, 0, 0),)
+
+
+@lru_cache(maxsize=4096)
+def part_of(program: Program, sources: tuple[int, ...], destinations: tuple[int, ...]) -> Program:
+    """Return the program of the chunks with these sources and destinations, as one of a buffer of only these chunks.
+
+    The rounds keep their numbers.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import plan
+    >>> program = lower(plan("dgx-1v", "reduce_scatter").schedule)
+    >>> print({chunk.destinations for chunk in part_of(program, tuple(range(8)), (3,)).chunks})
+    {(3,)}
+    """
+    wanted = set(sources), set(destinations)
+    if program.ends is not None and (set(program.ends[0]), set(program.ends[1])) == wanted:
+        return program
+    chunks = [chunk for chunk in program.chunks if (set(chunk.sources), set(chunk.destinations)) == wanted]
+    whole = sum(chunk.share for chunk in chunks)
+    parts = tuple(chunk._replace(share=chunk.share / whole) for chunk in chunks)
+    return Program(
+        program.collective, program.algorithm, program.devices, parts, program.round_count, program.pieces, routes=()
+    )
