@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from os import PathLike
@@ -35,6 +35,7 @@ class Plan:
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
+    change: str = field(default="", compare=False)  # what ``replanned`` did, and why; empty: it was planned at once
 
     # Writes ``report``'s file. The package sets it, since export/ is above this folder; planning itself does no I/O.
     reporter: ClassVar[Callable[[Plan, str | PathLike[str]], None] | None] = None
@@ -140,6 +141,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
+            *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
@@ -189,6 +191,29 @@ class Plan:
             with suppress(PlanError):
                 found[algorithm] = planned(request._replace(algorithm=algorithm))
         return found
+
+    def replanned(self, topology: TopologyLike) -> Plan:
+        """Return the plan of the same request on a topology that has changed: ``change`` tells what was done.
+
+        This is quicker than ``plan``. The schedule is kept if no link that it uses became slower, and either no link
+        became faster or it still reaches the bound. If not, the algorithm of this plan alone plans again; its schedule
+        is taken if it comes as close to its bound as this plan does. If not, all algorithms are tried, as by ``plan``.
+
+        Args:
+          topology: as for ``plan``; its devices and switches have the names that they have in this plan. Lost devices
+            take no part any more. New ones take part if all devices did.
+        Raises:
+          ArgumentError: the root is lost, or all devices are.
+          PlanError: a destination cannot be reached any more, or the given algorithm cannot plan on the topology.
+
+        >>> square = Topology.full_mesh(4, gb_per_s=25)
+        >>> rest = plan(square, nbytes=1 << 30).replanned(square.without_link(0, 1).without_node(3))
+        >>> print(rest.change, rest.request.sources, rest.ratio)
+        planned again, since cpu:3 is lost; cpu:0-cpu:1 is lost ('cpu:0', 'cpu:1', 'cpu:2') 1
+        """
+        from .replanning import replanned
+
+        return replanned(self, topology_of(topology))
 
     def report(self, path: str | PathLike[str]) -> None:
         """Write the plan as one HTML file, which shows it in any browser and needs no network.

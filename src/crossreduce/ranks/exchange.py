@@ -290,33 +290,58 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
 
 
 def agreed(
-    digest: bytes, data: Mapping[int, bytes], ranks: Sequence[int], transport: Transport, tag: int, timeout_s: float
+    digest: bytes,
+    data: Mapping[int, bytes],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+    diameter: int = 1,
 ) -> dict[int, bytes] | None:
     """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
 
-    Returns what each other rank has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests are
-    not all equal.
+    Returns what each of these ranks has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests
+    of all hosts are not equal. If some hosts have no link to each other, their neighbours pass on that they differ.
 
     Args:
       digest: of this rank's call, of equal length on all hosts.
       data: for each rank at most ``EAGER_BYTES``; ranks may be missing.
-      ranks: one of each other host.
+      ranks: one of each host to which this host has a link.
       transport: between hosts.
       tag: of the messages.
       timeout_s: how long each message may take.
+      diameter: the most links on the shortest route between any two hosts.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
     size = len(digest)
     received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
-    sent = [ctypes.create_string_buffer(first := digest + data.get(rank, b""), len(first)) for rank in ranks]
+    messages = [digest + data.get(rank, b"") for rank in ranks]
+    _exchange(messages, received, ranks, transport, tag, timeout_s)
+    same = all(memory.raw[:size] == digest for memory in received)
+    # A host that differs from this one is at most ``diameter`` links away. On the way to it, two neighbours differ, of
+    # which the one nearer to this host notices it at once. It is at most ``diameter - 1`` links away.
+    for _ in range(diameter - 1):
+        verdicts = [ctypes.create_string_buffer(1) for _ in ranks]
+        _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s)
+        same = same and all(memory.raw == b"=" for memory in verdicts)
+    return {rank: memory.raw[size:] for rank, memory in zip(ranks, received, strict=True)} if same else None
+
+
+def _exchange(
+    messages: Sequence[bytes],
+    received: Sequence[ctypes.Array[ctypes.c_char]],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+) -> None:
+    """Send a message to each rank, and receive one from each."""
+    sent = [ctypes.create_string_buffer(message, len(message)) for message in messages]
     started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
     pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
     for message, rank in pending:
         wait_for(message, rank, timeout_s)
-    if any(memory.raw[:size] != digest for memory in received):
-        return None
-    return {rank: memory.raw[size:] for rank, memory in zip(ranks, received, strict=True)}
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

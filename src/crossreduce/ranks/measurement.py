@@ -42,7 +42,7 @@ _LOCAL_LATENCY_S: Final = 1e-6
 class Speeds(NamedTuple):
     """Measured speeds. Bandwidths are in GB/s."""
 
-    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0 on the diagonal
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0: there is no link
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
     cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
@@ -79,7 +79,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         with communicator.aborting():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if probe is not None and other is not None:
+                if probe is not None and other is not None and communicator.has_link(own, other):
                     probe.pair(other, each_s)
                 communicator.agree("measure_topology")
         if probe is not None:
@@ -176,7 +176,7 @@ class _Probe:
         def share(src: int, dst: int) -> int:
             return int(min(room, max(_FIRST_BYTES, gb_per_s[src][dst] * 1e9 * seconds / 2)))
 
-        others = [other for other in range(len(self.peers)) if other != self.host]
+        others = [other for other, speed in enumerate(gb_per_s[self.host]) if speed]
         incoming = [(self._receive(other, share(other, self.host), other * room), other) for other in others]
         began = time.perf_counter()
         outgoing = [(self._send(other, share(self.host, other)), other) for other in others]
@@ -241,7 +241,7 @@ def _rounded(number: float) -> float:
 
 
 def host_topology(speeds: Speeds) -> Topology:
-    """Return the topology of hosts: a link between every two, behind a cable if all links of a host share one.
+    """Return the topology of hosts: the links between them, behind a cable if all links of a host share one.
 
     >>> mesh = Speeds(((0, 1), (2, 0)), ((0, 1e-4), (1e-4, 0)), (0, 0), (10, 10))
     >>> host_topology(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
@@ -278,6 +278,7 @@ def _topology(
             ends[src], ends[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst]))
         )
         for src, dst in permutations(range(len(ends)), 2)
+        if speeds.gb_per_s[src][dst]
     ]
     cables = [(host, end, speed) for host, end, speed in zip(hosts, ends, speeds.cables, strict=True) if end != host]
     for cable in cables:

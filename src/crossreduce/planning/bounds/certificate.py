@@ -98,13 +98,17 @@ class Bound:
                 raise PlanError.of("a cut must have a weight of 0 or more.", f"weight {cut.weight}")
             if everyone <= cut.nodes:
                 raise PlanError.of("a cut must leave out at least one of the devices.", shown(sorted(cut.nodes)))
-        proved = self._proved_by_prices() if self.prices else self._proved()
+        proved = self._proved_by_prices() if self.prices else self.proved()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
             raise PlanError.of("the certificate does not prove the bound.", given)
 
-    def _proved(self) -> Fraction:
-        """Return the rate that the cuts and potentials prove."""
+    def proved(self) -> Fraction:
+        """Return the rate that the cuts and potentials prove on the topology, whatever ``algbw`` is.
+
+        Raises:
+          PlanError: they prove none.
+        """
         inside = [
             sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) * weight
             for root, weight in self.roots
