@@ -1,8 +1,7 @@
-"""``Plan.replanned``: a plan for the rest of a machine after a failure, or for links whose speeds have changed.
+"""What ``Plan.replanned`` needs to know about a topology that has changed.
 
-Input: a plan, and the topology as it is now. Output: a plan of the same request. The old schedule is kept if nothing
-that it uses became worse and nothing can be faster. If not, the old plan's algorithm alone plans again, and all
-algorithms only if it comes less close to the bound than before.
+Input: a request, a schedule and a bound on the old topology, and the new topology. Output: the request on the new one,
+whether the schedule still runs as before, what has changed, and a rate that no new schedule exceeds.
 """
 
 from __future__ import annotations
@@ -14,51 +13,23 @@ from fractions import Fraction
 from typing import Final
 
 from ..errors import ArgumentError, PlanError
-from ..schedule import simulate
+from ..schedule import Schedule
 from ..schedule.costs import SharedLimit
 from ..schedule.traffic import traffic
 from ..topology import Link, Topology
+from .bounds.certificate import Bound
 from .planners import Request
-from .plans import Plan, planned
-from .schedules import CHOICES
 
 _MOST_NAMES: Final = 3
-TOLERANCE: Final = 0.02  # a plan that is further from its bound than the old one by at most this part is taken
 
 Pair = tuple[str, str]
 
 
-def replanned(plan: Plan, topology: Topology) -> Plan:
-    """Return the plan of ``plan``'s request on ``topology``; see ``Plan.replanned``."""
-    request = _moved(plan, topology)
-    what = _changes(plan.topology, topology)
-    kept = _kept(plan, request)
-    if kept is not None:
-        return replace(kept, change=f"kept, although {what}" if what else "kept: nothing has changed")
-    for name in dict.fromkeys([plan.algorithm, "forest"]) if request.algorithm in CHOICES else ():
-        try:
-            again = replace(planned(request._replace(algorithm=name)), request=request)
-        except PlanError:  # the algorithm cannot plan it
-            continue
-        # The search for a bound can take longer than all else. Forests have searched it, so it is known.
-        most = again.bound.algbw if name == "forest" else _most(plan, request)
-        if _is_near(again, most, plan):
-            return replace(again, change=f"planned again by {name} alone, since {what}")
-    return replace(planned(request), change=f"planned again, since {what}")
+def quick_bound(old: Bound, request: Request) -> Fraction | None:
+    """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None``: nothing has to move.
 
-
-def _is_near(again: Plan, most: Fraction | None, plan: Plan) -> bool:
-    """Return whether a plan takes, over the least time at ``most`` GB/s, no longer than ``plan`` over its own bound."""
-    if most is None or plan.bound.algbw is None:
-        return most is None
-    return again.seconds * float(most) <= (1 + TOLERANCE) * plan.seconds * float(plan.bound.algbw)
-
-
-def _most(plan: Plan, request: Request) -> Fraction | None:
-    """Return a rate in GB/s that no schedule of the request exceeds, which is found quickly; ``None``: there is none.
-
-    It is the least of the old bound, if nothing became faster, of that which its cuts prove on the new topology, and of
-    what the links of each single device prove.
+    It is the least of what the links of each single device prove, and of what the cuts of the bound on the old topology
+    prove on the new one.
     """
     topology, collective = request.topology, request.collective
     assert topology is not None
@@ -76,34 +47,34 @@ def _most(plan: Plan, request: Request) -> Fraction | None:
             rates.append(out / (1 - part if collective == "all_gather" else part))
         if sources - {device} and device in destinations:
             rates.append(into / (1 - part if collective == "reduce_scatter" else part))
-    old = plan.bound
     if old.cuts and set(old.devices) == sources | destinations:
         with suppress(PlanError):
             rates.append(replace(old, topology=topology).proved())
     return min(rates)
 
 
-def _moved(plan: Plan, topology: Topology) -> Request:
-    """Return the plan's request on another topology.
+def moved(request: Request, topology: Topology) -> Request:
+    """Return a request on another topology: lost devices take no part; new ones do if all devices did.
 
     Raises:
       ArgumentError: no device takes part any more, or the root is lost.
     """
-    request, old = plan.request, plan.topology
+    old = request.topology
+    assert old is not None
+    ends = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())
 
     def left(given: tuple[str, ...]) -> tuple[str, ...]:
         stayed = tuple(device for device in given if device in topology.devices)
         joined = [device for device in topology.devices if device not in old.devices]
-        return (*stayed, *joined) if set(given) == set(old.devices) else stayed
+        return (*stayed, *joined) if stayed and set(given) == set(old.devices) else stayed
 
     sources, destinations = left(request.sources), left(request.destinations)
-    for root in (request.root, plan.root):
-        if root is not None and root not in topology.devices:
+    for root in (*ends, *([] if request.root is None else [request.root])):
+        if root not in topology.devices:
             remedy = f'plan(topology, "{request.collective}", root=...) with another root'
             raise ArgumentError.of("the root of the plan is lost.", f"{root}; {topology!r}", remedy)
-    if plan.root is not None:  # devices that joined are no roots, even if the topology had one device
-        only = (plan.root,)
-        sources, destinations = (only, destinations) if request.collective == "broadcast" else (sources, only)
+    if ends:  # the root stays the only one, even if it was the only device and others joined
+        sources, destinations = (ends, destinations) if request.collective == "broadcast" else (sources, ends)
     if not sources or not destinations:
         remedy = "a topology with some of the plan's devices, under their names in the plan"
         given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
@@ -114,26 +85,28 @@ def _moved(plan: Plan, topology: Topology) -> Request:
     return request._replace(sources=sources, destinations=destinations, topology=topology, costs=costs)
 
 
-def _kept(plan: Plan, request: Request) -> Plan | None:
-    """Return the plan with its old schedule, if this is still right; ``None``: it is not."""
-    old, new = plan.topology, request.topology
+def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
+    """Return whether a schedule of one request does the other one, over the same links, of which none became slower."""
+    old, new = before.topology, request.topology
+    assert old is not None
     assert new is not None
-    if (request.sources, request.destinations) != (plan.request.sources, plan.request.destinations):
-        return None
+    if (request.sources, request.destinations) != (before.sources, before.destinations):
+        return False
     try:
-        used = traffic(plan.schedule, new).links.keys()
+        used = traffic(schedule, new).links.keys()
     except PlanError:  # a link that it uses is missing
-        return None
-    if used != traffic(plan.schedule, old).links.keys() or any(
-        _is_faster(old.by_ends[pair], new.by_ends[pair]) for pair in used
-    ):
-        return None
-    seconds = simulate(plan.schedule, new, request.nbytes, costs=request.costs).seconds
-    kept = replace(plan, request=request, seconds=seconds)
-    # If no link became faster, no other schedule takes less time than on the old topology, on which none was faster.
-    faster = any(pair not in old.by_ends or _is_faster(link, old.by_ends[pair]) for pair, link in new.by_ends.items())
-    better = faster or {*new.switches} - {*old.switches}
-    return kept if not better or (kept.rate is not None and kept.ratio == Fraction(1)) else None
+        return False
+    same = used == traffic(schedule, old).links.keys()
+    return same and not any(_is_faster(old.by_ends[pair], new.by_ends[pair]) for pair in used)
+
+
+def has_gained(old: Topology, new: Topology) -> bool:
+    """Return whether a topology has a link that the old one lacks, a faster one, or a switch that now reduces.
+
+    If not, every schedule takes at least as long as on the old topology, so one that was the fastest still is.
+    """
+    links = any(pair not in old.by_ends or _is_faster(link, old.by_ends[pair]) for pair, link in new.by_ends.items())
+    return links or not {*new.switches} <= {*old.switches}
 
 
 def _is_faster(one: Link, other: Link) -> bool:
@@ -141,7 +114,7 @@ def _is_faster(one: Link, other: Link) -> bool:
     return one.bandwidth > other.bandwidth or one.latency_s < other.latency_s
 
 
-def _changes(old: Topology, new: Topology) -> str:
+def changes(old: Topology, new: Topology) -> str:
     """Return what differs between two topologies, as text; empty: nothing."""
     there, here = old.by_ends, new.by_ends
     lost = [node for node in old.nodes if node not in new]

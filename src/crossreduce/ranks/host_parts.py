@@ -24,7 +24,9 @@ from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 from .programs import RankAnalysis, analyze, boundary
 
 SAME_SPEED: Final = Fraction(1, 10)
-"""A link whose bandwidth changes by at most this part keeps its plans: measurements of one link differ by a few %."""
+SAME_LATENCY_S: Final = Fraction(5, 100_000)
+"""Plans are kept if no bandwidth changes by more than this part: measurements of one link differ by a few percent. On
+busy hosts latencies differ by some 10 us."""
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 Lost = tuple[tuple[int, int], ...]  # pairs of hosts without a link, ascending
@@ -118,7 +120,7 @@ def distances(hosts: int, lost: Lost) -> tuple[tuple[int, ...], ...]:
 def same_speeds(planned: Topology, measured: Topology) -> bool:
     """Return whether two topologies have the same links, with nearly the same speeds.
 
-    Bandwidths may differ by a tenth, and latencies, which vary more, by a factor of two.
+    Bandwidths may differ by a tenth. Latencies, which vary more, may differ by a factor of two, or by 50 us.
     """
     if planned.nodes != measured.nodes or planned.by_ends.keys() != measured.by_ends.keys():
         return False
@@ -127,8 +129,7 @@ def same_speeds(planned: Topology, measured: Topology) -> bool:
     return all(
         one.bandwidth <= slack * other.bandwidth
         and other.bandwidth <= slack * one.bandwidth
-        and one.latency_s <= 2 * other.latency_s
-        and other.latency_s <= 2 * one.latency_s
+        and abs(one.latency_s - other.latency_s) <= max(min(one.latency_s, other.latency_s), SAME_LATENCY_S)
         for one, other in pairs
     )
 
@@ -172,7 +173,7 @@ def host_schedule(
 
 @lru_cache(maxsize=64)
 def equal_links(hosts: int, lost: Lost) -> Topology:
-    """Return the assumed topology of hosts whose links were not measured: equal links between all but ``lost`` pairs."""
+    """Return the assumed topology of hosts whose links were not measured: equal ones between all but ``lost`` pairs."""
     wiring = Topology.full_mesh(host_names(hosts), gb_per_s=1, latency_s=1e-4)
     for a, b in lost:
         wiring = wiring.without_link(a, b)

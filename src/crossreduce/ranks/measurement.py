@@ -30,6 +30,7 @@ _PINGS: Final = 9
 _FIRST_BYTES: Final = 1 << 20  # of the first stream, the least of any; a token bucket may let some pass at full speed
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
+_LONG_S: Final = 2.0  # a link on which the first stream takes longer, of less than 4 Mbit/s, has that speed
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
 _SHARED: Final = (
@@ -155,16 +156,20 @@ class _Probe:
                 self._stream_out(other, _FIRST_BYTES)
                 self._wait(self._receive(other, 8), other)
                 nbytes = ctypes.c_int64.from_address(self.at + _MAX_BYTES).value
-                for _ in range(_STREAMS):
+                for _ in range(_STREAMS if nbytes else 0):
                     self._stream_out(other, nbytes)
             else:
                 began = time.perf_counter()
                 self._stream_in(other, _FIRST_BYTES)
-                rough = _FIRST_BYTES / (time.perf_counter() - began) / 1e9
+                taken_s = time.perf_counter() - began
+                rough = _FIRST_BYTES / taken_s / 1e9
                 nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, rough * 1e9 * seconds / 2 / _STREAMS)))
+                if taken_s > _LONG_S:
+                    nbytes = 0  # no further streams
                 ctypes.c_int64.from_address(self.at).value = nbytes
                 self._wait(self._send(other, 8), other)
-                self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_STREAMS))
+                streams = [self._stream_in(other, nbytes) for _ in range(_STREAMS if nbytes else 0)]
+                self.bandwidth[other] = median(streams or [rough])
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> tuple[float, float]:
         """Receive from all other hosts, which send at the same time.
@@ -271,19 +276,24 @@ def _topology(
     switches: Sequence[str] = (),
     local: Sequence[Link] = (),
 ) -> Topology:
-    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts."""
-    ends = [f"host{k}.cable" if speeds.cables[k] else host for k, host in enumerate(hosts)]
+    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts.
+
+    A cable is two switches, out of the host and into it, since data cannot turn at it: only the host forwards data.
+    """
+    shared = [bool(speed) for speed in speeds.cables]
+    outs, ins = ([f"host{k}.{way}" if shared[k] else host for k, host in enumerate(hosts)] for way in ("out", "in"))
     links = [
-        Link(
-            ends[src], ends[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst]))
-        )
-        for src, dst in permutations(range(len(ends)), 2)
+        Link(outs[src], ins[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst])))
+        for src, dst in permutations(range(len(hosts)), 2)
         if speeds.gb_per_s[src][dst]
     ]
-    cables = [(host, end, speed) for host, end, speed in zip(hosts, ends, speeds.cables, strict=True) if end != host]
-    for cable in cables:
-        links += _both(*cable, 0.0)
-    nodes = [*switches, *(end for _, end, _ in cables)]
+    for host, out, into, speed in zip(hosts, outs, ins, speeds.cables, strict=True):
+        if speed:
+            links += [
+                Link(host, out, Fraction(repr(speed)), Fraction(0)),
+                Link(into, host, Fraction(repr(speed)), Fraction(0)),
+            ]
+    nodes = [*switches, *(end for ends in zip(outs, ins, strict=True) for end in ends if end not in hosts)]
     return Topology(tuple(devices), (*links, *local), tuple(map(Switch, nodes)))
 
 
