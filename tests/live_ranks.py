@@ -35,6 +35,15 @@ def meet(folder, name):
         time.sleep(0.02)
 
 
+def moved():
+    """Return one element of each array that this rank gets in an all-gather and an all-to-all."""
+    rows = [torch.empty(5000) for _ in range(SIZE)]
+    dist.all_gather(rows, torch.full((5000,), float(RANK)))
+    gathered = [int(row[-1]) for row in rows]
+    dist.all_to_all(rows, [torch.full((5000,), float(10 * RANK + k)) for k in range(SIZE)])
+    return gathered, [int(row[-1]) for row in rows]
+
+
 def main(folder, store):
     dist.init_process_group("crossreduce", store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60))
     communicator = dist.group.WORLD.communicator
@@ -46,14 +55,9 @@ def main(folder, store):
     found["after"] = summed(100)
     meet(folder, "measured")
     found["after"] &= summed(4 * MIB)
-    meet(folder, "reduced")
-    rows = [torch.empty(5000) for _ in range(SIZE)]
-    dist.all_gather(rows, torch.full((5000,), float(RANK)))
-    found["gathered"] = [int(row[-1]) for row in rows]
-    dist.all_to_all(rows, [torch.full((5000,), float(10 * RANK + k)) for k in range(SIZE)])
-    found["exchanged"] = [int(row[-1]) for row in rows]
+    found["gathered"], found["exchanged"] = moved()
     try:
-        if RANK in (2, 6):  # their hosts have no link
+        if RANK in (2, 6):  # their hosts may have no link
             (dist.send if RANK == 2 else dist.recv)(torch.ones(3), 8 - RANK)
     except cr.UnsupportedError as error:
         found["message"] = str(error)
@@ -65,8 +69,10 @@ def main(folder, store):
         dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND)
     except cr.UnsupportedError as error:
         found["refused"] = str(error)
+    meet(folder, "reduced")
     crossreduce.torch.measure_topology(seconds=0.1)
-    found["again"] = communicator.plan_digest
+    found |= {"again": communicator.plan_digest, "lost again": communicator.lost_links}
+    found["after"] &= summed(MIB) and moved() == (found["gathered"], found["exchanged"])
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forwarded, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
-from crossreduce.ranks import host_parts, multi_host
+from crossreduce.ranks import communicator, host_parts, multi_host
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
 from crossreduce.ranks.measurement import measure
@@ -234,6 +234,63 @@ def test_a_rank_that_is_late_is_not_given_up():
     """A rank that was stopped while others connect is not given up, however long they wait."""
     assert [one for one, _ in ranks(3, stalls, [], 2, 0.3)] == [[], [], []]
     assert [one for one, _ in ranks(3, stalls, [], 0, 0.3)] == [[], [], []]
+
+
+def checks(rendezvous, silent, late):
+    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
+    communicator.PATIENCE_S = 0.4
+    comm = without(rendezvous, [])
+    real = comm._own_transport.send
+    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
+
+    def send(address, nbytes, dst, tag):
+        return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
+
+    comm._own_transport.send = send
+    if comm.rank == late:
+        time.sleep(1.2)
+    comm.check_links("a check")
+    x = np.arange(10_000, dtype="int64") + comm.rank
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == 3 * np.arange(10_000) + 3).all()
+    comm.check_links("another one")
+    lost = comm.lost_links
+    with pytest.raises(MismatchError, match="rank 1 differs"):
+        comm.barrier() if comm.rank == 1 else comm.check_links("a third one")
+    comm.close()
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("silent", "late", "lost"),
+    [([], None, ()), ([], 1, ()), ([(0, 2)], None, ((0, 2),)), ([(2, 0), (0, 2)], 2, ((0, 2),))],
+)
+def test_a_check_finds_lost_links(silent, late, lost):
+    """A check gives up a link over which no message arrives, in one direction or both, and no rank that is late or
+    makes another call. Later calls use other links."""
+    assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
+
+
+def no_route_left(rendezvous):
+    communicator.PATIENCE_S = 0.4
+    comm = without(rendezvous, [])
+    real = comm._own_transport.send
+    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
+    comm._own_transport.send = lambda *message: done if 2 in (comm.rank, message[2]) else real(*message)
+    texts = []
+    for _ in range(2):  # the second call raises the same error
+        with pytest.raises(ReductionError, match=r"could not connect to each other[\s\S]*host 2 \(rank 2\)") as error:
+            comm.check_links("a check")
+        texts.append(str(error.value))
+    comm.close()
+    return set(texts)
+
+
+def test_a_check_that_finds_no_route_ends_the_group():
+    """If a host has lost all links, a check raises an error that names them on all ranks, also in later calls."""
+    found = ranks(3, no_route_left, environment=on(*"abc"))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 1
 
 
 # Plans on measured links

@@ -28,10 +28,11 @@ from ..errors import (
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
+from ..transports.tcp import TcpTransport
 from . import tracing
 from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, planned_text
-from .exchange import PeerError
-from .host_parts import distances, same_speeds
+from .exchange import Patience, PeerError
+from .host_parts import distances, lost_links, same_speeds
 from .instructions import reduction_numbers
 from .membership import Hosts, renewed
 from .one_host import RankExecutable
@@ -39,6 +40,7 @@ from .peers import InnerFailure
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .statistics import CountedMember
 
+PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s
 _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
 
 
@@ -97,6 +99,7 @@ class Communicator(CountedMember):
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
         self.traced: Path | None = None  # the file to which the calls are written
+        self._checks = 0  # the number of checks of the links
         self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
         super().__init__(rendezvous, transport, name, timeout_s, global_ranks, overlapping)
         tracing.register(self)
@@ -178,6 +181,47 @@ class Communicator(CountedMember):
             problem = f"a {method.partition('_')[0]} needs a connection between the hosts of both ranks."
             given = f"no connection between {self.link_text(own, lost[0])}"
             raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
+
+    def check_links(self, text: str) -> None:
+        """Check that all ranks pass the same text, and find links between hosts that are lost since the last check.
+
+        A link is lost if a message has not arrived over it within 10 s although both ranks are in this call. Later
+        calls are then planned without it. Only connections of the library's own are checked.
+
+        Raises:
+          MismatchError: the texts differ.
+          ReductionError: some hosts have no route to each other any more. The group cannot be used again.
+          PeerLostError, CollectiveTimeout: as for every call.
+        """
+        if self._remote is None or not isinstance(self._own_transport, TcpTransport):
+            return self.agree(text)
+        self._checks += 1
+        number = self._checks
+        self.rendezvous.announce(number)
+        patience = Patience(
+            lambda rank: self.rendezvous.has_announced(rank, number), min(PATIENCE_S, self.timeout_s / 2)
+        )
+        self._remote.patience = patience
+        try:
+            self.agree(text)
+        finally:
+            self._remote.patience = None
+        own = json.dumps(sorted(patience.given_up)).encode()
+        unreached = {rank: json.loads(given_up) for rank, given_up in enumerate(self.rendezvous.all_gather(own))}
+        lost = tuple(sorted({*self.lost_links, *lost_links(self.hosts, unreached)}))
+        if lost == self.lost_links:
+            return None
+        self.lost_links = lost
+        try:
+            self._require_routes()
+        except ReductionError as error:
+            self._abort(error)
+            self._raise_broken()
+        with self.lock:
+            self._remote.lose(lost)
+            self._executables.clear()
+            self._stages = 0
+        return None
 
     def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
         """Let another library execute a collective, and return when it has done so on all ranks.

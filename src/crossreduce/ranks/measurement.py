@@ -52,7 +52,8 @@ class Speeds(NamedTuple):
 def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     """Measure the links between a group's hosts, plan its reductions on them from now on, and return the topology.
 
-    All ranks call it together, best while no other program uses the network.
+    All ranks call it together, best while no other program uses the network. A pair of hosts over whose link no message
+    arrives within 10 s has no link any more: see ``Communicator.check_links``.
 
     Args:
       communicator: the group's communicator.
@@ -62,13 +63,14 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
       with the bandwidth of the host's memory, hosts by links with the measured speeds. It is the same on all ranks.
     Raises:
       ArgumentError: ``seconds`` is not above 0.
+      ReductionError: some hosts have no route to each other any more.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     if not seconds > 0:
         raise ArgumentError.of("seconds must be above 0.", f"seconds={shown(seconds)}", "seconds=1.0")
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
-    communicator.agree(f"measure_topology {seconds:g} s")
+    communicator.check_links(f"measure_topology {seconds:g} s")
     own = hosts.index(communicator.host)
     found: dict[str, object] = {"memory": _memory_bandwidth()}
     if count > 1:

@@ -31,6 +31,7 @@ from .exchange import (
     EAGER_BYTES,
     Exchange,
     ExchangeProgram,
+    Patience,
     agreed,
     delay,
     exchange_program,
@@ -81,18 +82,24 @@ class MultiHostEngine:
     def __init__(
         self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport, lost: Lost = ()
     ) -> None:
-        self.hosts, self.rank, self.memory, self.transport, self.lost = hosts, rank, memory, transport, lost
+        self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
         self.peers = rail_peers(hosts, rank)
         self.leader = self.ranks.index(rank) if self.peers else None
-        self.topology: Topology | None = None  # the topology of the hosts, if it was measured
+        self.topology: Topology | None  # the topology of the hosts, if it was measured
         self.digest = b""  # of the last call
-        hops = distances(len(hosts), lost)
-        own = hops[hosts.index(memory.host)]
+        self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
+        self.patience: Patience | None = None  # while the links are checked
+        self.lose(lost)
+
+    def lose(self, lost: Lost) -> None:
+        """Send no messages between these pairs of hosts any more; plan with equal links, without them, until told."""
+        self.lost, self.topology = lost, None
+        hops = distances(len(self.hosts), lost)
+        own = hops[self.host]
         self._neighbours = [peer for host, peer in enumerate(self.peers) if own[host] == 1]  # none: this is no leader
         self._diameter = max(map(max, hops))
-        self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
 
     def plan_digest(self, topology: Topology) -> bytes:
         """Return a digest of a topology of the hosts and of the schedule of a large all-reduce on it."""
@@ -306,7 +313,8 @@ class MultiHostEngine:
     ) -> dict[int, bytes] | None:
         """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
-            return agreed(digest, data, self._neighbours, self.transport, TAG, timeout_s, self._diameter)
+            others, transport, rounds = self._neighbours, self.transport, self._diameter
+            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int

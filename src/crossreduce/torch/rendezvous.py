@@ -137,6 +137,14 @@ class StoreRendezvous:
         _limit_waits(self._connection, _QUERY_S)
         return bool(self._query(lambda: self._store.check([f"left/{rank}"])))
 
+    def announce(self, number: int) -> None:
+        """Store that this rank has begun a check of the links."""
+        self._query(lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
+
+    def has_announced(self, rank: int, number: int) -> bool:
+        """Return whether a rank has stored that it has begun a check of the links."""
+        return bool(self._query(lambda: self._store.check([f"check/{number}/{rank}"])))
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
         self._await(reader, readers if self.owner == self.rank else [reader])
