@@ -1,4 +1,4 @@
-"""What plans on measured links are worth, and what it takes to plan again after a failure.
+"""The speed of plans on measured links, and the time to plan again after a failure.
 
 ``python benchmarks/live_replan.py`` measures two parts, prints them, and keeps them in results/live_replan.json:
 
@@ -127,7 +127,7 @@ def of_hosts() -> Row:
 
 
 def changed(topology: cr.Topology, change: str, plan: cr.Plan) -> cr.Topology | None:
-    """Return a topology after a change; ``None``: there is no such link."""
+    """Return a topology after a change; ``None``: no link is unused."""
     link = topology.links[0]
     if change == "lost device":
         return topology.without_node(topology.devices[-1])

@@ -1,6 +1,6 @@
 """One torch rank on four simulated hosts: ``python live_ranks.py FOLDER STORE``, for test_live_hosts.py.
 
-It makes a group, reduces, measures the links, and reduces again. It writes what it found to ``FOLDER/rank<r>.json``.
+It makes a group, reduces, measures the links, and reduces again. It writes its results to ``FOLDER/rank<r>.json``.
 """
 
 import json

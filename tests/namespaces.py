@@ -100,7 +100,7 @@ class Bed:
     def lose(self, a, b, both=True):
         """Remove the route from host ``a`` to host ``b``, and back if ``both``; each may still reach all others.
 
-        Without a route, a connection fails at once; if only the way back is missing, nobody answers.
+        Without a route, a connection fails at once; if only the way back is missing, no answer comes.
         """
         for host, there in ((a, b), (b, a))[: 1 + both]:
             self._do(host, ["ip", "route", "replace", "unreachable", self.addresses[there] + "/32"])

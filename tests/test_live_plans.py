@@ -159,7 +159,7 @@ def every_collective(rendezvous, lost, measured):
 @pytest.mark.parametrize("measured", [False, True])
 def test_every_collective_without_some_links(names, lost, pairs, measured):
     """If some hosts could not connect, every collective is correct, also on measured links, and all ranks have the same
-    bits. Calls that differ raise, and so does what needs all connections. One rank warns, and names the hosts."""
+    bits. Calls that differ raise, and so do calls that need all connections. One rank warns, and names the hosts."""
     found = ranks(len(names), every_collective, lost, measured, environment=on(*names), timeout_s=120)
     assert {one for one, *_ in found} == {pairs}
     assert len({tuple(results) for _, results, *_ in found}) == 1

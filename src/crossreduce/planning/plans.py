@@ -23,7 +23,7 @@ from .bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
 from .schedules import CHOICES, NAMES, fastest
 
-_LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
+LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Plan:
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
-    change: str = field(default="", compare=False)  # what ``replanned`` did, and why; empty: it was planned at once
+    change: str = field(default="", compare=False)  # how ``replanned`` has made it, and why; empty: ``plan`` made it
 
     # Writes ``report``'s file. The package sets it, since export/ is above this folder; planning itself does no I/O.
     reporter: ClassVar[Callable[[Plan, str | PathLike[str]], None] | None] = None
@@ -195,12 +195,12 @@ class Plan:
         return found
 
     def replanned(self, topology: TopologyLike) -> Plan:
-        """Return the plan of the same request on a topology that has changed: ``change`` tells what was done.
+        """Return the plan of the same request on a topology that has changed; ``change`` is the reason.
 
         The schedule is kept if no link that it uses became slower, and either no link became faster or it still reaches
         the bound. If not, the algorithm of this plan alone plans again, and then "forest"; the new plan is taken if its
-        time exceeds the least time, by the bound, by at most 2 % more than this plan's. This is quicker than ``plan``.
-        If neither is, all algorithms are tried, as by ``plan``.
+        time exceeds the least time, by the bound, by at most 2 % more than this plan's. Until then it is quicker than
+        ``plan``. If neither is taken, all algorithms are tried, as by ``plan``.
 
         Args:
           topology: as for ``plan``; its devices and switches have the names that they have in this plan. Lost devices
@@ -232,7 +232,7 @@ class Plan:
                     again.seconds * float(most or 0),
                     self.seconds * float(self.bound.algbw or 0),
                 )  # over the least
-                if times[0] <= (1 + _LOSS) * times[1]:
+                if times[0] <= (1 + LOSS) * times[1]:
                     return replace(again, change=f"planned again by {name} alone, since {what}")
         return replace(planned(request), change=f"planned again, since {what}")
 

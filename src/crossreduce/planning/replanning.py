@@ -1,7 +1,7 @@
-"""What ``Plan.replanned`` needs to know about a topology that has changed.
+"""Changes of a topology, for ``Plan.replanned``: the same request after a change, and the value of the old schedule.
 
 Input: a request, a schedule and a bound on the old topology, and the new topology. Output: the request on the new one,
-whether the schedule still runs as before, what has changed, and a rate that no new schedule exceeds.
+whether the schedule still runs as before, a text about the changes, and a rate that no new schedule exceeds.
 """
 
 from __future__ import annotations

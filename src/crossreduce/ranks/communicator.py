@@ -267,7 +267,7 @@ class Communicator(CountedMember):
         If the links are nearly those on which calls are planned already, plans and compiled calls are kept.
 
         Returns:
-          Whether later calls are planned anew.
+          Whether later calls are planned again.
         Raises:
           MismatchError: the ranks have different topologies, or make different plans of the same one. The group can
             still be used, with its earlier plans.

@@ -316,7 +316,7 @@ def agreed(
       tag: of the messages.
       timeout_s: how long each message may take.
       diameter: the most links on the shortest route between any two hosts.
-      patience: gives up ranks to which the link is lost, and goes on without them; ``None``: none is given up.
+      patience: gives up ranks to which the link is lost; the others continue without them. ``None``: no rank is given up.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
@@ -328,8 +328,8 @@ def agreed(
     given_up = set() if patience is None else patience.given_up
     answers = [memory for rank, memory in zip(ranks, received, strict=True) if rank not in given_up]
     same = all(memory.raw[:size] == digest for memory in answers)
-    # A host that differs from this one is at most ``diameter`` links away. On the way to it, two neighbours differ, of
-    # which the one nearer to this host notices it at once. It is at most ``diameter - 1`` links away.
+    # A host that differs from this one is at most ``diameter`` links away. Two neighbours on the route to
+    # it differ. The nearer one detects it in the first messages, and is at most ``diameter - 1`` links away.
     for _ in range(diameter - 1):
         ranks = [rank for rank in ranks if rank not in given_up]
         verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
@@ -377,8 +377,8 @@ class Patience:
         try:
             wait_for(pending, rank, min(self._limit_s, timeout_s) if is_there else timeout_s)
         except (PeerDisconnected, PeerTimeout) as error:
-            # A rank that gives this one up, which it does after the limit at the earliest, closes their connection. If a
-            # connection is closed before that, the other rank has probably died.
+            # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
+            # closed earlier, the other rank has probably died.
             early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
             if early or not self._is_there(rank):
                 raise

@@ -100,7 +100,7 @@ def lost_links(hosts: Hosts, unreached: Mapping[int, Iterable[int]]) -> Lost:
 
 @lru_cache(maxsize=256)
 def distances(hosts: int, lost: Lost) -> tuple[tuple[int, ...], ...]:
-    """Return for every two hosts the least number of links between them; -1: there is no route.
+    """Return for every two hosts the least number of links between them; -1: no route exists.
 
     >>> distances(3, ((0, 2),))
     ((0, 1, 2), (1, 0, 1), (2, 1, 0))

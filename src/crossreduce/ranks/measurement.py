@@ -43,7 +43,7 @@ _LOCAL_LATENCY_S: Final = 1e-6
 class Speeds(NamedTuple):
     """Measured speeds. Bandwidths are in GB/s."""
 
-    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0: there is no link
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0: no link exists
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
     cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
