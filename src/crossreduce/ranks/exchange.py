@@ -316,7 +316,7 @@ def agreed(
       tag: of the messages.
       timeout_s: how long each message may take.
       diameter: the most links on the shortest route between any two hosts.
-      patience: gives up ranks to which the link is lost; the others continue without them. ``None``: no rank is given up.
+      patience: gives up ranks to which the link is lost; the others continue. ``None``: no rank is given up.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
