@@ -248,7 +248,7 @@ def checks(rendezvous, silent, late):
 
     comm._own_transport.send = send
     if comm.rank == late:
-        time.sleep(1.2)
+        time.sleep(2)  # the others stop to wait for its announcement after 1.2 s
     comm.check_links("a check")
     x = np.arange(10_000, dtype="int64") + comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
