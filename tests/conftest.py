@@ -31,6 +31,8 @@ LINUX_ONLY = [
     *(f"test_torch_{part}.py" for part in ("messages", "overlap", "profiler", "storm")),
     "test_discover.py",
     "test_docs.py",
+    "test_live_hosts.py",
+    "test_live_plans.py",
     "test_examples.py",
     "test_measurement.py",
     "test_mpi.py",

@@ -74,8 +74,7 @@ class Bed:
                     self._do(host, ["ip", "link", "set", name, "mtu", str(mtu), "up"])
                     route = [self.addresses[there] + "/32", "dev", name, "src", self.addresses[host]]
                     self._do(host, ["ip", "route", "add", *route])
-                    bucket = ["rate", speed, "burst", "256k", "latency", "50ms"]
-                    self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *bucket])
+                    self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *self._bucket(speed)])
         except BaseException:
             self.close()
             raise
@@ -97,6 +96,24 @@ class Bed:
             process = subprocess.Popen(command, env=around, start_new_session=True, **options)
             self.processes.append(process)
         return process
+
+    def lose(self, a, b, both=True):
+        """Remove the route from host ``a`` to host ``b``, and back if ``both``; each may still reach all others.
+
+        Without a route, a connection fails at once; if only the way back is missing, no answer comes.
+        """
+        for host, there in ((a, b), (b, a))[: 1 + both]:
+            self._do(host, ["ip", "route", "replace", "unreachable", self.addresses[there] + "/32"])
+
+    def change_rate(self, a, b, rate):
+        """Give the link between two hosts another rate, in both directions."""
+        for host, there in ((a, b), (b, a)):
+            name = f"link{there - (there > host)}"
+            self._do(host, ["tc", "qdisc", "replace", "dev", name, "root", "tbf", *self._bucket(rate)])
+
+    @staticmethod
+    def _bucket(rate):
+        return ["rate", rate, "burst", "256k", "latency", "50ms"]
 
     def sent(self, host):
         """Return the bytes, headers included, that a host has sent over its link to each other host."""

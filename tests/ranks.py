@@ -151,6 +151,12 @@ class SocketRendezvous:
     def has_left(self, rank):
         return bool(self.query("get", [(self.name, "left", rank)])[0])
 
+    def announce(self, number):
+        self.query("put", [(self.name, "check", number, self.rank)], True)
+
+    def has_announced(self, rank, number):
+        return bool(self.query("get", [(self.name, "check", number, rank)])[0])
+
     def leave(self, reader, readers):
         pass
 

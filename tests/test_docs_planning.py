@@ -21,7 +21,7 @@ import crossreduce as cr
 from crossreduce.export.chakra import writer
 from crossreduce.export.folding import DEVICES_FROM, HOSTS_FROM
 from crossreduce.export.grouping import tree_groups
-from crossreduce.planning import Request, hierarchical_copy, schedules
+from crossreduce.planning import Request, hierarchical_copy, plans, schedules
 from crossreduce.planning.bounds.steiner import MANY, few_enough
 from crossreduce.planning.forest import forest
 from crossreduce.planning.shallow.forests import MOST_DEVICES
@@ -36,6 +36,7 @@ PAGE = (DOCS / "planning.md").read_text()
 CODE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
 DATA = Path(cr.__file__).parent / "topology" / "data"
 KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())
+REPLANNED = json.loads((ROOT / "benchmarks" / "results" / "live_replan.json").read_text())
 
 BOX = cr.Topology.machine("dgx-1v")
 PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
@@ -297,6 +298,21 @@ def others():
     yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices"
 
 
+def again():
+    """Yield the page's statements about plans that are made again, from the stored results."""
+    yield f"exceeds the least time, which the bound allows, by at most {plans.LOSS:.0%} more".replace("%", " %")
+    rows = REPLANNED["planning"]
+    (best,) = [row for row in rows if (row["machine"], row["hosts"], row["change"]) == ("hgx-h100", 4, "lost link")]
+    slower = 100 * (best["again_predicted_s"] / best["cold_predicted_s"] - 1)
+    yield f"{len(cr.Topology.machine('hgx-h100', 4).devices)} GPUs of four hosts"
+    yield f"takes {best['again_cpu_s']:.2f} s of CPU time instead of {best['cold_cpu_s']:.1f} s"
+    yield f"a plan that is {slower:.1f} % slower"
+    kept = [row for row in rows if row["what"].startswith("kept")]
+    yield f"Where the schedule is kept, it takes {max(row['again_cpu_s'] for row in kept) * 1e3:.0f} ms or less"
+    every = [row["again_cpu_s"] / row["cold_cpu_s"] for row in rows if row["what"].startswith("planned again, ")]
+    yield f"it takes up to {100 * (max(every) - 1):.0f} % longer than `cr.plan`"
+
+
 def parts_table():
     """Return the page's table of parts (subsets of a machine's devices) and failed links, from the stored results."""
     lines = [
@@ -369,6 +385,7 @@ def statements():
         *limits(),
         *trees(),
         *lost(),
+        *again(),
         *others(),
         *groups(),
         *traces(),

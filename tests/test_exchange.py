@@ -367,6 +367,24 @@ def test_hosts_whose_digests_differ_detect_it():
                 assert data[: 2 * (rank - 4)] == bytes([rank - 4, 4 + k]) * (rank - 4)
 
 
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_hosts_without_links_detect_that_digests_differ(count):
+    """On hosts in a line, every host detects that any two digests differ, after as many rounds as the line has links;
+    if all are equal, each host gets its neighbours' data."""
+    for digests in ([b"a"] * count, *([b"ab"[k == odd :][:1] for k in range(count)] for odd in range(count))):
+        shared = ThreadTransport()
+
+        def host(k, digests=digests, shared=shared):
+            near = [4 + other for other in (k - 1, k + 1) if 0 <= other < count]
+            data = {rank: bytes([k, rank]) for rank in near}
+            return agreed(digests[k], data, near, shared.at(4 + k), 3, 10, count - 1)
+
+        for k, found in enumerate(together(count, host)):
+            assert (found is not None) == (len(set(digests)) == 1), (digests, k)
+            for rank, data in (found or {}).items():
+                assert data[:2] == bytes([rank - 4, 4 + k])
+
+
 def test_pieces_cover_the_array_within_their_limits():
     """Pieces cover the array and keep to the size limit; if there are more than 3, the first and the last are small.
 

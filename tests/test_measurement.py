@@ -72,8 +72,10 @@ def test_a_host_that_receives_less_from_all_has_one_cable():
     assert measurement._cables(speeds, [(0.95, 1.9), (0.52, 1.04), (0.2, 0.4)]) == (0.0, 1.04, 1.0)
     topology = host_topology(speeds._replace(cables=(0.0, 1.04, 1.0)))
     assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0")
-    assert topology.route("host1/cpu:0", "host2/cpu:0") == ("host1/cpu:0", "host1.cable", "host2.cable", "host2/cpu:0")
-    assert topology.link("host1.cable", "host1/cpu:0").bandwidth == Fraction("1.04")
+    assert topology.route("host1/cpu:0", "host2/cpu:0") == ("host1/cpu:0", "host1.out", "host2.in", "host2/cpu:0")
+    assert topology.link("host1.in", "host1/cpu:0").bandwidth == Fraction("1.04")
+    assert topology.link("host1/cpu:0", "host1.out").bandwidth == Fraction("1.04")
+    assert topology.out_links("host1.in") == (topology.link("host1.in", "host1/cpu:0"),)  # it forwards nothing else
     for collective in ("all_reduce", "reduce", "broadcast"):
         assert cr.plan(topology, collective, 1 << 20).seconds > 0
     every = rank_topology(speeds._replace(cables=(0.0, 1.04, 1.0)), ((0, 3), (1,), (2,)))

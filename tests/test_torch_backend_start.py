@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import crossreduce.torch
 from crossreduce import kernels
 from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, PeerLostError, ReductionError
 from crossreduce.ranks import bootstrap
-from crossreduce.torch.rendezvous import StoreRendezvous
+from crossreduce.torch.rendezvous import ConnectionStore, StoreRendezvous
 
 TIMEOUT_S = 2.0
 STORES = ("file", "tcp")
@@ -362,3 +363,28 @@ def test_an_interrupt_while_gloo_connects(place):
     assert all(took < 4 for *_, took in found)
     assert found[0][1] == found[2][1]
     assert found[0][1].startswith('rank 1 was interrupted while group "0" was made.')
+
+
+def test_a_rank_gives_up_only_ranks_that_also_miss_it():
+    """A rank gives up those that it misses and that have published that they miss it; a rank that has published
+    nothing is late."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    first, second, third = (ConnectionStore(store, rank, cancelled) for rank in range(3))
+    assert first.stalled([1, 2]) == []
+    assert second.stalled([2]) == []
+    assert third.stalled([0, 1]) == [0, 1]
+    assert first.stalled([1, 2]) == [2]
+    assert second.stalled([0, 2]) == [0, 2]
+
+
+@pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
+def test_all_ranks_know_whether_one_has_no_connection(values):
+    """``any_of_all`` returns on all ranks, when all have called it, whether it is true on one; or it is cancelled."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    ranks_of = [ConnectionStore(store, rank, cancelled) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda one, value: one.any_of_all(value, 3), ranks_of, values))
+    assert found == [any(values)] * 3
+    cancelled.set()
+    with pytest.raises(ConnectionError, match="did not connect"):
+        ranks_of[0].any_of_all(False, 5)

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ..schedule import GeneratedSchedule, Schedule, live_rounds, verify
 from .device_programs import Combination, DeviceProgram, DeviceStage, LocalValue
+from .forwarding import forwarded
 from .fusing import fused
 from .images import GeneratedProgram
 from .instructions import ChunkProgram, Instruction, Numbered, Read, finished
@@ -28,6 +29,7 @@ __all__ = [
     "Program",
     "Transfer",
     "element_ranges",
+    "forwarded",
     "fused",
     "lower",
     "part_of",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from os import PathLike
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
@@ -22,6 +22,8 @@ from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
 from .schedules import CHOICES, NAMES, fastest
+
+LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Plan:
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
+    change: str = field(default="", compare=False)  # how ``replanned`` has made it, and why; empty: ``plan`` made it
 
     # Writes ``report``'s file. The package sets it, since export/ is above this folder; planning itself does no I/O.
     reporter: ClassVar[Callable[[Plan, str | PathLike[str]], None] | None] = None
@@ -140,6 +143,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
+            *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
@@ -189,6 +193,48 @@ class Plan:
             with suppress(PlanError):
                 found[algorithm] = planned(request._replace(algorithm=algorithm))
         return found
+
+    def replanned(self, topology: TopologyLike) -> Plan:
+        """Return the plan of the same request on a topology that has changed; ``change`` is the reason.
+
+        The schedule is kept if no link that it uses became slower, and either no link became faster or it still reaches
+        the bound. If not, the algorithm of this plan alone plans again, and then "forest"; the new plan is taken if its
+        time exceeds the least time, by the bound, by at most 2 % more than this plan's. Until then it is quicker than
+        ``plan``. If neither is taken, all algorithms are tried, as by ``plan``.
+
+        Args:
+          topology: as for ``plan``; its devices and switches have the names that they have in this plan. Lost devices
+            take no part any more. New ones take part if all devices did.
+        Raises:
+          ArgumentError: the root is lost, or all devices are.
+          PlanError: a destination cannot be reached any more, or the given algorithm cannot plan on the topology.
+
+        >>> square = Topology.full_mesh(4, gb_per_s=25)
+        >>> rest = plan(square, nbytes=1 << 30).replanned(square.without_link(0, 1).without_node(3))
+        >>> print(rest.change, rest.request.sources, rest.ratio)
+        planned again by forest alone, since cpu:3 is lost; cpu:0-cpu:1 is lost ('cpu:0', 'cpu:1', 'cpu:2') 1
+        """
+        from .replanning import changes, has_gained, moved, quick_bound, runs_as_before
+
+        now = topology_of(topology)
+        request, what = moved(self.request, now), changes(self.topology, now)
+        if runs_as_before(self.schedule, self.request, request):
+            seconds = simulate(self.schedule, now, self.nbytes, costs=request.costs).seconds
+            kept = Plan(request, self.schedule, seconds, f"kept, although {what}" if what else "kept: nothing changed")
+            if not has_gained(self.topology, now) or kept.ratio == 1:
+                return kept
+        for name in dict.fromkeys([self.algorithm, "forest"]) if request.algorithm in CHOICES else ():
+            with suppress(PlanError):  # the algorithm cannot plan it
+                again = replace(planned(request._replace(algorithm=name)), request=request)
+                # The search for a bound may take longer than all else. Forests have searched it, so it is known.
+                most = again.bound.algbw if name == "forest" else quick_bound(self.bound, request)
+                times = (
+                    again.seconds * float(most or 0),
+                    self.seconds * float(self.bound.algbw or 0),
+                )  # over the least
+                if times[0] <= (1 + LOSS) * times[1]:
+                    return replace(again, change=f"planned again by {name} alone, since {what}")
+        return replace(planned(request), change=f"planned again, since {what}")
 
     def report(self, path: str | PathLike[str]) -> None:
         """Write the plan as one HTML file, which shows it in any browser and needs no network.

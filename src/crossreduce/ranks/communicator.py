@@ -28,9 +28,11 @@ from ..errors import (
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
+from ..transports.tcp import TcpTransport
 from . import tracing
-from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text
-from .exchange import PeerError
+from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, planned_text
+from .exchange import Patience, PeerError
+from .host_parts import distances, lost_links, same_speeds
 from .instructions import reduction_numbers
 from .membership import Hosts, renewed
 from .one_host import RankExecutable
@@ -38,6 +40,7 @@ from .peers import InnerFailure
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .statistics import CountedMember
 
+PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s
 _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
 
 
@@ -96,6 +99,8 @@ class Communicator(CountedMember):
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
         self.traced: Path | None = None  # the file to which the calls are written
+        self._checks = 0  # the number of checks of the links
+        self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
         super().__init__(rendezvous, transport, name, timeout_s, global_ranks, overlapping)
         tracing.register(self)
 
@@ -161,6 +166,63 @@ class Communicator(CountedMember):
         """
         self._run(text, lambda: self.engine.compile("", 0, copying("uint8"), None, encoded_text(text)), ())
 
+    def require_link(self, method: str, peer: int | None) -> None:
+        """Raise unless another library can carry a message of this rank: ``method`` "send" or "recv" with a rank.
+
+        Raises:
+          UnsupportedError: the ranks' hosts have no link, or ``peer`` is ``None``, any rank, and some hosts have none.
+        """
+        if not self.lost_links:
+            return
+        own = self.hosts.index(self.host)
+        far = [host for host, hops in enumerate(distances(len(self.hosts), self.lost_links)[own]) if hops > 1]
+        lost = [host for host in far if peer is None or peer in self.hosts[host]]
+        if lost:
+            problem = f"a {method.partition('_')[0]} needs a connection between the hosts of both ranks."
+            given = f"no connection between {self.link_text(own, lost[0])}"
+            raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
+
+    def check_links(self, text: str) -> None:
+        """Check that all ranks pass the same text, and find links between hosts that are lost since the last check.
+
+        A link is lost if a message has not arrived over it within 10 s although both ranks are in this call. Later
+        calls are then planned without it. Only connections of the library's own are checked.
+
+        Raises:
+          MismatchError: the texts differ.
+          ReductionError: some hosts have no route to each other any more. The group cannot be used again.
+          PeerLostError, CollectiveTimeout: as for every call.
+        """
+        if self._remote is None or not isinstance(self._own_transport, TcpTransport):
+            return self.agree(text)
+        self._checks += 1
+        number = self._checks
+        self.rendezvous.announce(number)
+        patience = Patience(
+            lambda rank: self.rendezvous.has_announced(rank, number), min(PATIENCE_S, self.timeout_s / 2)
+        )
+        self._remote.patience = patience
+        try:
+            self.agree(text)
+        finally:
+            self._remote.patience = None
+        own = json.dumps(sorted(patience.given_up)).encode()
+        unreached = {rank: json.loads(given_up) for rank, given_up in enumerate(self.rendezvous.all_gather(own))}
+        lost = tuple(sorted({*self.lost_links, *lost_links(self.hosts, unreached)}))
+        if lost == self.lost_links:
+            return None
+        self.lost_links = lost
+        try:
+            self._require_routes()
+        except ReductionError as error:
+            self._abort(error)
+            self._raise_broken()
+        with self.lock:
+            self._remote.lose(lost)
+            self._executables.clear()
+            self._stages = 0
+        return None
+
     def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
         """Let another library execute a collective, and return when it has done so on all ranks.
 
@@ -171,7 +233,14 @@ class Communicator(CountedMember):
         Args:
           text: the description of the call, the same on all ranks.
           start: begins the collective; called when all ranks have made this call.
+        Raises:
+          UnsupportedError: some hosts have no link to each other, which the other library would need.
         """
+        if self.lost_links:
+            self.agree(f"inner {text}")
+            problem = f"{text.partition(' ')[0]} of these arguments needs a connection between every two hosts."
+            given = "no connection between " + "; ".join(self.link_text(*pair) for pair in self.lost_links)
+            raise UnsupportedError.of(problem, given, "a collective of the library, which passes through other hosts")
         failures: list[Exception] = []
 
         def inner() -> None:
@@ -192,14 +261,31 @@ class Communicator(CountedMember):
         if failures:
             raise failures[0]
 
-    def plan_on(self, topology: Topology) -> None:
-        """Plan later calls between hosts on the links of ``topology``, the same on all ranks (see ``measurement``)."""
-        if self._remote is not None:
+    def plan_on(self, topology: Topology) -> bool:
+        """Plan later calls between hosts on the links of ``topology`` (see ``measurement``); all ranks call it.
+
+        If the links are nearly those on which calls are planned already, plans and compiled calls are kept.
+
+        Returns:
+          Whether later calls are planned again.
+        Raises:
+          MismatchError: the ranks have different topologies, or make different plans of the same one. The group can
+            still be used, with its earlier plans.
+        """
+        if self._remote is None:
+            return False
+        known = self._remote.topology
+        changed = known is None or not same_speeds(known, topology)
+        digest = self._remote.plan_digest(topology if known is None or changed else known)
+        self.agree(planned_text("links between hosts", digest))
+        if changed:
             with self.lock:
                 self._remote.topology = topology
                 self._executables.clear()
                 self._stages = 0
                 tracing.write_topology(self)
+        self.plan_digest = digest.hex()
+        return changed
 
     @property
     def host_topology(self) -> Topology | None:
@@ -384,8 +470,11 @@ class Communicator(CountedMember):
     def _calls_of_all(self) -> dict[int, CallSignature]:
         """Return the current call of every rank of the group."""
         if self._remote is not None:
-            calls = self.rendezvous.all_gather(json.dumps(self._current_call()).encode())
-            return {rank: CallSignature(*json.loads(call)) for rank, call in enumerate(calls)}
+            own = [*self._current_call(), self._remote.digest.hex()]
+            calls = [json.loads(call) for call in self.rendezvous.all_gather(json.dumps(own).encode())]
+            if len({(number, text) for number, text, _ in calls}) == 1:  # they differ in their plans
+                calls = [[number, planned_text(text, bytes.fromhex(plan)), plan] for number, text, plan in calls]
+            return {rank: CallSignature(number, text) for rank, (number, text, _) in enumerate(calls)}
         number = self.memory.number
         recorded = {rank: {op[0]: op[1] for op in self.memory.ops(rank)} for rank in self.host}
         return {rank: CallSignature(number, texts.get(number, "?")) for rank, texts in recorded.items()}

@@ -54,6 +54,15 @@ def call_text(
     return " ".join(filter(None, (collective, op, None if root is None else f"root {root}", array)))
 
 
+def planned_text(text: str, digest: bytes) -> str:
+    """Return the description of a call together with a digest of how it is planned.
+
+    >>> planned_text("broadcast root 2 int8[7]", bytes(16))
+    'broadcast root 2 int8[7] planned as 0000000000000000'
+    """
+    return f"{text}{_PLANNED}{digest.hex()[:16]}"
+
+
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
@@ -167,13 +176,21 @@ def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str
 
 _CALL: Final = "the call"
 _COUNT: Final = "the number of calls"
-_REMEDIES: Final = {_CALL: "the same calls in the same order", _COUNT: "the same number of calls in the same order"}
+_PLAN: Final = "the plan between hosts"
+_PLANNED: Final = " planned as "
+_REMEDIES: Final = {
+    _CALL: "the same calls in the same order",
+    _COUNT: "the same number of calls in the same order",
+    _PLAN: "the same topology, and the same versions of crossreduce, NumPy and SciPy,",
+}
 
 
 def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
     """Return the aspects in which two calls differ."""
     if call.sequence != usual.sequence:
         return [_COUNT] if call.text == usual.text else [_COUNT, _CALL]
+    if _PLANNED in usual.text and usual.text.partition(_PLANNED)[0] == call.text.partition(_PLANNED)[0]:
+        return [_PLAN]
     one, other = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
     if one is None or other is None or one["collective"] != other["collective"]:
         return [_CALL]

@@ -13,6 +13,7 @@ may consist of several exchanges, which execute each stage together (``run_stage
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, repeat
@@ -28,6 +29,9 @@ from .programs import LINE
 
 EAGER_BYTES: Final = 1 << 14
 """If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
+_EARLY: Final = 0.9  # the part of the limit of a check before which no other rank gives up this one; clocks may differ
+_LATE: Final = 3  # a rank that begins a check later than this many limits after this one may make another call
+_PAUSE_S: Final = 0.01  # between two queries whether a rank has begun a check of the links
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
 
@@ -290,33 +294,95 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
 
 
 def agreed(
-    digest: bytes, data: Mapping[int, bytes], ranks: Sequence[int], transport: Transport, tag: int, timeout_s: float
+    digest: bytes,
+    data: Mapping[int, bytes],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+    diameter: int = 1,
+    patience: Patience | None = None,
 ) -> dict[int, bytes] | None:
     """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
 
-    Returns what each other rank has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests are
-    not all equal.
+    Returns what each of these ranks has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests
+    of all hosts are not equal. If some hosts have no link to each other, their neighbours pass on that they differ.
 
     Args:
       digest: of this rank's call, of equal length on all hosts.
       data: for each rank at most ``EAGER_BYTES``; ranks may be missing.
-      ranks: one of each other host.
+      ranks: one of each host to which this host has a link.
       transport: between hosts.
       tag: of the messages.
       timeout_s: how long each message may take.
+      diameter: the most links on the shortest route between any two hosts.
+      patience: gives up ranks to which the link is lost; the others continue. ``None``: no rank is given up.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
     size = len(digest)
     received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
-    sent = [ctypes.create_string_buffer(first := digest + data.get(rank, b""), len(first)) for rank in ranks]
+    messages, asked = [digest + data.get(rank, b"") for rank in ranks], ranks
+    wait = wait_for if patience is None else patience.wait
+    _exchange(messages, received, ranks, transport, tag, timeout_s, wait)
+    given_up = set() if patience is None else patience.given_up
+    answers = [memory for rank, memory in zip(ranks, received, strict=True) if rank not in given_up]
+    same = all(memory.raw[:size] == digest for memory in answers)
+    # A host that differs from this one is at most ``diameter`` links away. Two neighbours on the route to
+    # it differ. The nearer one detects it in the first messages, and is at most ``diameter - 1`` links away.
+    for _ in range(diameter - 1):
+        ranks = [rank for rank in ranks if rank not in given_up]
+        verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
+        _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
+        same = same and all(memory.raw == b"=" for memory in verdicts)
+    return {rank: memory.raw[size:] for rank, memory in zip(asked, received, strict=True)} if same else None
+
+
+def _exchange(
+    messages: Sequence[bytes],
+    received: Sequence[ctypes.Array[ctypes.c_char]],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+    wait: Callable[[PendingMessage, int, float], None],
+) -> None:
+    """Send a message to each rank, and receive one from each; ``wait`` waits for one of these messages."""
+    sent = [ctypes.create_string_buffer(message, len(message)) for message in messages]
     started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
     pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
     for message, rank in pending:
-        wait_for(message, rank, timeout_s)
-    if any(memory.raw[:size] != digest for memory in received):
-        return None
-    return {rank: memory.raw[size:] for rank, memory in zip(ranks, received, strict=True)}
+        wait(message, rank, timeout_s)
+
+
+class Patience:
+    """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
+
+    A rank is given up if ``is_there`` returns that it has begun the check, and its message has not arrived ``limit_s``
+    seconds later. The transport must then have closed the connection, so that memory is not written any more. A rank
+    that is late, or makes another call, is not given up. If it comes very late, it is given up at the usual timeout.
+    """
+
+    def __init__(self, is_there: Callable[[int], bool], limit_s: float) -> None:
+        self.given_up: set[int] = set()
+        self._is_there, self._limit_s, self._began = is_there, limit_s, time.monotonic()
+
+    def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
+        """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
+        if rank in self.given_up:
+            return
+        deadline = time.monotonic() + _LATE * self._limit_s
+        while not (is_there := self._is_there(rank)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        try:
+            wait_for(pending, rank, min(self._limit_s, timeout_s) if is_there else timeout_s)
+        except (PeerDisconnected, PeerTimeout) as error:
+            # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
+            # closed earlier, the other rank has probably died.
+            early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
+            if early or not self._is_there(rank):
+                raise
+            self.given_up.add(rank)
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ an array: that of the leader itself, if its rank contributes or needs it, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..lowering import Program, lower
 from ..ops import Numbers, copying
@@ -23,7 +23,13 @@ from .exchange import EAGER_BYTES
 from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 from .programs import RankAnalysis, analyze, boundary
 
+SAME_SPEED: Final = Fraction(1, 10)
+SAME_LATENCY_S: Final = Fraction(5, 100_000)
+"""Plans are kept if no bandwidth changes by more than this part: measurements of one link differ by a few percent. On
+busy hosts latencies differ by some 10 us."""
+
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
+Lost = tuple[tuple[int, int], ...]  # pairs of hosts without a link, ascending
 
 
 class HostPart(NamedTuple):
@@ -79,9 +85,64 @@ def host_names(hosts: int) -> tuple[str, ...]:
     return tuple(f"host{k}/cpu:0" for k in range(hosts))
 
 
+def lost_links(hosts: Hosts, unreached: Mapping[int, Iterable[int]]) -> Lost:
+    """Return the pairs of hosts without a link, in order: those of which some ranks could not connect to each other.
+
+    ``unreached``: for each rank those to which it could not connect.
+
+    >>> lost_links(((0, 1), (2, 3), (4,)), {0: [4], 1: [], 4: [0]})
+    ((0, 2),)
+    """
+    host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+    pairs = ((host_of[rank], host_of[other]) for rank, others in unreached.items() for other in others)
+    return tuple(sorted({(min(pair), max(pair)) for pair in pairs}))
+
+
+@lru_cache(maxsize=256)
+def distances(hosts: int, lost: Lost) -> tuple[tuple[int, ...], ...]:
+    """Return for every two hosts the least number of links between them; -1: no route exists.
+
+    >>> distances(3, ((0, 2),))
+    ((0, 1, 2), (1, 0, 1), (2, 1, 0))
+    """
+    rows = []
+    for start in range(hosts):
+        hops, frontier = {start: 0}, [start]
+        for host in frontier:
+            for other in range(hosts):
+                if other not in hops and (min(host, other), max(host, other)) not in lost:
+                    hops[other] = hops[host] + 1
+                    frontier.append(other)
+        rows.append(tuple(hops.get(host, -1) for host in range(hosts)))
+    return tuple(rows)
+
+
+def same_speeds(planned: Topology, measured: Topology) -> bool:
+    """Return whether two topologies have the same links, with nearly the same speeds.
+
+    Bandwidths may differ by a tenth. Latencies, which vary more, may differ by a factor of two, or by 50 us.
+    """
+    if planned.nodes != measured.nodes or planned.by_ends.keys() != measured.by_ends.keys():
+        return False
+    pairs = [(link, measured.by_ends[link.src, link.dst]) for link in planned.links]
+    slack = 1 + SAME_SPEED
+    return all(
+        one.bandwidth <= slack * other.bandwidth
+        and other.bandwidth <= slack * one.bandwidth
+        and abs(one.latency_s - other.latency_s) <= max(min(one.latency_s, other.latency_s), SAME_LATENCY_S)
+        for one, other in pairs
+    )
+
+
 @lru_cache(maxsize=256)
 def host_schedule(
-    topology: Topology | None, hosts: Hosts, collective: str, nbytes: int, root: int | None, widened: bool = False
+    topology: Topology | None,
+    hosts: Hosts,
+    collective: str,
+    nbytes: int,
+    root: int | None,
+    widened: bool = False,
+    lost: Lost = (),
 ) -> Schedule:
     """Return the schedule by which hosts exchange the partial results of their ranks, with chunks for each part.
 
@@ -92,13 +153,14 @@ def host_schedule(
       nbytes: of all arrays together, rounded up to a power of 2.
       root: the root, of a collective that has one.
       widened: whether partial results are larger than results.
+      lost: the pairs of hosts without a link. Data from one to the other has to be forwarded.
     """
     names, count = host_names(len(hosts)), len(hosts)
     # With 2 hosts, or links that are taken for equal, one round is optimal, and so is "direct": hosts send and receive
     # at the same time. A reduce or broadcast of more than 2 hosts is not balanced in that way, so it is planned.
     rooted = count > 2 and collective in ("reduce", "broadcast")
-    if collective in COLLECTIVES and count > 2 and (topology is not None or rooted):
-        wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
+    if collective in COLLECTIVES and count > 2 and (topology is not None or rooted or lost):
+        wiring = topology or equal_links(count, lost)
         main = None if root is None else next(names[k] for k, ranks in enumerate(hosts) if root in ranks)
         return plan(wiring, collective, nbytes, root=main).schedule.cut_into(1)
     if collective == "all_reduce":
@@ -107,6 +169,15 @@ def host_schedule(
         return schedule_for(Request(collective, names, names, "one_shot" if once else "direct"))
     crossing = [part for part in host_parts(hosts, collective, root) if part.crosses]
     return one_round(collective, names, [(part.sources, part.destinations) for part in crossing])
+
+
+@lru_cache(maxsize=64)
+def equal_links(hosts: int, lost: Lost) -> Topology:
+    """Return the assumed topology of hosts whose links were not measured: equal ones between all but ``lost`` pairs."""
+    wiring = Topology.full_mesh(host_names(hosts), gb_per_s=1, latency_s=1e-4)
+    for a, b in lost:
+        wiring = wiring.without_link(a, b)
+    return wiring
 
 
 # On a host

@@ -30,6 +30,7 @@ _PINGS: Final = 9
 _FIRST_BYTES: Final = 1 << 20  # of the first stream, the least of any; a token bucket may let some pass at full speed
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
+_LONG_S: Final = 2.0  # a link on which the first stream takes longer, of less than 4 Mbit/s, has that speed
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
 _SHARED: Final = (
@@ -42,7 +43,7 @@ _LOCAL_LATENCY_S: Final = 1e-6
 class Speeds(NamedTuple):
     """Measured speeds. Bandwidths are in GB/s."""
 
-    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0 on the diagonal
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0: no link exists
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
     cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
@@ -51,7 +52,8 @@ class Speeds(NamedTuple):
 def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     """Measure the links between a group's hosts, plan its reductions on them from now on, and return the topology.
 
-    All ranks call it together, best while no other program uses the network.
+    All ranks call it together, best while no other program uses the network. A pair of hosts over whose link no message
+    arrives within 10 s has no link any more: see ``Communicator.check_links``.
 
     Args:
       communicator: the group's communicator.
@@ -61,13 +63,14 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
       with the bandwidth of the host's memory, hosts by links with the measured speeds. It is the same on all ranks.
     Raises:
       ArgumentError: ``seconds`` is not above 0.
+      ReductionError: some hosts have no route to each other any more.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     if not seconds > 0:
         raise ArgumentError.of("seconds must be above 0.", f"seconds={shown(seconds)}", "seconds=1.0")
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
-    communicator.agree(f"measure_topology {seconds:g} s")
+    communicator.check_links(f"measure_topology {seconds:g} s")
     own = hosts.index(communicator.host)
     found: dict[str, object] = {"memory": _memory_bandwidth()}
     if count > 1:
@@ -79,7 +82,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         with communicator.aborting():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if probe is not None and other is not None:
+                if probe is not None and other is not None and communicator.has_link(own, other):
                     probe.pair(other, each_s)
                 communicator.agree("measure_topology")
         if probe is not None:
@@ -155,16 +158,20 @@ class _Probe:
                 self._stream_out(other, _FIRST_BYTES)
                 self._wait(self._receive(other, 8), other)
                 nbytes = ctypes.c_int64.from_address(self.at + _MAX_BYTES).value
-                for _ in range(_STREAMS):
+                for _ in range(_STREAMS if nbytes else 0):
                     self._stream_out(other, nbytes)
             else:
                 began = time.perf_counter()
                 self._stream_in(other, _FIRST_BYTES)
-                rough = _FIRST_BYTES / (time.perf_counter() - began) / 1e9
+                taken_s = time.perf_counter() - began
+                rough = _FIRST_BYTES / taken_s / 1e9
                 nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, rough * 1e9 * seconds / 2 / _STREAMS)))
+                if taken_s > _LONG_S:
+                    nbytes = 0  # no further streams
                 ctypes.c_int64.from_address(self.at).value = nbytes
                 self._wait(self._send(other, 8), other)
-                self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_STREAMS))
+                streams = [self._stream_in(other, nbytes) for _ in range(_STREAMS if nbytes else 0)]
+                self.bandwidth[other] = median(streams or [rough])
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> tuple[float, float]:
         """Receive from all other hosts, which send at the same time.
@@ -176,7 +183,7 @@ class _Probe:
         def share(src: int, dst: int) -> int:
             return int(min(room, max(_FIRST_BYTES, gb_per_s[src][dst] * 1e9 * seconds / 2)))
 
-        others = [other for other in range(len(self.peers)) if other != self.host]
+        others = [other for other, speed in enumerate(gb_per_s[self.host]) if speed]
         incoming = [(self._receive(other, share(other, self.host), other * room), other) for other in others]
         began = time.perf_counter()
         outgoing = [(self._send(other, share(self.host, other)), other) for other in others]
@@ -241,7 +248,7 @@ def _rounded(number: float) -> float:
 
 
 def host_topology(speeds: Speeds) -> Topology:
-    """Return the topology of hosts: a link between every two, behind a cable if all links of a host share one.
+    """Return the topology of hosts: the links between them, behind a cable if all links of a host share one.
 
     >>> mesh = Speeds(((0, 1), (2, 0)), ((0, 1e-4), (1e-4, 0)), (0, 0), (10, 10))
     >>> host_topology(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
@@ -271,18 +278,24 @@ def _topology(
     switches: Sequence[str] = (),
     local: Sequence[Link] = (),
 ) -> Topology:
-    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts."""
-    ends = [f"host{k}.cable" if speeds.cables[k] else host for k, host in enumerate(hosts)]
+    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts.
+
+    A cable is two switches, out of the host and into it, since data cannot turn at it: only the host forwards data.
+    """
+    shared = [bool(speed) for speed in speeds.cables]
+    outs, ins = ([f"host{k}.{way}" if shared[k] else host for k, host in enumerate(hosts)] for way in ("out", "in"))
     links = [
-        Link(
-            ends[src], ends[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst]))
-        )
-        for src, dst in permutations(range(len(ends)), 2)
+        Link(outs[src], ins[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst])))
+        for src, dst in permutations(range(len(hosts)), 2)
+        if speeds.gb_per_s[src][dst]
     ]
-    cables = [(host, end, speed) for host, end, speed in zip(hosts, ends, speeds.cables, strict=True) if end != host]
-    for cable in cables:
-        links += _both(*cable, 0.0)
-    nodes = [*switches, *(end for _, end, _ in cables)]
+    for host, out, into, speed in zip(hosts, outs, ins, speeds.cables, strict=True):
+        if speed:
+            links += [
+                Link(host, out, Fraction(repr(speed)), Fraction(0)),
+                Link(into, host, Fraction(repr(speed)), Fraction(0)),
+            ]
+    nodes = [*switches, *(end for ends in zip(outs, ins, strict=True) for end in ends if end not in hosts)]
     return Topology(tuple(devices), (*links, *local), tuple(map(Switch, nodes)))
 
 

@@ -31,12 +31,14 @@ from ..errors import (
     decoded,
     encoded,
     message,
+    rank_list,
 )
 from ..transports.base import Rendezvous, Transport
 from ..transports.tcp import TcpTransport
 from . import diagnostics, flight_recorder
 from .bootstrap import bootstrap
 from .diagnostics import DOCTOR
+from .host_parts import distances, lost_links
 from .instructions import READABLE_BUFFERS
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
@@ -74,6 +76,7 @@ class Member(Peers):
         self.warn_s = WARN_AFTER_S  # a rank warns after this time, or after half the timeout if that is shorter
         self._broken: ReductionError | None = None
         self._remote: MultiHostEngine | None = None
+        self.lost_links: tuple[tuple[int, int], ...] = ()  # pairs of hosts, by number, that could not connect
         self._watched: WatchedTransport | None = None
         self._own_transport: Transport | None = None  # the one that this connected, and closes
         self._warned: RemoteWait | None = None
@@ -100,7 +103,7 @@ class Member(Peers):
             if isinstance(self.transport, TcpTransport):
                 self.memory.native.carry(self.transport.connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
-            self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
+            self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.lost_links)
         self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peers, overlapping)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 
@@ -176,13 +179,17 @@ class Member(Peers):
                 if result is None:
                     with suppress(Empty):
                         result = results.get(timeout=ALIVE_S)
-                state = _CONNECTED if result is not None else _CONNECTING
+                state = _CONNECTING
+                if result is not None:
+                    without = result.unreached if isinstance(result, TcpTransport) else ()
+                    state = " ".join([_CONNECTED, *map(str, without)])
                 if isinstance(result, Exception):
                     state = f"{type(result).__name__}: {result}"[:300]
                 elif result is None and time.monotonic() > deadline:
                     state = f"it did not connect to all ranks within {self.timeout_s:g} s"
                 states = [text.decode() for text in self.rendezvous.all_gather(state.encode())]
-                failed = {rank: text for rank, text in enumerate(states) if text not in (_CONNECTED, _CONNECTING)}
+                known = (_CONNECTED, _CONNECTING)
+                failed = {rank: text for rank, text in enumerate(states) if text.partition(" ")[0] not in known}
                 if failed:
                     given = "; ".join(f"rank {self.global_ranks[rank]}: {text}" for rank, text in failed.items())
                     remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
@@ -190,12 +197,41 @@ class Member(Peers):
                 if _CONNECTING not in states:
                     assert result is not None
                     assert not isinstance(result, Exception)
+                    unreached = {rank: [*map(int, text.split()[1:])] for rank, text in enumerate(states)}
+                    self.lost_links = lost_links(self.hosts, unreached)
+                    self._require_routes()
                     return result
         finally:
             cancelled.set()
             if result is None:  # the process may end soon: if a thread returned to Python then, it would be aborted
                 with suppress(Empty):
                     results.get(timeout=CANCEL_S)
+
+    def _require_routes(self) -> None:
+        """Raise unless every two hosts have a route to each other, perhaps over others; warn of those without a link.
+
+        Raises:
+          ReductionError: they have no route.
+        """
+        if not self.lost_links:
+            return
+        lost = "; ".join(self.link_text(*pair) for pair in self.lost_links)
+        beyond = [host for host, hops in enumerate(distances(len(self.hosts), self.lost_links)[0]) if hops < 0]
+        if beyond:
+            remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
+            raise ReductionError.of(
+                "the ranks could not connect to each other.", f"no connection between {lost}", remedy
+            )
+        if self.rank == 0:
+            _LOG.warning('group "%s": no connection between %s. Collectives pass through other hosts.', self.name, lost)
+
+    def has_link(self, a: int, b: int) -> bool:
+        """Return whether two hosts, by their numbers, can exchange messages directly."""
+        return (min(a, b), max(a, b)) not in self.lost_links
+
+    def link_text(self, a: int, b: int) -> str:
+        """Return two hosts, by their numbers, as errors show them."""
+        return " and ".join(f"host {host} ({rank_list(self._global_hosts()[host])})" for host in (a, b))
 
     def _shared_failure(self, error: Exception, where: str, alone: bool) -> ReductionError:
         """Return the error that all ranks raise because this rank, ``where``, cannot join the group.

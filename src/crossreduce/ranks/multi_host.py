@@ -20,7 +20,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Final
 
-from ..lowering import Program, lower, part_of
+from ..lowering import Program, forwarded, lower, part_of
 from ..ops import Numbers
 from ..packing import itemsize
 from ..topology import Topology
@@ -31,6 +31,7 @@ from .exchange import (
     EAGER_BYTES,
     Exchange,
     ExchangeProgram,
+    Patience,
     agreed,
     delay,
     exchange_program,
@@ -39,7 +40,19 @@ from .exchange import (
     run_stage,
     take_first,
 )
-from .host_parts import HostPart, Stripe, crossing_arrays, host_names, host_parts, host_programs, host_schedule, stripe
+from .host_parts import (
+    HostPart,
+    Lost,
+    Stripe,
+    crossing_arrays,
+    distances,
+    equal_links,
+    host_names,
+    host_parts,
+    host_programs,
+    host_schedule,
+    stripe,
+)
 from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
 from .one_host import RankExecutable
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
@@ -48,6 +61,9 @@ from .shared_memory import RankMemory, StageRunner
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
 """Bytes that cross a link in a large array's first and last pieces, of all leaders together."""
+
+PLANNED_BYTES: Final = 1 << 26
+"""The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
 
 _LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
 
@@ -59,17 +75,36 @@ _SAME, _DIFFERENT = 1, 2
 class MultiHostEngine:
     """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
 
-    ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts.
+    ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts. ``lost``: the
+    pairs of hosts without a link, over which no message is sent.
     """
 
-    def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport) -> None:
+    def __init__(
+        self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport, lost: Lost = ()
+    ) -> None:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
         self.peers = rail_peers(hosts, rank)
         self.leader = self.ranks.index(rank) if self.peers else None
-        self.topology: Topology | None = None  # the topology of the hosts, if it was measured
+        self.topology: Topology | None  # the topology of the hosts, if it was measured
+        self.digest = b""  # of the last call
         self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
+        self.patience: Patience | None = None  # while the links are checked
+        self.lose(lost)
+
+    def lose(self, lost: Lost) -> None:
+        """Send no messages between these pairs of hosts any more; plan with equal links, without them, until told."""
+        self.lost, self.topology = lost, None
+        hops = distances(len(self.hosts), lost)
+        own = hops[self.host]
+        self._neighbours = [peer for host, peer in enumerate(self.peers) if own[host] == 1]  # none: this is no leader
+        self._diameter = max(map(max, hops))
+
+    def plan_digest(self, topology: Topology) -> bytes:
+        """Return a digest of a topology of the hosts and of the schedule of a large all-reduce on it."""
+        schedule = host_schedule(topology, self.hosts, "all_reduce", PLANNED_BYTES, None, lost=self.lost)
+        return _digest(topology.to_json().encode(), schedule.to_json())
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
@@ -80,8 +115,10 @@ class MultiHostEngine:
         arrays = sum(len(part.arrays) for part in parts)
         rounded = 1 << (size * arrays * nbytes - 1).bit_length()
         widened = itemsize(numbers.accumulator) > itemsize(numbers.result)
-        schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened)
+        schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
         between = lower(schedule)
+        if self.lost:
+            between = forwarded(between, self.topology or equal_links(len(self.hosts), self.lost))
         crossing = nbytes * crossing_arrays(len(self.hosts), parts)
         # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2
         # hosts of 4 ranks take 1.08, 1.065 and 1.055 of the link's time with pieces of 1 MiB, 1/2 and 1/4 MiB at
@@ -222,6 +259,7 @@ class MultiHostEngine:
         inner: Callable[[], None] | None = None,
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
+        self.digest = executable.digest
         exchanges = self._exchanges = tuple(
             Exchange(program, self.transport, TAG, timeout_s) for program in executable.exchanges
         )
@@ -273,10 +311,10 @@ class MultiHostEngine:
     def _agreed(
         self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
     ) -> dict[int, bytes] | None:
-        """Return the data of the leaders of all other hosts; ``None``: they did not all pass the same digest."""
+        """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
-            others = [peer for peer in self.peers if peer != self.rank]
-            return agreed(digest, data, others, self.transport, TAG, timeout_s)
+            others, transport, rounds = self._neighbours, self.transport, self._diameter
+            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int

@@ -275,6 +275,22 @@ class Topology:
             raise ArgumentError.of("there is no such link.", given, remedy)
         return Topology.unchecked(self.devices, left, self.switches)
 
+    def without_node(self, node: str | int) -> Topology:
+        """Return the topology without a device, by name or number, or a switch such as a network card, and its links.
+
+        >>> Topology.star(3).without_node("cpu:2")
+        Topology(2 devices, 1 switch, 4 links: cpu:0, cpu:1)
+        >>> len(Topology.machine("dgx-1v", hosts=2).without_node("host0/nic1").switches)
+        8
+        """
+        name = self.node(node)
+        self._require((name,))
+        devices = tuple(device for device in self.devices if device != name)
+        if not devices:
+            raise ArgumentError.of("the only device of a topology cannot be removed.", name, "another node")
+        links = (link for link in self.links if name not in (link.src, link.dst))
+        return Topology.unchecked(devices, links, tuple(switch for switch in self.switches if switch.name != name))
+
     def with_switches(self, *, reducing: bool) -> Topology:
         """Return the same topology whose switches all combine and multicast in the network, or none of them.
 

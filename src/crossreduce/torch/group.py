@@ -29,13 +29,13 @@ from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.multi_host import rail_peers
 from ..transports import tcp
 from ..transports.base import Transport
-from ..transports.gloo import BesideGloo, translated
+from ..transports.gloo import BesideGloo, lazy_options, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import Finished, Message, OpQueue, Works, exclude_from_compile
 from .profiling import entry, is_profiled, lasting
-from .rendezvous import CancellableStore, StoreRendezvous, reaching
+from .rendezvous import CancellableStore, ConnectionStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
@@ -245,6 +245,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < self.size():  # gloo would crash
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
+        self.communicator.require_link(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
@@ -381,24 +382,27 @@ def connect(
 
     Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
     ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
-    rank 5 times as long, and could not name it. ``global_ranks``: the ranks' numbers in the world, for errors; empty:
-    the group is the world.
+    rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
+    when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty: the
+    group is the world.
     """
     seconds, made = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
-        made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
-        addresses = CancellableStore(dist.PrefixStore("tcp/", store), cancelled)
-
-        def read(peer: int) -> bytes:
-            addresses.wait([str(peer)])
-            return addresses.get(str(peer))
-
         interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
-        peers = rail_peers(hosts, rank)
-        sockets = tcp.connect(rank, peers, partial(addresses.set, str(rank)), read, cancelled, interfaces)
-        return BesideGloo(sockets, made[0], inner)
+        sockets, unreached, lazy = {}, [], False
+        if len(hosts) > 1:
+            places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled)
+            peers = rail_peers(hosts, rank)
+            sockets = tcp.connect(rank, peers, places.publish, places.read, cancelled, interfaces, places.stalled)
+            unreached = [peer for peer in peers if peer not in sockets and peer != rank]
+            lazy = places.any_of_all(bool(unreached), size)
+        inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
+        if lazy:
+            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces)))
+        else:
+            made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
     rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks)
     communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)

@@ -7,6 +7,7 @@ ends a wait. It is used rarely, and not for data.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -136,6 +137,14 @@ class StoreRendezvous:
         _limit_waits(self._connection, _QUERY_S)
         return bool(self._query(lambda: self._store.check([f"left/{rank}"])))
 
+    def announce(self, number: int) -> None:
+        """Store that this rank has begun a check of the links."""
+        self._query(lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
+
+    def has_announced(self, rank: int, number: int) -> bool:
+        """Return whether a rank has stored that it has begun a check of the links."""
+        return bool(self._query(lambda: self._store.check([f"check/{number}/{rank}"])))
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
         self._await(reader, readers if self.owner == self.rank else [reader])
@@ -237,6 +246,50 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
             if self._cancelled.wait(pause):
                 raise ConnectionError("another rank did not publish its address")
             pause = min(2 * pause, _PAUSES_S[1])
+
+
+class ConnectionStore:
+    """Where the ranks of a group publish how far they are with their connections to each other."""
+
+    def __init__(self, store: Any, rank: int, cancelled: threading.Event) -> None:
+        """Use keys of ``store``, for ``rank``, until ``cancelled`` is set."""
+        self._store, self._rank, self._cancelled = store, rank, cancelled
+        self._waiting = CancellableStore(store, cancelled)
+
+    def publish(self, address: bytes) -> None:
+        """Publish where this rank listens."""
+        self._store.set(str(self._rank), address)
+
+    def read(self, peer: int) -> bytes:
+        """Wait for the address of a rank."""
+        self._waiting.wait([str(peer)])
+        return self._waiting.get(str(peer))
+
+    def stalled(self, missing: Sequence[int]) -> list[int]:
+        """Publish the ranks to which this one does not get a connection; return those that also miss this one.
+
+        So a rank that is only late, or was stopped, is not given up.
+        """
+        self._store.set(f"stalled {self._rank}", json.dumps(list(missing)))
+        keys = {peer: f"stalled {peer}" for peer in missing}
+        published = {peer: json.loads(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
+        return [peer for peer, ranks in published.items() if self._rank in ranks]
+
+    def any_of_all(self, value: bool, size: int) -> bool:
+        """Return whether ``value`` is true on any of the group's ``size`` ranks, when all have called this.
+
+        Raises:
+          ConnectionError: it was cancelled before.
+        """
+        if value:
+            self._store.add("true", 1)
+        known, pause = self._store.add("called", 1), _PAUSES_S[0]
+        while known < size:
+            if self._cancelled.wait(pause):
+                raise ConnectionError("another rank did not connect")
+            pause = min(2 * pause, _PAUSES_S[1])
+            known = self._store.add("called", 0)
+        return bool(self._store.add("true", 0))
 
 
 @contextlib.contextmanager

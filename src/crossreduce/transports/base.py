@@ -51,6 +51,12 @@ class Rendezvous(Protocol):
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has published that it leaves the group. This is quick and never raises."""
 
+    def announce(self, number: int) -> None:
+        """Publish that this rank has begun its check number ``number`` of the links, if it can. This is quick."""
+
+    def has_announced(self, rank: int, number: int) -> bool:
+        """Return whether a rank has published that it has begun this check. This is quick and never raises."""
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that the host of rank ``reader`` has the reason of the abort.
 

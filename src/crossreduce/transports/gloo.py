@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -22,12 +23,16 @@ _OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pip
 class BesideGloo(TcpTransport):
     """The transport of a group that also uses ``gloo``, a ``ProcessGroupGloo``: an abort ends gloo's messages, too.
 
-    ``store``: gloo's store, which is kept, since gloo does not keep one that is written in Python.
+    ``store``: gloo's store, which is kept, since gloo does not keep one that is written in Python. ``unreached``: the
+    ranks to which no connection could be made. ``lazy``: whether gloo connects two ranks when they exchange their first
+    message; then an abort does not end gloo's messages, which would make it connect ranks, but their timeouts do.
     """
 
-    def __init__(self, sockets: dict[int, socket.socket], gloo: Any, store: Any = None) -> None:
-        super().__init__(sockets)
-        self._gloo, self._store = gloo, store
+    def __init__(
+        self, sockets: dict[int, socket.socket], gloo: Any, store: Any, unreached: Sequence[int] = (), *, lazy: bool
+    ) -> None:
+        super().__init__(sockets, unreached)
+        self._gloo, self._store, self._lazy = gloo, store, lazy
 
     def abort(self) -> None:
         """Make all messages of this rank fail, also those of gloo: here at once, on other ranks when they next wait."""
@@ -35,13 +40,33 @@ class BesideGloo(TcpTransport):
         # ProcessGroupGloo.abort() does not end waits (torch 2.13). A wait that times out, however, closes all
         # connections of the group. So this waits a millisecond for a message that no rank sends; a wait for a rank
         # whose connection is closed already fails before that, and closes no other.
-        for step in range(1, self._gloo.size()):
+        for step in range(1, 1 if self._lazy else self._gloo.size()):
             other = (self._gloo.rank() + step) % self._gloo.size()
             try:
                 self._gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
+
+
+def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
+    """Return options with which gloo connects two ranks when they exchange their first message.
+
+    Raises:
+      RuntimeError: this version of torch cannot do so.
+    """
+    gloo = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    try:
+        if interfaces:
+            options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+        else:
+            options._devices = [gloo.create_default_device(lazy_init=True)]
+    except TypeError:
+        problem = f"in torch {torch.__version__} gloo needs a connection between every two ranks"
+        raise RuntimeError(problem) from None
+    options._timeout = timeout
+    return options
 
 
 class GlooCollective:

@@ -99,6 +99,13 @@ class MpiRendezvous:
         """Return that it is not known here."""
         return False
 
+    def announce(self, number: int) -> None:
+        """Do nothing: MPI's own connections are not checked."""
+
+    def has_announced(self, rank: int, number: int) -> bool:  # noqa: ARG002
+        """Return that it is not known here."""
+        return False
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Do nothing: the end of one process does not end the rendezvous."""
 

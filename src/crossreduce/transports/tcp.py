@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,7 @@ with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks rai
 
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
+_PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
@@ -46,10 +47,12 @@ class TcpTransport:
     """Messages over connected sockets. See ``base.Transport``.
 
     ``connections``: the compiled object, which a rank also gives the time that it waits for ranks of its host.
+    ``unreached``: the ranks with which messages cannot be exchanged, since no connection to them could be made.
     """
 
-    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+    def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
         """Use, and close, a connected socket for each rank with which messages are exchanged."""
+        self.unreached = tuple(unreached)
         for each in sockets.values():
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,6 +100,7 @@ def connect(
     read: Callable[[int], bytes],
     cancelled: threading.Event,
     interfaces: Sequence[str] = (),
+    stalled: Callable[[Sequence[int]], Collection[int]] | None = None,
 ) -> dict[int, socket.socket]:
     """Return a connected socket for each other rank; each of them calls this with a list that has ``rank``.
 
@@ -107,6 +111,8 @@ def connect(
       read: waits for what a rank has published.
       cancelled: when it is set, this gives up.
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
+      stalled: called each second when this has taken 10 s, with the ranks that have no connection. It returns those of
+        them to give up, which are then missing in the result. ``None``: no rank is given up.
     Raises:
       ConnectionError: it was cancelled before all connections were made; or an interface has no address.
     """
@@ -125,10 +131,15 @@ def connect(
             if peer < rank:
                 given, of_peer, of_key = json.loads(read(peer))
                 meeting.reach(peer, [(address, of_peer) for address in given], bytes.fromhex(of_key))
-        while missing := [peer for peer in others if peer not in meeting.connected]:
+        given_up: set[int] = set()
+        check_at = time.monotonic() + _PATIENCE_S
+        while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
             if cancelled.is_set():
                 tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
                 raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {tried or 'theirs to this'}")
+            if stalled is not None and time.monotonic() > check_at:
+                check_at = time.monotonic() + _RETRY_S
+                given_up.update(stalled(missing))
             meeting.step()
         return meeting.take()
 

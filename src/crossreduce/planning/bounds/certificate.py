@@ -103,13 +103,17 @@ class Bound:
                 raise PlanError.of("a cut must have a weight of 0 or more.", f"weight {cut.weight}")
             if everyone <= cut.nodes:
                 raise PlanError.of("a cut must leave out at least one of the devices.", shown(sorted(cut.nodes)))
-        proved = self._proved_by_prices() if self.prices else self._proved()
+        proved = self._proved_by_prices() if self.prices else self.proved()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
             raise PlanError.of("the certificate does not prove the bound.", given)
 
-    def _proved(self) -> Fraction:
-        """Return the rate that the cuts and potentials prove."""
+    def proved(self) -> Fraction:
+        """Return the rate that the cuts and potentials prove on the topology, whatever ``algbw`` is.
+
+        Raises:
+          PlanError: they prove none.
+        """
         orbits, links = self._orbits()
         sizes: dict[str, int] = {}
         for orbit in orbits.values():

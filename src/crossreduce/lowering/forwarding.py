@@ -1,0 +1,69 @@
+"""Programs for engines that cannot route messages: devices on the routes pass values on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..topology import Topology
+from .instructions import Read, finished
+from .program import Program
+
+
+@lru_cache(maxsize=256)
+def forwarded(program: Program, topology: Topology) -> Program:
+    """Return the program in which values move only between devices that links, or links and switches, join.
+
+    If the route of a transfer passes through other devices, these receive the value and send it on, each in a round of
+    its own. This is for engines that cannot route messages.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import one_shot
+    >>> line = Topology.mesh(1, 3)
+    >>> print(forwarded(lower(one_shot(line.devices, destinations=["cpu:2"])), line))
+    reduce one_shot: 3 devices, 1 chunk, 2 instructions
+      chunk 0: v3 on cpu:1 = v0
+      chunk 0: v4 on cpu:2 = v3 + v1 + v2 (final)
+    """
+    numbers = {device: k for k, device in enumerate(program.devices)}
+    through = {(*route[:3], route.round): route.through for route in program.routes}
+
+    def between(chunk: int, src: int, dst: int, r: int) -> tuple[int, ...]:
+        """Return the devices on the route of a transfer, without its ends."""
+        route = through.get((chunk, src, dst, r), through.get((chunk, src, dst, None)))
+        if route is None:
+            route = topology.route(program.devices[src], program.devices[dst]) or ()
+        return tuple(numbers[node] for node in route if node in numbers and numbers[node] not in (src, dst))
+
+    longest = [
+        max((len(between(each.chunk, each.src, each.dst, r)) for each in transfers), default=0)
+        for r, transfers in enumerate(program.transfers)
+    ]
+    if not any(longest):
+        return program
+    starts = [r + sum(longest[:r]) for r in range(program.round_count)]
+    chunks = []
+    for c, chunk in enumerate(program.chunks):
+        inputs, places = len(chunk.sources), chunk.devices
+        numbered = list(range(inputs))  # for each value of the chunk, its number in the new chunk
+        read: list[Read] = []
+        copies: dict[tuple[int, int], tuple[int, int]] = {}  # value and device: the copy there, and its round
+
+        for instruction in chunk.instructions:
+            operands, r = [], instruction.round
+            for operand in instruction.operands:
+                value = numbered[operand]
+                for hop, device in enumerate(between(c, places[operand], instruction.device, r)):
+                    known = copies.get((operand, device))
+                    if known is None or known[1] > starts[r] + hop:
+                        known = copies[operand, device] = inputs + len(read), starts[r] + hop
+                        read.append((starts[r] + hop, device, (value,)))
+                    value = known[0]
+                operands.append(value)
+            numbered.append(inputs + len(read))
+            read.append((starts[r] + longest[r], instruction.device, tuple(operands)))
+        results = tuple(numbered[value] for value in chunk.results)
+        chunks.append(chunk._replace(instructions=finished(inputs, read, results), results=results))
+    round_count = program.round_count + sum(longest)
+    return Program(
+        program.collective, program.algorithm, program.devices, tuple(chunks), round_count, program.pieces, ()
+    )

@@ -1,0 +1,143 @@
+"""Changes of a topology, for ``Plan.replanned``: the same request after a change, and the value of the old schedule.
+
+Input: a request, a schedule and a bound on the old topology, and the new topology. Output: the request on the new one,
+whether the schedule still runs as before, a text about the changes, and a rate that no new schedule exceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from typing import Final
+
+from ..errors import ArgumentError, PlanError
+from ..schedule import Schedule
+from ..schedule.costs import SharedLimit
+from ..schedule.traffic import traffic
+from ..topology import Link, Topology
+from .bounds.certificate import Bound
+from .planners import Request
+
+_MOST_NAMES: Final = 3
+
+Pair = tuple[str, str]
+
+
+def quick_bound(old: Bound, request: Request) -> Fraction | None:
+    """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None``: nothing has to move.
+
+    It is the least of what the links of each single device prove, and of what the cuts of the bound on the old topology
+    prove on the new one.
+    """
+    topology, collective = request.topology, request.collective
+    assert topology is not None
+    sources, destinations = set(request.sources), set(request.destinations)
+    if len(sources | destinations) == 1:
+        return None
+    count = len(sources) if collective in ("reduce_scatter", "all_gather") else 0
+    rates = []
+    for device in sources | destinations:
+        # Without its own part, a device sends its contributions to count - 1 parts, or receives these parts.
+        part = Fraction(count - 1, count) if count else Fraction(1)
+        into = sum((link.bandwidth for link in topology.links if link.dst == device), Fraction(0))
+        out = sum((link.bandwidth for link in topology.out_links(device)), Fraction(0))
+        if destinations - {device} and device in sources:
+            rates.append(out / (1 - part if collective == "all_gather" else part))
+        if sources - {device} and device in destinations:
+            rates.append(into / (1 - part if collective == "reduce_scatter" else part))
+    if old.cuts and set(old.devices) == sources | destinations:
+        with suppress(PlanError):
+            rates.append(replace(old, topology=topology).proved())
+    return min(rates)
+
+
+def moved(request: Request, topology: Topology) -> Request:
+    """Return a request on another topology: lost devices take no part; new ones do if all devices did.
+
+    Raises:
+      ArgumentError: no device takes part any more, or the root is lost.
+    """
+    old = request.topology
+    assert old is not None
+    ends = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())
+
+    def left(given: tuple[str, ...]) -> tuple[str, ...]:
+        stayed = tuple(device for device in given if device in topology.devices)
+        joined = [device for device in topology.devices if device not in old.devices]
+        return (*stayed, *joined) if stayed and set(given) == set(old.devices) else stayed
+
+    sources, destinations = left(request.sources), left(request.destinations)
+    for root in (*ends, *([] if request.root is None else [request.root])):
+        if root not in topology.devices:
+            remedy = f'plan(topology, "{request.collective}", root=...) with another root'
+            raise ArgumentError.of("the root of the plan is lost.", f"{root}; {topology!r}", remedy)
+    if ends:  # the root stays the only one, even if it was the only device and others joined
+        sources, destinations = (ends, destinations) if request.collective == "broadcast" else (sources, ends)
+    if not sources or not destinations:
+        remedy = "a topology with some of the plan's devices, under their names in the plan"
+        given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
+        raise ArgumentError.of("no device of the plan is left.", given, remedy)
+    known = topology.by_ends
+    limits = [(speed, tuple(pair for pair in links if pair in known)) for speed, links in request.costs.shared]
+    costs = replace(request.costs, shared=tuple(SharedLimit(*limit) for limit in limits if limit[1]))
+    return request._replace(sources=sources, destinations=destinations, topology=topology, costs=costs)
+
+
+def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
+    """Return whether a schedule of one request does the other one, over the same links, of which none became slower."""
+    old, new = before.topology, request.topology
+    assert old is not None
+    assert new is not None
+    if (request.sources, request.destinations) != (before.sources, before.destinations):
+        return False
+    try:
+        used = traffic(schedule, new).links.keys()
+    except PlanError:  # a link that it uses is missing
+        return False
+    same = used == traffic(schedule, old).links.keys()
+    return same and not any(_is_faster(old.by_ends[pair], new.by_ends[pair]) for pair in used)
+
+
+def has_gained(old: Topology, new: Topology) -> bool:
+    """Return whether a topology has a link that the old one lacks, a faster one, or a switch that now reduces.
+
+    If not, every schedule takes at least as long as on the old topology, so one that was the fastest still is.
+    """
+    links = any(pair not in old.by_ends or _is_faster(link, old.by_ends[pair]) for pair, link in new.by_ends.items())
+    return links or not {*new.switches} <= {*old.switches}
+
+
+def _is_faster(one: Link, other: Link) -> bool:
+    """Return whether a link has more bandwidth or less latency than another one."""
+    return one.bandwidth > other.bandwidth or one.latency_s < other.latency_s
+
+
+def changes(old: Topology, new: Topology) -> str:
+    """Return what differs between two topologies, as text; empty: nothing."""
+    there, here = old.by_ends, new.by_ends
+    lost = [node for node in old.nodes if node not in new]
+    joined = [node for node in new.nodes if node not in old]
+    of_nodes = {*lost, *joined}
+    both = [pair for pair in there if pair in here]
+    slower = [pair for pair in both if _is_faster(there[pair], here[pair])]
+    parts = [
+        (lost, "lost"),
+        (_named(pair for pair in there if pair not in here and not of_nodes.intersection(pair)), "lost"),
+        (_named(slower), "slower"),
+        (joined, "new"),
+        (_named(pair for pair in here if pair not in there and not of_nodes.intersection(pair)), "new"),
+        (_named(pair for pair in both if _is_faster(here[pair], there[pair]) and pair not in slower), "faster"),
+    ]
+    return "; ".join(f"{_listed(names)} {'are' if len(names) > 1 else 'is'} {how}" for names, how in parts if names)
+
+
+def _named(pairs: Iterable[Pair]) -> list[str]:
+    """Return links as text; both directions of a link are one entry."""
+    return list({frozenset(pair): "-".join(pair) for pair in reversed(list(pairs))}.values())[::-1]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,0 +1,82 @@
+"""One torch rank on four simulated hosts: ``python live_ranks.py FOLDER STORE``, for test_live_hosts.py.
+
+It makes a group, reduces, measures the links, and reduces again. It writes its results to ``FOLDER/rank<r>.json``.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import crossreduce as cr
+import crossreduce.torch
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+MIB = 1 << 20
+
+
+def summed(nbytes):
+    """Sum an array of all ranks, whose exact sum is known; return whether the result is right."""
+    base = torch.arange(nbytes // 4, dtype=torch.float32) % 1021
+    x = base * 2**RANK
+    dist.all_reduce(x)
+    return bool(torch.equal(x, base * (2**SIZE - 1)))
+
+
+def meet(folder, name):
+    """Tell the test that this rank is there, and wait until it says that all are."""
+    Path(folder, f"{name}{RANK}").touch()
+    while not Path(folder, name).exists():
+        time.sleep(0.02)
+
+
+def moved():
+    """Return one element of each array that this rank gets in an all-gather and an all-to-all."""
+    rows = [torch.empty(5000) for _ in range(SIZE)]
+    dist.all_gather(rows, torch.full((5000,), float(RANK)))
+    gathered = [int(row[-1]) for row in rows]
+    dist.all_to_all(rows, [torch.full((5000,), float(10 * RANK + k)) for k in range(SIZE)])
+    return gathered, [int(row[-1]) for row in rows]
+
+
+def main(folder, store):
+    dist.init_process_group("crossreduce", store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60))
+    communicator = dist.group.WORLD.communicator
+    found = {"before": summed(MIB), "lost": communicator.lost_links}
+    topology = crossreduce.torch.measure_topology()
+    planned = cr.plan(communicator.host_topology, nbytes=64 * MIB)
+    found |= {"topology": topology.to_json(), "hosts": communicator.host_topology.to_json()}
+    found |= {"digest": communicator.plan_digest, "ratio": float(planned.ratio)}
+    found["after"] = summed(100)
+    meet(folder, "measured")
+    found["after"] &= summed(4 * MIB)
+    found["gathered"], found["exchanged"] = moved()
+    try:
+        if RANK in (2, 6):  # their hosts may have no link
+            (dist.send if RANK == 2 else dist.recv)(torch.ones(3), 8 - RANK)
+    except cr.UnsupportedError as error:
+        found["message"] = str(error)
+    x = torch.full((3,), float(RANK))
+    if RANK in (0, 6):
+        (dist.send if RANK == 0 else dist.recv)(x, 6 - RANK)
+    found["received"] = x.tolist()
+    try:
+        dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND)
+    except cr.UnsupportedError as error:
+        found["refused"] = str(error)
+    meet(folder, "reduced")
+    crossreduce.torch.measure_topology(seconds=0.1)
+    found |= {"again": communicator.plan_digest, "lost again": communicator.lost_links}
+    found["after"] &= summed(MIB) and moved() == (found["gathered"], found["exchanged"])
+    Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

@@ -1,0 +1,397 @@
+"""Groups on several hosts of which some have no link to each other, and plans that change with the measured links."""
+
+import itertools
+import random
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from members import Warnings, memory
+from ranks import ranks
+from test_multi_host import CASES, check_rows, close, on, parts
+
+from crossreduce import Topology
+from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
+from crossreduce.lowering import forwarded, lower
+from crossreduce.ops import ReduceOp
+from crossreduce.planning import COLLECTIVES
+from crossreduce.ranks import communicator, host_parts, multi_host
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
+from crossreduce.ranks.measurement import measure
+from crossreduce.transports import tcp
+from crossreduce.transports.tcp import TcpTransport
+
+EVERY = (*COLLECTIVES, "gather", "scatter", "all_to_all")
+
+
+# Schedules that are forwarded
+
+
+def contributions(program):
+    """Return for each chunk the set of inputs in each destination's result, following the instructions of each round.
+
+    A value that is read must have been made in an earlier round, and contributions must not occur twice.
+    """
+    found = []
+    for chunk in program.chunks:
+        values = [({k}, -1) for k in range(len(chunk.sources))]
+        for instruction in chunk.instructions:
+            operands = [values[operand] for operand in instruction.operands]
+            assert all(made < instruction.round for _, made in operands)
+            whole = set().union(*(inputs for inputs, _ in operands))
+            assert len(whole) == sum(len(inputs) for inputs, _ in operands)
+            values.append((whole, instruction.round))
+        found.append([values[result][0] for result in chunk.results])
+        places = chunk.devices
+        assert [places[result] for result in chunk.results] == list(chunk.destinations)
+    return found
+
+
+def connected_hosts(draw, count):
+    """Return random pairs of hosts without a link; all hosts stay connected."""
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    while True:
+        lost = tuple(sorted(draw.sample(pairs, draw.randrange(len(pairs)))))
+        if min(map(min, distances(count, lost))) >= 0:
+            return lost
+
+
+def test_forwarded_programs_use_only_links():
+    """Whatever hosts have no link to each other, every collective moves data over links only, each value is passed on
+    after it was received, and each result has every contribution once."""
+    draw = random.Random(1)
+    for case in range(60):
+        count = draw.randint(3, 6)
+        hosts = tuple((2 * k, 2 * k + 1) for k in range(count))
+        lost = connected_hosts(draw, count)
+        collective = EVERY[case % len(EVERY)]
+        root = draw.randrange(2 * count) if collective in ("reduce", "broadcast", "gather", "scatter") else None
+        schedule = host_schedule(None, hosts, collective, draw.choice((64, 1 << 24)), root, lost=lost)
+        wiring = equal_links(count, lost)
+        program = lower(schedule)
+        made = forwarded(program, wiring)
+        for transfers in made.transfers:
+            for _, src, dst, through, _ in transfers:
+                assert wiring.link(made.devices[src], made.devices[dst]) is not None, (collective, lost)
+                assert through is None
+        assert contributions(made) == contributions(program)
+        for chunk, old in zip(made.chunks, program.chunks, strict=True):
+            assert [x for x in chunk.instructions if x.final] or not [x for x in old.instructions if x.final]
+        if not lost:
+            assert made is program
+
+
+# Hosts that could not connect
+
+
+def without(rendezvous, lost, timeout_s=20.0):
+    """Join a group in which some pairs of ranks have no connection."""
+    payloads = []
+
+    def connected(cancelled, hosts):
+        del hosts
+        sockets = tcp.connect(
+            rendezvous.rank,
+            range(rendezvous.size),
+            lambda payload: payloads.extend(meeting.all_gather(payload)),
+            lambda rank: payloads[rank],
+            cancelled,
+            ["lo"],
+        )
+        far = [peer for peer in sockets if {peer, rendezvous.rank} in [set(pair) for pair in lost]]
+        for peer in far:
+            sockets.pop(peer).close()
+        return TcpTransport(sockets, far)
+
+    meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, "addresses")
+    return Communicator(rendezvous, connected, name="world", timeout_s=timeout_s)
+
+
+def every_collective(rendezvous, lost, measured):
+    warned = Warnings()
+    comm = without(rendezvous, lost)
+    n, me = comm.size, comm.rank
+    if measured:
+        measure(comm, 0.05)
+    results = []
+    for op, dtype, size in CASES[::3] if measured else CASES:
+        given = parts(n, size, dtype)[me]
+        out = np.full_like(given, 7)
+        comm.all_reduce(ReduceOp(op), memory(given), memory(out))
+        close(out, parts(n, size, dtype), op, dtype)
+        results.append(out.tobytes())
+        for root in (0, n - 1):
+            shared = given.copy()
+            comm.broadcast(memory(shared), root)
+            assert shared.tobytes() == parts(n, size, dtype)[root].tobytes()
+            reduced = np.full_like(given, 7)
+            comm.reduce(ReduceOp(op), memory(given), memory(reduced) if me == root else None, root)
+            if me == root:
+                close(reduced, parts(n, size, dtype), op, dtype)
+        check_rows(comm, ReduceOp(op), dtype, -(-size // n))
+    with pytest.raises(MismatchError, match="rank 0 differs"):
+        comm.agree("a" if me else "b")
+    with pytest.raises(UnsupportedError, match=r"every two hosts[\s\S]*no connection between host 0"):
+        comm.delegate("all_reduce band int32[3]", lambda: pytest.fail("it must not begin"))
+    for peer in range(n):
+        host = next(k for k, ranks_of in enumerate(comm.hosts) if peer in ranks_of)
+        if comm.has_link(comm.hosts.index(comm.host), host):
+            comm.require_link("send", peer)
+        else:
+            with pytest.raises(UnsupportedError, match="a send needs a connection"):
+                comm.require_link("send", peer)
+    comm.barrier()
+    comm.close()
+    return comm.lost_links, results, warned.texts, comm.host_topology
+
+
+@pytest.mark.parametrize(
+    ("names", "lost", "pairs"),
+    [
+        ("aabbccdd", [(2, 6), (0, 4), (1, 5)], ((0, 2), (1, 3))),
+        ("abcd", [(0, 2), (0, 3), (1, 3)], ((0, 2), (0, 3), (1, 3))),
+        ("abbccc", [(0, 3)], ((0, 2),)),
+    ],
+)
+@pytest.mark.parametrize("measured", [False, True])
+def test_every_collective_without_some_links(names, lost, pairs, measured):
+    """If some hosts could not connect, every collective is correct, also on measured links, and all ranks have the same
+    bits. Calls that differ raise, and so do calls that need all connections. One rank warns, and names the hosts."""
+    found = ranks(len(names), every_collective, lost, measured, environment=on(*names), timeout_s=120)
+    assert {one for one, *_ in found} == {pairs}
+    assert len({tuple(results) for _, results, *_ in found}) == 1
+    (warning,) = found[0][2]
+    assert warning.startswith('group "world": no connection between host 0 (rank')
+    assert warning.endswith("Collectives pass through other hosts.")
+    assert not any(texts for _, _, texts, _ in found[1:])
+    topologies = {topology for *_, topology in found}
+    if not measured:
+        assert topologies == {None}
+        return
+    (topology,) = topologies
+    linked = {frozenset((link.src[:5], link.dst[:5])) for link in topology.links}
+    count = len(set(names))
+    for a, b in itertools.combinations(range(count), 2):
+        assert (frozenset((f"host{a}", f"host{b}")) in linked) == ((a, b) not in pairs)
+
+
+def apart(rendezvous):
+    with pytest.raises(ReductionError, match="could not connect to each other") as error:
+        without(rendezvous, [(0, 2), (1, 2)])
+    return str(error.value)
+
+
+def test_hosts_without_a_route_are_named():
+    """If a host has no connection to any other, all ranks raise the same error, which names the pairs of hosts."""
+    texts = set(ranks(3, apart, environment=on(*"abc")))
+    (text,) = texts
+    assert "no connection between host 0 (rank 0) and host 2 (rank 2); host 1 (rank 1) and host 2 (rank 2)" in text
+    assert "GLOO_SOCKET_IFNAME" in text
+
+
+def stalls(rendezvous, lost, late, patience_s):
+    """Connect while some pairs get no answer; return the ranks that were not reached, and the seconds it took."""
+    tcp._PATIENCE_S, tcp._RETRY_S = patience_s, 0.05
+    me, payloads, published = rendezvous.rank, [], {}
+    tried = tcp._Meeting._try
+
+    def unanswered(meeting, peer, target):
+        if {me, peer} not in lost:
+            tried(meeting, peer, target)
+
+    def stalled(missing):
+        rendezvous.query("put", [("stalled", me)], list(missing))
+        found = rendezvous.query("get", [("stalled", peer) for peer in missing])
+        published.update(zip(missing, found, strict=True))
+        return [peer for peer in missing if me in (published[peer] or [])]
+
+    def publish(payload):
+        payloads.extend(rendezvous.all_gather(payload))
+        if me == late:
+            time.sleep(6 * patience_s)
+
+    tcp._Meeting._try = unanswered
+    began = time.monotonic()
+    sockets = tcp.connect(me, range(3), publish, lambda rank: payloads[rank], threading.Event(), ["lo"], stalled)
+    took = time.monotonic() - began
+    rendezvous.all_gather(b"")
+    for each in sockets.values():
+        each.close()
+    return sorted({*range(3)} - {me, *sockets}), took
+
+
+def test_a_pair_that_gets_no_answer_is_given_up():
+    """Two ranks give each other up if neither reaches the other for some time, and keep all other connections."""
+    found = ranks(3, stalls, [{0, 2}], None, 0.5)
+    assert [one for one, _ in found] == [[2], [], [0]]
+    assert all(0.5 < took < 5 for _, took in (found[0], found[2]))
+
+
+def test_a_rank_that_is_late_is_not_given_up():
+    """A rank that was stopped while others connect is not given up, however long they wait."""
+    assert [one for one, _ in ranks(3, stalls, [], 2, 0.3)] == [[], [], []]
+    assert [one for one, _ in ranks(3, stalls, [], 0, 0.3)] == [[], [], []]
+
+
+def checks(rendezvous, silent, late):
+    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
+    communicator.PATIENCE_S = 0.4
+    comm = without(rendezvous, [])
+    real = comm._own_transport.send
+    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
+
+    def send(address, nbytes, dst, tag):
+        return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
+
+    comm._own_transport.send = send
+    if comm.rank == late:
+        time.sleep(2)  # the others stop to wait for its announcement after 1.2 s
+    comm.check_links("a check")
+    x = np.arange(10_000, dtype="int64") + comm.rank
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == 3 * np.arange(10_000) + 3).all()
+    comm.check_links("another one")
+    lost = comm.lost_links
+    with pytest.raises(MismatchError, match="rank 1 differs"):
+        comm.barrier() if comm.rank == 1 else comm.check_links("a third one")
+    comm.close()
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("silent", "late", "lost"),
+    [([], None, ()), ([], 1, ()), ([(0, 2)], None, ((0, 2),)), ([(2, 0), (0, 2)], 2, ((0, 2),))],
+)
+def test_a_check_finds_lost_links(silent, late, lost):
+    """A check gives up a link over which no message arrives, in one direction or both, and no rank that is late or
+    makes another call. Later calls use other links."""
+    assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
+
+
+def no_route_left(rendezvous):
+    communicator.PATIENCE_S = 0.4
+    comm = without(rendezvous, [])
+    real = comm._own_transport.send
+    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
+    comm._own_transport.send = lambda *message: done if 2 in (comm.rank, message[2]) else real(*message)
+    texts = []
+    for _ in range(2):  # the second call raises the same error
+        with pytest.raises(ReductionError, match=r"could not connect to each other[\s\S]*host 2 \(rank 2\)") as error:
+            comm.check_links("a check")
+        texts.append(str(error.value))
+    comm.close()
+    return set(texts)
+
+
+def test_a_check_that_finds_no_route_ends_the_group():
+    """If a host has lost all links, a check raises an error that names them on all ranks, also in later calls."""
+    found = ranks(3, no_route_left, environment=on(*"abc"))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 1
+
+
+# Plans on measured links
+
+
+def mesh(speeds, latency_s=1e-4):
+    """Return a topology of hosts with the GB/s of each pair; 0: no link."""
+    count = max(b for _, b in speeds) + 1
+    rows = [[speeds.get((min(a, b), max(a, b)), 1) if a != b else 0 for b in range(count)] for a in range(count)]
+    return Topology.from_matrix(rows, host_names(count), latency_s=latency_s)
+
+
+def test_measurements_that_differ_little_are_the_same():
+    """Topologies count as the same if bandwidths differ by at most a tenth, and have the same links."""
+    base = mesh({(0, 2): 0.1})
+    assert same_speeds(base, base)
+    assert same_speeds(base, mesh({(0, 2): 0.109}))
+    assert same_speeds(base, mesh({(0, 2): 0.092}, 1.9e-4))
+    assert same_speeds(mesh({(0, 2): 0.1}, 1e-6), mesh({(0, 2): 0.1}, 5e-5))
+    assert not same_speeds(base, mesh({(0, 2): 0.1}, 2.1e-4))
+    assert not same_speeds(base, mesh({(0, 2): 0.111}))
+    assert not same_speeds(base, mesh({(0, 2): 0.09}))
+    assert not same_speeds(base, mesh({(0, 2): 0}))
+    assert not same_speeds(mesh({(0, 2): 0}), base)
+
+
+def replans(rendezvous):
+    comm = without(rendezvous, [])
+    x, compiled, digests = np.ones(100_000, "float32"), [], []
+    key = ("all_reduce", ReduceOp.SUM, "float32", x.shape, None)
+    for topology in (mesh({(0, 2): 0.1}), mesh({(0, 2): 0.105}), mesh({(0, 2): 0.5}), mesh({(0, 2): 0})):
+        changed = comm.plan_on(topology)
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+        compiled.append((changed, id(comm._executables[key])))
+        digests.append(comm.plan_digest)
+    comm.close()
+    return [changed for changed, _ in compiled], compiled[0][1] == compiled[1][1], digests
+
+
+def test_nearly_the_same_links_keep_compiled_calls():
+    """Another measurement with nearly the same speeds keeps the plan and the compiled calls; other speeds replace them.
+    All ranks have the digest of the same plan."""
+    found = ranks(3, replans, environment=on(*"abc"))
+    assert found[0] == found[1] == found[2]
+    changed, same, digests = found[0]
+    assert changed == [True, False, True, True]
+    assert same
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def plans_differ(rendezvous):
+    comm = without(rendezvous, [])
+    texts = []
+    with pytest.raises(MismatchError, match="plan between hosts") as error:
+        comm.plan_on(mesh({(0, 2): 0.1 if comm.rank else 0.2}))
+    texts.append(str(error.value))
+    assert comm.host_topology is None
+    comm.plan_on(mesh({(0, 2): 0.1}))
+    real = host_parts.host_schedule
+    if comm.rank == 1:  # as if another version of SciPy had planned
+        multi_host.host_schedule = lambda _, *arguments, **named: real(
+            mesh({(0, 1): 0.1, (0, 2): 1}), *arguments, **named
+        )
+    x = np.ones(100_000, "float32")
+    with pytest.raises(MismatchError, match="plan between hosts") as error:
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == 1).all()
+    texts.append(str(error.value))
+    multi_host.host_schedule = real
+    comm.barrier()
+    comm.close()
+    return texts
+
+
+def test_ranks_with_different_plans_raise_the_same_error():
+    """If the ranks' topologies or plans differ, all raise an error that names the plan as the cause, and nothing is
+    written; the group can still be used."""
+    found = ranks(3, plans_differ, environment=on(*"abc"))
+    assert found[0] == found[1] == found[2]
+    first, second = found[0]
+    assert first.startswith("rank 0 differs from ranks 1, 2 in the plan between hosts at op 1")
+    assert "rank 0: links between hosts planned as " in first
+    assert second.startswith("rank 1 differs from ranks 0, 2 in the plan between hosts at op")
+    assert "ranks 0, 2: all_reduce sum float32[100000] planned as " in second
+    assert "the same versions of crossreduce, NumPy and SciPy" in second
+
+
+def test_a_plan_avoids_a_slow_link():
+    """With one lost and one slow link among four hosts, the plan of a large all-reduce sends nothing over the lost one
+    and little over the slow one, and reaches at least 90 % of the bound."""
+    from crossreduce import plan, simulate
+
+    speeds = {(0, 1): 0.025, (0, 3): 0.025, (1, 2): 0.025, (2, 3): 0.025, (0, 2): 0.0025, (1, 3): 0}
+    topology = mesh(speeds)
+    hosts = tuple((2 * k, 2 * k + 1) for k in range(4))
+    schedule = host_schedule(topology, hosts, "all_reduce", 8 << 20, None, lost=((1, 3),))
+    carried = simulate(schedule, topology, 8 << 20).bytes
+    assert not any({src, dst} == {"host1/cpu:0", "host3/cpu:0"} for src, dst in carried)
+    slow = sum(nbytes for (src, dst), nbytes in carried.items() if {src, dst} == {"host0/cpu:0", "host2/cpu:0"})
+    assert slow <= 2 * (max(carried.values()) / 10 + 8)  # both directions; chunks are whole numbers of bytes
+    found = plan(topology, nbytes=8 << 20)
+    assert found.ratio >= Fraction(9, 10)
+    found.bound.check()
