@@ -62,9 +62,9 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
     for r, steps in enumerate(base.rounds):
         for chunk, dst, srcs in steps:
             for src in srcs:
-                if src != dst and (names[src], names[dst]) not in topology.by_ends:
-                    if base.through(r, chunk, src, dst) is None:
-                        needed[chunk, src, dst] = None
+                far = src != dst and (names[src], names[dst]) not in topology.by_ends
+                if far and base.through(r, chunk, src, dst) is None:
+                    needed[chunk, src, dst] = None
     if not needed:
         return schedule
     symmetry = nodes = None

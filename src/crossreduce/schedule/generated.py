@@ -8,9 +8,7 @@ of its simulation. All chunks and steps can be listed, and then it is a schedule
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import cached_property
 from math import lcm
 from typing import Any
@@ -19,6 +17,7 @@ from ..errors import ScheduleError, shown
 from ..topology.json_format import listed, typed
 from ..topology.symmetry import Generator, Symmetry
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
+
 
 class GeneratedSchedule(Schedule):
     """The images of a few chunks under a symmetry, as one schedule.
@@ -67,8 +66,8 @@ class GeneratedSchedule(Schedule):
 
     def _fill(self, base: Schedule, symmetry: Symmetry, nodes: tuple[str, ...], in_order: bool) -> None:
         self.__dict__.update(
-            base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective, algorithm=base.algorithm,
-            devices=base.devices, pieces=base.pieces,
+            base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
+            algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,
         )  # fmt: skip
 
     @property
@@ -149,7 +148,7 @@ class GeneratedSchedule(Schedule):
         return tuple(pairs)
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:  # type: ignore[override] # made when they are read
+    def chunks(self) -> tuple[Chunk, ...]:
         """All chunks."""
         order = self.symmetry.order
         ends = {tuple(ends) for chunk in self.base.chunks for ends in chunk[1:]}
@@ -170,7 +169,7 @@ class GeneratedSchedule(Schedule):
         return all(moves[k] in inside for moves, _ in self.symmetry.generators for k in devices)
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:  # type: ignore[override] # made when they are read
+    def rounds(self) -> tuple[Round, ...]:
         """All steps of each round, chunk by chunk."""
         by_chunk: list[list[list[Step]]] = [[[] for _ in self.base.rounds] for _ in self.base.chunks]
         for r, steps in enumerate(self.base.rounds):
@@ -180,8 +179,8 @@ class GeneratedSchedule(Schedule):
         made: list[list[Step]] = [[] for _ in self.base.rounds]
         for number, (element, chunk) in enumerate(self.numbering):
             moves = elements[element]
-            for r, steps in enumerate(by_chunk[chunk]):
-                images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in steps]
+            for r, mine in enumerate(by_chunk[chunk]):
+                images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in mine]
                 made[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
         return tuple(map(tuple, made))
 
@@ -191,7 +190,7 @@ class GeneratedSchedule(Schedule):
         return tuple(sorted(images) if self.in_order else images)
 
     @cached_property
-    def routes(self) -> tuple[Route, ...]:  # type: ignore[override] # made when they are read
+    def routes(self) -> tuple[Route, ...]:
         """All routes."""
         if not self.base.routes:
             return ()

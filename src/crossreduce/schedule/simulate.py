@@ -35,8 +35,8 @@ from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .lock_step import Loads, LockStep
 from .generated import GeneratedSchedule
+from .lock_step import Loads, LockStep
 from .schedule import Schedule
 from .traffic import operations, queues, traffic
 

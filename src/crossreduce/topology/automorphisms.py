@@ -53,7 +53,7 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
 
 
 def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
-    """Return a symmetry that moves the devices as another one does, and the switches with them; ``None``: there is none.
+    """Return the symmetry that moves devices as another one does, and switches with them; ``None``: there is none.
 
     >>> extended(Topology.star(3), Symmetry((Generator((1, 2, 0), 3),), 3))
     Symmetry(generators=(Generator(moves=(1, 2, 0, 3), order=3),), nodes=4)
@@ -69,7 +69,7 @@ def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
     return None if made.problem() or made.links(topology) is None else made
 
 
-def _by_number(size: int, node: int) -> tuple[int, ...]:
+def _by_number(_: int, node: int) -> tuple[int, ...]:
     return (node,)
 
 
@@ -99,10 +99,10 @@ def _greedy(
             for generator in found:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            generator = search.generator(cell[0], others, found, nearest, tried, limit // order)
-            if generator is None:
+            another = search.generator(cell[0], others, found, nearest, tried, limit // order)
+            if another is None:
                 break
-            found.append(generator)
+            found.append(another)
     return Symmetry(tuple(found), len(topology.nodes))
 
 
@@ -140,7 +140,7 @@ class _PermutationSearch:
         _, colours = np.unique(pair, return_inverse=True)
         colours, count = colours.reshape(pair.shape), 0
         while True:
-            if not (np.bincount(colours[0]).tolist() == np.bincount(colours[1]).tolist()):
+            if np.bincount(colours[0]).tolist() != np.bincount(colours[1]).tolist():
                 return None
             here = int(colours.max()) + 1
             if here == count:
@@ -355,7 +355,9 @@ class _PermutationMatching:
     def _stays(self, node: int) -> bool:
         """Return whether some nodes of the same kind as this one stay in their places, and none is known to move."""
         kind = self.search.start[node]
-        known = [self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0]
+        known = [
+            self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0
+        ]
         return bool(known) and all(known)
 
     def _chosen(self, xs: list[int]) -> int:

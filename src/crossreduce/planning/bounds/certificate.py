@@ -148,8 +148,8 @@ class Bound:
                 here[k] += two[k] / sizes[orbits[switch]]
         # By orbit of links: the bandwidth of its links, and the sum of their prices in broadcasts and in reductions.
         found: dict[int, tuple[Fraction, list[Fraction]]] = {}
-        for (src, dst, bandwidth, _), orbit in zip(self.topology.links, links, strict=True):
-            prices = found.setdefault(orbit, (bandwidth, [Fraction(0), Fraction(0)]))[1]
+        for (src, dst, bandwidth, _), of_links in zip(self.topology.links, links, strict=True):
+            prices = found.setdefault(of_links, (bandwidth, [Fraction(0), Fraction(0)]))[1]
             for k in (0, 1) if shift else ():
                 prices[k] += shift[orbits[dst]][k] if orbits[dst] in shift else 0
                 prices[k] -= shift[orbits[src]][k] if orbits[src] in shift else 0

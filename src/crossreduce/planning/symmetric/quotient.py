@@ -96,7 +96,7 @@ class _Program:
         self.quotient, self.weights = quotient, weights
         links = len(quotient.sizes)
         outward = collective in ("broadcast", "all_gather")
-        self.ways = (outward,)
+        self.ways: tuple[bool, ...] = (outward,)
         if weights is None:
             self.ways = (True,) if quotient.paired else (True, False)
         self.rates = len(quotient.roots) if weights is None else 1

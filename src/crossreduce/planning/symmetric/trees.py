@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..bounds.linear_program import DENOMINATORS
@@ -88,7 +89,7 @@ class _TreeSearch:
             self.roots = [root for root in quotient.roots if weights[root]]
         self.reduces = collective in ("all_reduce", "reduce", "reduce_scatter")
         self.copies = collective in ("all_reduce", "broadcast", "all_gather")
-        self.orbit_of = {arc: orbit for arc, orbit in zip(quotient.arcs, quotient.orbit, strict=True)}
+        self.orbit_of = dict(zip(quotient.arcs, quotient.orbit, strict=True))
         self.near = {
             way: [[(quotient.arcs[k][far], quotient.orbit[k]) for k in listed] for listed in lists]
             for way, lists, far in ((True, quotient.leaving, 1), (False, quotient.entering, 0))
@@ -115,7 +116,7 @@ class _TreeSearch:
             for parents, outward in ((into, False), (out, True)):
                 for node, parent, through in parents or ():
                     path = (parent, *through, node) if outward else (node, *through, parent)
-                    used.update(self.orbit_of[arc] for arc in zip(path, path[1:], strict=False))
+                    used.update(self.orbit_of[arc] for arc in pairwise(path))
             found[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
         return found
 
@@ -218,9 +219,7 @@ class _TreeSearch:
             return None
         if self.weights is None:
             return {k: rate / whole[-1] for k, rate in rates.items() if rate}
-        return {
-            k: rate / whole[columns[k].root] * self.weights[columns[k].root] for k, rate in rates.items() if rate
-        }
+        return {k: rate / whole[columns[k].root] * self.weights[columns[k].root] for k, rate in rates.items() if rate}
 
     def _near(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
         """Yield exact rates that are close to those in floating point: simple fractions, then a vertex."""
