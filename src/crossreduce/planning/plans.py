@@ -21,7 +21,7 @@ from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
-from .schedules import CHOICES, NAMES, fastest
+from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest
 
 LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
 
@@ -174,7 +174,8 @@ class Plan:
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
 
-        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device.
+        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device. On
+        many devices: "direct", "hierarchical_copy" with one tree, and "one_device".
         """
         return {name: (other.seconds, other.rate) for name, other in self.comparisons.items()}
 
@@ -183,13 +184,14 @@ class Plan:
         """The plans whose seconds and rates ``others`` returns."""
         request = self.request._replace(packs=1, first=0, root=None)
         found: dict[str, Plan] = {}
-        if self.collective == "all_reduce":
+        few = len(self.schedule.devices) <= MOST_DEVICES  # the others have about n**2 steps that no symmetry generates
+        if self.collective == "all_reduce" and few:
             rotating = request._replace(algorithm="hierarchical_copy", packs=len(request.members))
             halves = hierarchical_copy_schedule(rotating)
             with suppress(PlanError):
                 simulation = simulate(halves, self.topology, self.nbytes, costs=request.costs)
                 found["TensorFlow's trees"] = Plan(rotating, halves, simulation.seconds)
-        for algorithm in ("ring", "one_device"):
+        for algorithm in ("ring", "one_device") if few else ("direct", "hierarchical_copy", "one_device"):
             with suppress(PlanError):
                 found[algorithm] = planned(request._replace(algorithm=algorithm))
         return found

@@ -202,19 +202,22 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
     """Return the requests that are tried for a request, each with the name of one algorithm."""
     if request.algorithm not in CHOICES:
         return [request]
+    from .forest import is_symmetric
+
     n, root = len({*request.sources, *request.destinations}), request.root
     tried = [
         request._replace(algorithm=name)
         for name, entry in REGISTRY.items()
         if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
     ]
+    if request.collective in ("reduce_scatter", "all_gather") and n > FOREST_DEVICES and is_symmetric(request):
+        return [request._replace(algorithm="forest")]  # all others have n**2 steps that no symmetry generates
     if root is None and MOST_DEVICES < n <= _MOST_ONE_SHOT and n * request.nbytes <= _ONE_SHOT_BYTES:
         tried.append(request._replace(algorithm="one_shot"))
-    if root is None and n > FOREST_DEVICES:
-        from .forest import is_symmetric
-
-        if is_symmetric(request):
-            tried += [request._replace(algorithm="forest"), request._replace(algorithm="direct")]
+    if root is None and n > FOREST_DEVICES and is_symmetric(request):
+        tried.append(request._replace(algorithm="forest"))
+        if request.collective == "all_reduce" and n == len(topology.devices):
+            tried.append(request._replace(algorithm="direct"))
     several = min(len(request.sources), len(request.destinations)) > 1
     if request.packs == 1 and root is None and several and n <= FOREST_DEVICES:
         from .hierarchies import centre

@@ -72,7 +72,7 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
         symmetry, nodes = schedule.symmetry, schedule.nodes
         if nodes == topology.devices:  # the switches on the routes have to move too
             symmetry, nodes = extended(topology, symmetry), topology.nodes
-        if symmetry is None:
+        if symmetry is None or len(nodes) < len(topology.nodes):
             return schedule
     turned = topology.reversed()
     sends, receives = Counter(src for _, src, _ in needed), Counter(dst for *_, dst in needed)

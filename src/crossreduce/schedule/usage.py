@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ..topology import Topology
 from .clock import EventClock
 from .costs import Costs, Pair
-from .generated import GeneratedSchedule
 from .schedule import Schedule
 from .simulate import loads_of
+from .traffic import Traffic
 
 
 class LinkUse(NamedTuple):
@@ -49,14 +49,17 @@ def link_use(
     """
     import numpy as np
 
-    if isinstance(schedule, GeneratedSchedule):
-        schedule = schedule.explicit
     loads = loads_of(schedule.cut_into(1), topology, costs)
     found = loads.traffic
     pairs, pieces = list(found.links), schedule.pieces
-    counts = {pair: pieces * sum(map(len, by_round.values())) for pair, by_round in found.links.items()}
+    # Of a generated schedule, a link carries its part of the transfers over all links of its orbit.
+    order = found.orbits.order if found.orbits else 1
+    counts = {
+        pair: pieces * sum(map(len, by_round.values())) * order // found.copies(pair)
+        for pair, by_round in found.links.items()
+    }
     if not nbytes or not seconds:
-        return {pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}
+        return _of_all({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, found)
     number = {pair: k for k, pair in enumerate(pairs)}
     links = [[number[pair] for pair in read.pairs] for read in found.reads]
     first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
@@ -80,4 +83,12 @@ def link_use(
     moments = np.linspace(0.0, seconds, parts + 1)
     carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
     carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
-    return {pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}
+    carried /= np.array([found.copies(pair) for pair in pairs]).reshape(-1, 1)
+    return _of_all({pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, found)
+
+
+def _of_all(used: dict[Pair, LinkUse], found: Traffic) -> dict[Pair, LinkUse]:
+    """Return the use of all links that others stand for."""
+    if found.orbits is None:
+        return used
+    return {pair: used[one] for pair, one in found.orbits.link.items() if one in used}

@@ -15,6 +15,7 @@ from typing import Final
 
 from ...errors import ArgumentError, PlanError, shown
 from ...topology import Topology, TopologyLike, topology_of
+from ..symmetric.forest import symmetric_bound
 from ..topologies import neutral, require_routes
 from .certificate import COLLECTIVES, Bound, Cut
 
@@ -94,12 +95,9 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
-    from ..symmetric.forest import symmetric_bound
-
-    many = symmetric_bound(topology, collective, members, roots)
-    if many is not None:
-        return many
     trees = _of_trees(topology, collective, members, roots)
+    if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
+        return many
     if trees is not None and len(topology.nodes) > _MOST_NODES:
         return trees
     cuts = _of_cuts(topology, collective, members, parts)

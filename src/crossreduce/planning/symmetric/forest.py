@@ -48,7 +48,7 @@ def symmetric(
     Its first switches are the helpers, which reduce; other devices are switches, which only forward. The symmetry moves
     roots only to roots, if they have the same weights, else nowhere.
     """
-    if len(members) <= FEW_DEVICES:
+    if len(topology.devices) <= FEW_DEVICES or len(members) < 2:
         return None
     if {*members} == {*topology.devices}:
         members = topology.devices
@@ -64,7 +64,7 @@ def symmetric(
         fixed = ()
     found = symmetry_of(topology, fixed)
     orbits = len({orbit for orbit in found.orbits if orbit < len(members)})
-    return (topology, found) if orbits <= min(_MOST_ORBITS, len(members) // 2) else None
+    return (topology, found) if orbits <= min(_MOST_ORBITS, (len(members) + 1) // 2) else None
 
 
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
