@@ -174,8 +174,8 @@ class Plan:
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
 
-        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device. On
-        many devices: "direct", "hierarchical_copy" with one tree, and "one_device".
+        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device;
+        on many devices "direct", "hierarchical_copy" with one tree, and "one_device".
         """
         return {name: (other.seconds, other.rate) for name, other in self.comparisons.items()}
 

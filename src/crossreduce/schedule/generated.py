@@ -30,8 +30,9 @@ class GeneratedSchedule(Schedule):
     Raises:
       ScheduleError: the permutations do not commute, have other orders, or do not suit the nodes.
 
-    >>> step = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
-    >>> base = Schedule("all_reduce", "direct", ("cpu:0", "cpu:1"), (step,),
+    >>> from fractions import Fraction
+    >>> whole = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
+    >>> base = Schedule("all_reduce", "direct", ("cpu:0", "cpu:1"), (whole,),
     ...                 ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)))
     >>> print(GeneratedSchedule(base, Symmetry((Generator((1, 0), 2),), 2), base.devices))
     all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
