@@ -245,7 +245,10 @@ def groups():
 
 def large():
     """Return the statements about large machines, from the stored results of benchmarks/scale.py."""
-    devices = [row["devices"] for row in json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())["machines"].values()]
+    devices = [
+        row["devices"]
+        for row in json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())["machines"].values()
+    ]
     return [f"wherever it has more than {FEW_DEVICES} devices", f"tori of up to {max(devices):,} devices"]
 
 

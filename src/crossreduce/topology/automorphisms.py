@@ -310,7 +310,7 @@ class _PermutationMatching:
         return np.flatnonzero(self.pair[0] == colour).tolist(), np.flatnonzero(self.pair[1] == colour).tolist()
 
     def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Return the first guess for each cell with several nodes, or for each cell of as many nodes of the same kind."""
+        """Return the first guess for each cell with several nodes, or for each one ``like`` another one."""
         kinds, found = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
