@@ -26,7 +26,7 @@ MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than
 
 # Beyond so many devices of a symmetric topology, these are not tried: they send as many bytes as a forest or more, in
 # more rounds, and all their steps are listed.
-_FEW_GENERATED: Final = 64
+_FEW_GENERATED: Final = 48
 _LISTED: Final = ("ring", "halving_doubling")
 
 # "one_shot" and "recursive_doubling" can be the fastest for the smallest buffers, but all their transfers are listed.
