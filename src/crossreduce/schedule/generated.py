@@ -28,7 +28,8 @@ class GeneratedSchedule(Schedule):
       nodes: the devices of the base, in order, and then the switches that its routes pass.
       in_order: whether steps, and the operands of each, are in the order of the devices; else in that of the base.
     Raises:
-      ScheduleError: the permutations do not commute, have other orders, or do not suit the nodes.
+      ScheduleError: the permutations do not commute, have other orders, do not suit the nodes, or make more images of
+        a chunk than there are devices.
 
     >>> from fractions import Fraction
     >>> whole = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
@@ -53,6 +54,8 @@ class GeneratedSchedule(Schedule):
         count = len(base.devices)
         if not problem and (self.nodes[:count] != base.devices or len(self.nodes) != symmetry.nodes):
             problem = "the nodes must be those of the symmetry, the devices of the base first"
+        if not problem and symmetry.order > count:
+            problem = "it makes more images of each chunk than there are devices"
         if not problem and len(set(self.nodes)) < len(self.nodes):
             problem = "each node may appear only once"
         if not problem and any(sorted(moves[:count]) != list(range(count)) for moves, _ in symmetry.generators):
