@@ -1,7 +1,7 @@
 """Plans for many devices by symmetry: bounds, certificates and schedules are those of the machine without symmetry."""
 
 import json
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 
 import pytest
@@ -94,3 +94,13 @@ class TestUnevenBandwidths:
         found = bound(star, "broadcast", parts)
         assert found.algbw == 25 * Fraction(10**12 + 39, 10**12 + 38)
         found.check()
+
+
+@pytest.mark.parametrize("part", ["base", "symmetry", "nodes", "in_order", "pieces"])
+def test_a_generated_schedule_does_not_change(part):
+    """No part of a generated schedule can be assigned or deleted: caches use it as a key."""
+    schedule = ring([f"cpu:{k}" for k in range(36)])
+    with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{part}'"):
+        setattr(schedule, part, None)
+    with pytest.raises(FrozenInstanceError, match=f"cannot delete field '{part}'"):
+        delattr(schedule, part)

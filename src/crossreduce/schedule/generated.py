@@ -9,6 +9,7 @@ of its simulation. All chunks and steps can be listed, and then it is a schedule
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 from functools import cached_property
 from math import lcm
 from typing import Any
@@ -73,6 +74,12 @@ class GeneratedSchedule(Schedule):
             base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
             algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,
         )  # fmt: skip
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")  # the dataclass protects only its own fields
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     @property
     def _parts(self) -> tuple[Any, ...]:
