@@ -9,6 +9,7 @@ of its simulation. All chunks and steps can be listed, and then it is a schedule
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 from functools import cached_property
 from math import lcm
 from typing import Any
@@ -28,7 +29,8 @@ class GeneratedSchedule(Schedule):
       nodes: the devices of the base, in order, and then the switches that its routes pass.
       in_order: whether steps, and the operands of each, are in the order of the devices; else in that of the base.
     Raises:
-      ScheduleError: the permutations do not commute, have other orders, or do not suit the nodes.
+      ScheduleError: the permutations do not commute, have other orders, do not suit the nodes, or make more images of
+        a chunk than there are devices.
 
     >>> from fractions import Fraction
     >>> whole = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
@@ -53,6 +55,8 @@ class GeneratedSchedule(Schedule):
         count = len(base.devices)
         if not problem and (self.nodes[:count] != base.devices or len(self.nodes) != symmetry.nodes):
             problem = "the nodes must be those of the symmetry, the devices of the base first"
+        if not problem and symmetry.order > count:
+            problem = "it makes more images of each chunk than there are devices"
         if not problem and len(set(self.nodes)) < len(self.nodes):
             problem = "each node may appear only once"
         if not problem and any(sorted(moves[:count]) != list(range(count)) for moves, _ in symmetry.generators):
@@ -70,6 +74,12 @@ class GeneratedSchedule(Schedule):
             base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
             algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,
         )  # fmt: skip
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")  # the dataclass protects only its own fields
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     @property
     def _parts(self) -> tuple[Any, ...]:

@@ -40,6 +40,8 @@ class Symmetry:
     def problem(self) -> str:
         """Return why these are not commuting permutations of the nodes with the given orders; "": they are."""
         for k, (moves, order) in enumerate(self.generators):
+            if not all(isinstance(number, int) for number in (*moves, order)):
+                return f"generator {k} has numbers that are not integers"
             if sorted(moves) != list(range(self.nodes)):
                 return f"generator {k} is not a permutation of {self.nodes} nodes"
             if order < 2 or power(moves, order) != tuple(range(self.nodes)):

@@ -164,8 +164,8 @@ class Bound:
         if self.symmetry is None:
             return {name: name for name in names}, range(len(self.topology.links))
         problem = self.symmetry.problem()
-        links = self.symmetry.links(self.topology)
-        if problem or links is None:
+        links = None if problem else self.symmetry.links(self.topology)
+        if links is None:
             given = problem or "it changes a link or the kind of a node"
             raise PlanError.of("the symmetry of a certificate must be one of its topology.", given)
         orbits = {names[k]: names[orbit] for k, orbit in enumerate(self.symmetry.orbits)}

@@ -13,6 +13,7 @@ from ...topology import Switch, Topology
 from ...topology.automorphisms import symmetry_of
 from ...topology.symmetry import Symmetry
 from ..bounds.certificate import Bound
+from ..bounds.demands import too_uneven
 from ..bounds.steiner import Parent
 from ..planners import Request
 from ..trees.fitting import common_unit
@@ -45,10 +46,13 @@ def symmetric(
 ) -> tuple[Topology, Symmetry] | None:
     """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
 
+    ``None`` also if bandwidths or weights are so different that a program in floating point proves a poor bound.
     Its first switches are the helpers, which reduce; other devices are switches, which only forward. The symmetry moves
     roots only to roots, if they have the same weights, else nowhere.
     """
     if len(topology.devices) <= FEW_DEVICES or len(members) < 2:
+        return None
+    if too_uneven({link.bandwidth for link in topology.links}) or too_uneven({part for _, part in roots or () if part}):
         return None
     if {*members} == {*topology.devices}:
         members = topology.devices
@@ -77,10 +81,9 @@ def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...
     if found is None:
         return None
     made = quotient_bound(*found, collective, roots)
-    if found[0].nodes == topology.nodes:
-        return made
     symmetry = found[1].renumbered(found[0].nodes, topology.nodes)
-    return replace(made, topology=topology, devices=members, symmetry=symmetry)
+    parts = roots or tuple((device, Fraction(1)) for device in members)
+    return replace(made, topology=topology, devices=members, roots=parts, symmetry=symmetry)
 
 
 @lru_cache(maxsize=128)

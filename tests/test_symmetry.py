@@ -1,0 +1,106 @@
+"""Plans for many devices by symmetry: bounds, certificates and schedules are those of the machine without symmetry."""
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from fractions import Fraction
+
+import pytest
+
+from crossreduce import PlanError, ScheduleError
+from crossreduce.planning import bound, plan, ring
+from crossreduce.schedule import Schedule
+from crossreduce.topology import Link, Topology
+from crossreduce.topology.symmetry import Generator, Symmetry
+
+
+def chords(slow: Fraction, fast: Fraction, n: int = 36) -> Topology:
+    """Return a ring of slow links with fast links between every sixth device."""
+    names = [f"cpu:{k}" for k in range(n)]
+    ends = [(k, (k + hop) % n, width) for k in range(n) for hop, width in ((1, slow), (6, fast))]
+    links = [Link(names[a], names[b], width) for src, dst, width in ends for a, b in ((src, dst), (dst, src))]
+    return Topology(names, links)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_a_bound_is_of_the_topology_that_was_given(collective):
+    """The bound of some of the devices names the topology, the devices and the roots in the order of the caller."""
+    star = Topology.star(40, 25)
+    for members in (star.devices[:36], star.devices[:36][::-1], star.devices[::-1]):
+        found = bound(star, collective, devices=members)
+        assert found.symmetry is not None
+        assert (found.topology, found.devices) == (star, members)
+        if collective != "broadcast":
+            assert found.roots == tuple((device, 1) for device in members)
+        found.check()
+
+
+class TestForgedSymmetry:
+    """A certificate whose symmetry is wrong is refused with a PlanError."""
+
+    found = bound(Topology.machine("hgx-h100", hosts=5), "all_reduce")
+    turn = found.symmetry.generators[0]
+    nodes = found.symmetry.nodes
+
+    @pytest.mark.parametrize(
+        ("forged", "message"),
+        [
+            (Generator(turn.moves[:-1], turn.order), "generator 0 is not a permutation"),
+            (Generator((*turn.moves, nodes), turn.order), "generator 0 is not a permutation"),
+            (Generator(tuple(map(str, turn.moves)), turn.order), "generator 0 has numbers that are not integers"),
+            (Generator(tuple(map(float, turn.moves)), turn.order), "generator 0 has numbers that are not integers"),
+            (Generator(turn.moves, float(turn.order)), "generator 0 has numbers that are not integers"),
+            (Generator(turn.moves, None), "generator 0 has numbers that are not integers"),
+            (Generator(turn.moves, turn.order + 1), "generator 0 is not the identity after 9 times"),
+            (Generator(turn.moves, -turn.order), "its order is below 2"),
+        ],
+    )
+    def test_no_permutation(self, forged, message):
+        symmetry = Symmetry((forged, *self.found.symmetry.generators[1:]), self.nodes)
+        with pytest.raises(PlanError, match=message):
+            replace(self.found, symmetry=symmetry).check()
+
+
+class TestLargeOrders:
+    """A few bytes of JSON cannot describe more images than there are devices, so reading them takes little memory."""
+
+    @pytest.mark.parametrize("factor", [2, 10**9, 10**400], ids=["2", "1e9", "1e400"])
+    def test_multiple_of_the_order(self, factor):
+        content = json.loads(ring([f"cpu:{k}" for k in range(36)]).to_json())
+        content["symmetry"]["generators"][0][1] *= factor
+        with pytest.raises(ScheduleError, match="more images of each chunk than there are devices"):
+            Schedule.from_json(json.dumps(content))
+
+    def test_many_generators(self):
+        content = json.loads(ring([f"cpu:{k}" for k in range(36)]).to_json())
+        swaps = [[k ^ 1 if k // 2 == pair else k for k in range(36)] for pair in range(18)]
+        content["symmetry"]["generators"] = [[moves, 2] for moves in swaps]
+        with pytest.raises(ScheduleError, match="more images of each chunk than there are devices"):
+            Schedule.from_json(json.dumps(content))
+
+
+class TestUnevenBandwidths:
+    """Bandwidths whose ratio floating point cannot represent give the bound that devices without symmetry have."""
+
+    @pytest.mark.parametrize(("collective", "rate"), [("all_reduce", "9/1250000000"), ("all_gather", "9/625000000")])
+    def test_bound_and_forest(self, collective, rate):
+        far = chords(Fraction(1, 10**9), Fraction(10**9))
+        found = plan(far, collective, algorithm="forest")
+        assert found.bound.algbw == found.rate == Fraction(rate)
+        found.bound.check()
+
+    def test_weights_of_roots(self):
+        star = Topology.star(40, 25)
+        parts = {device: 1 if k else 10**12 for k, device in enumerate(star.devices)}
+        found = bound(star, "broadcast", parts)
+        assert found.algbw == 25 * Fraction(10**12 + 39, 10**12 + 38)
+        found.check()
+
+
+@pytest.mark.parametrize("part", ["base", "symmetry", "nodes", "in_order", "pieces"])
+def test_a_generated_schedule_does_not_change(part):
+    """No part of a generated schedule can be assigned or deleted: caches use it as a key."""
+    schedule = ring([f"cpu:{k}" for k in range(36)])
+    with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{part}'"):
+        setattr(schedule, part, None)
+    with pytest.raises(FrozenInstanceError, match=f"cannot delete field '{part}'"):
+        delattr(schedule, part)
