@@ -17,6 +17,7 @@ from crossreduce.engines import cuda, host
 from crossreduce.engines.base import LoweredBuffer
 from crossreduce.engines.device_memory import DeviceMemory, Operands
 from crossreduce.frameworks import get
+from crossreduce.lowering import Program
 from crossreduce.ops import ReduceOp, copying
 from crossreduce.packing import Packing
 from crossreduce.pipeline import layouts
@@ -146,6 +147,12 @@ class _Owner:
         self.memory.release(self.array)
 
 
+def _renamed(program, devices, pieces):
+    """Return a program on devices of other names; of a generated program, with all its chunks."""
+    chunks, routes = tuple(program.chunks), program.routes
+    return Program(program.collective, program.algorithm, devices, chunks, program.round_count, pieces, routes)
+
+
 def _on(layout, names, pieces):
     """Return a layout on devices of other names, with programs of so many pieces."""
     buffers = []
@@ -153,7 +160,7 @@ def _on(layout, names, pieces):
         found = []
         for each in ranges:
             devices = tuple(names[device] for device in each.program.devices)
-            found.append(each._replace(program=replace(each.program, pieces=pieces, devices=devices)))
+            found.append(each._replace(program=_renamed(each.program, devices, pieces)))
         buffers.append(LoweredBuffer(buffer, tuple(found)))
     sources, destinations = (tuple(names[name] for name in ends) for ends in (layout.sources, layout.destinations))
     return replace(layout, buffers=tuple(buffers), sources=sources, destinations=destinations)

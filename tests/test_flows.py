@@ -30,7 +30,9 @@ def both(n, arcs, src, dst):
     for small in (1 << 30, 0):
         with patch.object(flows, "SMALL", small):
             network = Network(n, arcs)
-            assert (network._sparse() is None) == (small > 0 or sum(arcs.values()) > INT32)
+            out = sum(capacity for (a, _), capacity in arcs.items() if a == src)
+            widest = max((capacity + arcs.get((b, a), 0) for (a, b), capacity in arcs.items()), default=0)
+            assert (network._sparse(src) is None) == (small > 0 or max(out, widest) > INT32)
             found.append((network.flow(src, dst), network.cut(src, dst)))
     assert found[0] == found[1]
     return found[0]
@@ -70,11 +72,11 @@ def test_capacities_of_any_size(case, factor):
 
 @pytest.mark.parametrize("excess", [-1, 0, 1, 2])
 def test_the_limit_of_32_bits(excess):
-    """Just below, at and just above the greatest sum of capacities that SciPy supports, the flow is right."""
-    wide = INT32 - 40 + excess
-    arcs = {(0, 1): wide, (1, 2): 20, (0, 2): 7, (2, 3): 13}  # their sum is INT32 + excess
+    """Just below, at and just above the greatest capacity out of the source that SciPy supports, the flow is right."""
+    wide = INT32 - 7 + excess
+    arcs = {(0, 1): wide, (1, 2): 20, (0, 2): 7, (2, 3): 13}
     arcs |= {(k, k + 1): 0 for k in range(3, 14)}
-    assert sum(arcs.values()) == INT32 + excess
+    assert wide + arcs[0, 2] == INT32 + excess
     assert both(15, arcs, 0, 2) == (27, frozenset({0, 1}))
     assert both(15, arcs, 0, 1) == (wide, frozenset({0, 2, 3}))
 

@@ -73,13 +73,14 @@ def test_meshes_reach_more_than_half_an_all_gather():
         assert rate > limit(topology, "all_gather") / 2
 
 
-@pytest.mark.parametrize(("name", "rate"), [("hgx-h100", 450), ("gb200-nvl72", 900)])
-def test_switches_in_the_network_reduce(name, rate):
+@pytest.mark.parametrize(("name", "rate", "depth"), [("hgx-h100", 450, 2), ("gb200-nvl72", 900, 1)])
+def test_switches_in_the_network_reduce(name, rate, depth):
     """If the switch combines and multicasts, each device sends and receives its buffer once."""
     topology = Topology.machine(name, in_network=True)
     found = forest_of_all(topology, "all_reduce")
     assert check_right(found, topology) == rate
-    assert (found.trees, found.depth) == (1, 2)  # two hops: from a device to the switch, and from there to all others
+    # The root is a device, two hops from the others; on a large machine, whose tree is found by symmetry, the switch.
+    assert (found.trees, found.depth) == (1, depth)
     assert found.schedule.devices == (*topology.devices, "nvswitch")
 
 

@@ -376,7 +376,7 @@ def test_wrong_symmetries_are_refused():
         (Symmetry((Generator((1, 2, 0), 2),), 3), base.devices, "order"),
         (Symmetry((turn, Generator((1, 0, 2), 2)), 3), base.devices, "commute"),
         (Symmetry((turn,), 3), ("cpu:1", "cpu:0", "cpu:2"), "devices of the base first"),
-        (Symmetry((Generator((1, 2, 3, 0), 4),), 4), (*base.devices, "switch"), "devices to devices"),
+        (Symmetry((Generator((3, 1, 2, 0), 2),), 4), (*base.devices, "switch"), "devices to devices"),
         (Symmetry((Generator((1, 2), 3),), 3), base.devices, "not a permutation"),
     ):
         with pytest.raises(ScheduleError, match=text):

@@ -30,9 +30,9 @@ Roots = tuple[tuple[str, Fraction], ...] | None
 
 
 class SymmetricForest(NamedTuple):
-    """A generated schedule of trees; see ``forest.Forest``."""
+    """A schedule of trees, generated unless all trees are their own images; see ``forest.Forest``."""
 
-    schedule: GeneratedSchedule
+    schedule: Schedule
     k: Fraction
     trees: int
     depth: int
@@ -119,8 +119,11 @@ def symmetric_forest(
     rate, trees = best_trees(quotient, collective, weights, limit, joints)
     shares = [_share(tree) for tree in trees]
     base = trees_to_schedule("forest", request, seen.nodes, joints, shares)
-    schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
+    if all(_stays(tree, symmetry) for tree in trees):  # every image is the tree itself
+        k = Fraction(1) / common_unit([tree.share for tree in trees]) / len({tree.root for tree in trees})
+        return SymmetricForest(base, k, len(trees), deepest, rate, limit)
+    schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
     sizes = {root: symmetry.sizes[root] for root in dict.fromkeys(tree.root for tree in trees)}
     each = [tree.share / symmetry.sizes[tree.root] for tree in trees]
     k = Fraction(1) / common_unit(each) / sum(sizes.values())
@@ -149,6 +152,16 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
         rounds[1].extend(Step(c, dst, (owner,)) for dst in destinations if dst != owner)
     base = Schedule(request.collective, "direct", topology.devices, tuple(chunks), tuple(map(tuple, rounds)))
     return GeneratedSchedule(base, symmetry, topology.nodes, in_order=True)
+
+
+def _stays(tree: OrbitTree, symmetry: Symmetry) -> bool:
+    """Return whether a symmetry moves a tree to itself."""
+    for moves, _ in symmetry.generators:
+        for parents in (tree.into, tree.out):
+            images = {(moves[node], moves[up], tuple(moves[k] for k in through)) for node, up, through in parents or ()}
+            if moves[tree.root] != tree.root or images != {*(parents or ())}:
+                return False
+    return True
 
 
 def _share(tree: OrbitTree) -> TreeShare:

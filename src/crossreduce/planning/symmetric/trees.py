@@ -65,6 +65,9 @@ def best_trees(
     prices = [float(max(quotient.width) / width) for width in quotient.width]
     columns = search.cheapest(prices)
     for _ in range(_MOST_ROUNDS):
+        alone = search.alone(list(columns), limit)
+        if alone is not None:
+            return limit, [alone]
         solution = solved(search.rows(list(columns)))
         if solution.values[0] * float(search.largest) >= float(limit) * (1 - _NEAR):
             break
@@ -119,6 +122,17 @@ class _TreeSearch:
                     used.update(self.orbit_of[arc] for arc in pairwise(path))
             found[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
         return found
+
+    def alone(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
+        """Return a tree that reaches the bound alone, of the root with the fewest images; ``None``: there is none."""
+        if len(self.roots) > 1 and self.weights is not None:
+            return None
+        quotient = self.quotient
+        for column in sorted(columns, key=lambda column: quotient.symmetry.sizes[column.root]):
+            rates = (quotient.width[orbit] * quotient.sizes[orbit] / count for orbit, count in column.used)
+            if min(rates) >= limit:
+                return OrbitTree(column.root, Fraction(1), column.into, column.out)
+        return None
 
     def grown(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
         """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
