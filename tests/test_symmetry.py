@@ -121,8 +121,8 @@ class TestUsedLinks:
     def test_separate_plans_share_links(self):
         """The rates of all devices and of one host at the same time are those of the explicit schedules."""
         needs = [GroupNeed("all_gather", self.machine.devices, None, Fraction(1))]
-        needs.append(GroupNeed("all_gather", self.machine.devices[8:16], None, Fraction(1)))
-        found = separate_plans(self.machine, needs, [1 << 26] * 2, helpers=True)
+        needs.append(GroupNeed("all_gather", self.machine.devices[24:32], None, Fraction(1)))
+        found = separate_plans(self.machine, needs, [1 << 26] * 2, helpers=False)
         shares = [link_shares(one.schedule.cut_into(1), self.machine) for one in found.plans]
         shares[0] = link_shares(found.plans[0].schedule.explicit, self.machine)
         widths = {link[:2]: link.bandwidth for link in self.machine.links}
@@ -130,10 +130,9 @@ class TestUsedLinks:
 
     def changed(self, pair, factor):
         """Return the machine with another bandwidth of one link."""
-        links = [
-            link._replace(bandwidth=link.bandwidth * factor) if link[:2] == pair else link for link in self.machine.links
-        ]
-        return Topology(self.machine.devices, links, self.machine.switches)
+        machine = self.machine
+        links = [link._replace(bandwidth=link[2] * factor) if link[:2] == pair else link for link in machine.links]
+        return Topology(machine.devices, links, machine.switches)
 
     def test_a_plan_is_kept_on_reordered_nodes(self):
         before = plan(self.machine, algorithm="forest")
@@ -147,5 +146,6 @@ class TestUsedLinks:
         *_, idle = (link[:2] for link in self.machine.links if link[:2] not in used)
         busy = ("host1/cuda:3", "rail3")
         assert busy in used
-        for pair, factor, change in ((idle, Fraction(1, 2), "kept"), (busy, 2, "kept"), (busy, Fraction(1, 2), "planned")):
+        half = Fraction(1, 2)
+        for pair, factor, change in ((idle, half, "kept"), (busy, 2, "kept"), (busy, half, "planned")):
             assert before.replanned(self.changed(pair, factor)).change.startswith(change)
