@@ -25,6 +25,7 @@ from crossreduce.planning import Request, hierarchical_copy, plans, schedules
 from crossreduce.planning.bounds.steiner import MANY, few_enough
 from crossreduce.planning.forest import forest
 from crossreduce.planning.shallow.forests import MOST_DEVICES
+from crossreduce.planning.symmetric.forest import FEW_DEVICES
 from crossreduce.planning.trees import fitting
 from crossreduce.schedule import fluid_rate
 from crossreduce.schedule.costs import OPERATION_S
@@ -242,6 +243,15 @@ def groups():
     yield f"up to {exact[0]} devices on a machine of 16, and up to {exact[1]} on one of 72"
 
 
+def large():
+    """Return the statements about large machines, from the stored results of benchmarks/scale.py."""
+    devices = [
+        row["devices"]
+        for row in json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())["machines"].values()
+    ]
+    return [f"wherever it has more than {FEW_DEVICES} devices", f"tori of up to {max(devices):,} devices"]
+
+
 def lost():
     """Yield the page's statements about the failed link."""
     yield "the link 0-1 fails"
@@ -388,6 +398,7 @@ def statements():
         *again(),
         *others(),
         *groups(),
+        *large(),
         *traces(),
         parts_table(),
         times_table(),

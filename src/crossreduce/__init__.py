@@ -36,7 +36,19 @@ from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, GroupsPlan, Plan, bound, mesh_groups, plan, plan_groups
-from .schedule import Chunk, Costs, Route, Schedule, SharedLimit, Simulation, Step, both_directions, simulate, verify
+from .schedule import (
+    Chunk,
+    Costs,
+    GeneratedSchedule,
+    Route,
+    Schedule,
+    SharedLimit,
+    Simulation,
+    Step,
+    both_directions,
+    simulate,
+    verify,
+)
 from .strategy import (
     DistributedDataset,
     MirroredStrategy,
@@ -82,6 +94,7 @@ __all__ = [
     "DeviceError",
     "DistributedDataset",
     "DriverError",
+    "GeneratedSchedule",
     "GroupsPlan",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",

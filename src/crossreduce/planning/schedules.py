@@ -24,9 +24,14 @@ from .topologies import reachable, require_routes, with_routes
 FOREST_DEVICES: Final = 256  # with more devices, and without symmetry, packing trees takes minutes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
 
-# "one_shot" is the fastest for the smallest buffers, but has n**2 transfers.
-_MOST_ONE_SHOT: Final = 512
-_ONE_SHOT_BYTES: Final = 1 << 24  # of what each device receives
+# Beyond so many devices of a symmetric topology, these are not tried: they send as many bytes as a forest or more, in
+# more rounds, and all their steps are listed.
+_FEW_GENERATED: Final = 48
+_LISTED: Final = ("ring", "halving_doubling")
+
+# "one_shot" and "recursive_doubling" can be the fastest for the smallest buffers, but all their transfers are listed.
+_MOST_LISTED: Final = 512
+_SMALL_BYTES: Final = 1 << 24  # of what each device receives in "one_shot"
 
 # Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and may take
 # "direct" (a balanced load; see ``choose``) from there on. The limit was not measured here, but taken from a similar
@@ -102,9 +107,7 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "hierarchical_copy": Algorithm(_hierarchical_copy, planners.hierarchical_copy, has_root=True, most_devices=None),
     "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
     "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
-    "recursive_doubling": Algorithm(
-        _one(planners.recursive_doubling_schedule), planners.recursive_doubling, most_devices=None
-    ),
+    "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
     "direct": Algorithm(_direct, planners.direct, scatter=(1, 0)),
     "one_shot": Algorithm(_one_shot, planners.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
@@ -205,15 +208,17 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
     from .forest import is_symmetric
 
     n, root = len({*request.sources, *request.destinations}), request.root
+    generated = n > _FEW_GENERATED and request.collective == "all_reduce" and is_symmetric(request)
     tried = [
         request._replace(algorithm=name)
         for name, entry in REGISTRY.items()
         if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
+        if not (generated and name in _LISTED)
     ]
     if request.collective in ("reduce_scatter", "all_gather") and n > FOREST_DEVICES and is_symmetric(request):
         return [request._replace(algorithm="forest")]  # all others have n**2 steps that no symmetry generates
-    if root is None and MOST_DEVICES < n <= _MOST_ONE_SHOT and n * request.nbytes <= _ONE_SHOT_BYTES:
-        tried.append(request._replace(algorithm="one_shot"))
+    if root is None and MOST_DEVICES < n <= _MOST_LISTED and n * request.nbytes <= _SMALL_BYTES:
+        tried += [request._replace(algorithm="one_shot"), request._replace(algorithm="recursive_doubling")]
     if root is None and n > FOREST_DEVICES and is_symmetric(request):
         tried.append(request._replace(algorithm="forest"))
         if request.collective == "all_reduce" and n == len(topology.devices):
@@ -224,7 +229,7 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
 
         # One tree per device, like TensorFlow's rotating roots; and one tree with its root in the middle.
         near = centre(topology, request.sources, request.destinations)
-        tried += [request._replace(algorithm="hierarchical_copy", packs=n)]
+        tried += [] if generated else [request._replace(algorithm="hierarchical_copy", packs=n)]
         tried += [request._replace(algorithm="hierarchical_copy", root=near)]
     return tried
 

@@ -21,10 +21,11 @@ from typing import Any, Final
 from .symmetry import Generator, Symmetry, counted, joined
 from .topology import Topology
 
-_MOST_TRIES: Final = 200  # refinements in the search for one permutation
+_MOST_TRIES: Final = 400  # refinements in the search for one permutation
 _MOST_TARGETS: Final = 16  # devices that one device is moved to, for one more generator
 _MOST_CHOICES: Final = 12  # images of one node that are tried
 _MANY_CELLS: Final = 16  # after so many cells, and after each doubling of their number, all others are guessed at once
+_SOME_CELLS: Final = 6  # after so many cells, all cells of one size are guessed at once
 _SEED: Final = 0x9E3779B97F4A7C15
 
 
@@ -244,6 +245,8 @@ class _PermutationMatching:
             rounds += 1
             if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
                 continue
+            if rounds >= _SOME_CELLS and self.matched(self.all_guesses(cell[0])):
+                continue
             if not any(self.matched(guess) for guess in self.guesses(*cell)):
                 return False
 
@@ -306,12 +309,12 @@ class _PermutationMatching:
         colour = self.pair[0][end]
         return np.flatnonzero(self.pair[0] == colour).tolist(), np.flatnonzero(self.pair[1] == colour).tolist()
 
-    def all_guesses(self) -> list[tuple[int, int]]:
-        """Return the first guess for each cell with several nodes."""
-        found: list[tuple[int, int]] = []
+    def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """Return the first guess for each cell with several nodes, or for each one ``like`` another one."""
+        kinds, found = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
-            if len(xs) > 1:
+            if len(xs) > 1 and (not like or (len(xs) == len(like) and kinds[xs[0]] == kinds[like[0]])):
                 found += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
         return found
 

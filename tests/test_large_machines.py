@@ -1,0 +1,418 @@
+"""Symmetric machines: the symmetries that are found, bounds and trees on their orbits, and generated schedules.
+
+Oracles: the programs without symmetry, on machines that are small enough for them; and generated schedules with all
+their steps listed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+import crossreduce as cr
+from crossreduce import Topology
+from crossreduce.errors import PlanError, ScheduleError
+from crossreduce.planning import direct, halving_doubling, planners, ring
+from crossreduce.planning.bounds import bound as bounds
+from crossreduce.planning.bounds.bound import bound_of_members
+from crossreduce.planning.bounds.certificate import Bound
+from crossreduce.planning.forest import forest
+from crossreduce.planning.planners import Request
+from crossreduce.planning.symmetric import forest as symmetric
+from crossreduce.planning.symmetric.quotient import Quotient, quotient_bound
+from crossreduce.planning.symmetric.trees import best_trees, solved_exactly
+from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
+from crossreduce.schedule.generated import rotations
+from crossreduce.schedule.usage import link_use
+from crossreduce.topology import Link
+from crossreduce.topology.automorphisms import extended, symmetry_of
+from crossreduce.topology.symmetry import Generator, Symmetry
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def half_empty(hosts: int) -> Topology:
+    """Return H100 boxes, one of which has only four of its eight devices."""
+    full = Topology.machine("hgx-h100", hosts)
+    return full.subset([device for device in full.devices if device not in [f"host1/cuda:{k}" for k in range(4, 8)]])
+
+
+def fat_tree(k: int) -> Topology:
+    """Return a fat tree of k-port switches (Al-Fares, Loukissas & Vahdat, SIGCOMM 2008), with k**3 / 4 devices."""
+    half, links, switches = k // 2, [], []
+    for pod in range(k):
+        for edge in range(half):
+            switches.append(f"edge{pod}.{edge}")
+            first = (pod * half + edge) * half
+            links += [(f"cpu:{first + x}", switches[-1]) for x in range(half)]
+            links += [(switches[-1], f"middle{pod}.{other}") for other in range(half)]
+        for other in range(half):
+            switches.append(f"middle{pod}.{other}")
+            links += [(switches[-1], f"core{other}.{x}") for x in range(half)]
+    switches += [f"core{a}.{x}" for a in range(half) for x in range(half)]
+    both = [Link(*pair, Fraction(25), Fraction(1, 10**6)) for a, b in links for pair in ((a, b), (b, a))]
+    return Topology([f"cpu:{x}" for x in range(k * half * half)], both, switches)
+
+
+def dragonfly(groups: int, routers: int, each: int) -> Topology:
+    """Return groups of routers that are all joined, and a link between every two groups (Kim et al., ISCA 2008)."""
+    speeds: dict[tuple[str, str], int] = {}
+
+    def join(a: str, b: str) -> None:
+        for pair in ((a, b), (b, a)):
+            speeds[pair] = speeds.get(pair, 0) + 25
+
+    for group in range(groups):
+        for router in range(routers):
+            for x in range(each):
+                join(f"cpu:{(group * routers + router) * each + x}", f"r{group}.{router}")
+            for other in range(router):
+                join(f"r{group}.{other}", f"r{group}.{router}")
+        for ahead in range(1, (groups + 1) // 2):
+            join(f"r{group}.{(ahead - 1) % routers}", f"r{(group + ahead) % groups}.{(groups - ahead - 1) % routers}")
+    links = [Link(a, b, Fraction(speed), Fraction(1, 10**6)) for (a, b), speed in speeds.items()]
+    names = [f"r{group}.{router}" for group in range(groups) for router in range(routers)]
+    return Topology([f"cpu:{x}" for x in range(groups * routers * each)], links, names)
+
+
+MACHINES = {
+    "dgx-1v": lambda: Topology.machine("dgx-1v"),
+    "mi250": lambda: Topology.machine("mi250"),
+    "pcie-8": lambda: Topology.machine("pcie-8"),
+    "dgx-1v x 4": lambda: Topology.machine("dgx-1v", 4),
+    "mi250 x 2": lambda: Topology.machine("mi250", 2),
+    "dgx-2 x 2": lambda: Topology.machine("dgx-2", 2),
+    "hgx-h100 x 4": lambda: Topology.machine("hgx-h100", 4),
+    "hgx-h100 x 4, a lost link": lambda: Topology.machine("hgx-h100", 4).without_link("host0/cuda:3", "rail3"),
+    "hgx-h100 x 4, half empty": lambda: half_empty(4),
+    "tpu-v4": lambda: Topology.machine("tpu-v4"),
+    "ring": lambda: Topology.ring(12),
+    "torus 3 x 5": lambda: Topology.torus(3, 5, gb_per_s=(1, 2)),
+    "torus 4 x 4, a lost link": lambda: Topology.torus(4, 4).without_link(0, 1),
+    "fat tree": lambda: fat_tree(4),
+    "dragonfly": lambda: dragonfly(5, 2, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("topology", "order", "orbits"),
+    [
+        (Topology.ring(12), 12, 1),
+        (Topology.torus(4, 6), 24, 1),
+        (Topology.machine("mi300x"), 8, 1),
+        (Topology.machine("hgx-h100", 33), 264, 1),
+        (Topology.machine("hgx-h100", 16).without_link("host0/cuda:3", "rail3"), 105, 4),
+        (half_empty(33), 128, 3),
+        (Topology.machine("gb200-nvl72", 16), 1152, 1),
+        (fat_tree(8), 128, 1),
+        (dragonfly(9, 4, 2), 54, 7),
+    ],
+    ids=str,
+)
+def test_symmetries_join_the_devices_of_machines(topology: Topology, order: int, orbits: int):
+    """The permutations that are found generate groups of these orders, with these numbers of orbits of devices."""
+    found = symmetry_of(topology)
+    assert found.order == order
+    assert len({orbit for orbit in found.orbits if orbit < len(topology.devices)}) == orbits
+
+
+def assert_keeps_links(topology: Topology, found: Symmetry) -> None:
+    """Check every generator against the list of links."""
+    names = topology.nodes
+    links = {(link.src, link.dst): link[2:] for link in topology.links}
+    for moves, order in found.generators:
+        place = dict(zip(names, (names[k] for k in moves), strict=True))
+        assert {(place[a], place[b]): speed for (a, b), speed in links.items()} == links
+        nodes = list(range(len(names)))
+        for times in range(1, order + 1):
+            nodes = [moves[node] for node in nodes]
+            assert (nodes == list(range(len(names)))) == (times == order)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_circulants_keep_their_links(seed: int):
+    """On random graphs with planted rotations, under random names, what is found keeps all links."""
+    rng = random.Random(seed)
+    n = rng.randrange(3, 14)
+    steps = {rng.randrange(1, n): rng.choice([1, 2, 5]) for _ in range(rng.randrange(1, 4))} | {1: 3}
+    names = [f"cpu:{k}" for k in range(n)]
+    rng.shuffle(names)
+    pairs = {(names[k], names[(k + step) % n]): speed for k in range(n) for step, speed in steps.items()}
+    topology = Topology(names, [(a, b, speed) for (a, b), speed in pairs.items()])
+    found = symmetry_of(topology)
+    assert_keeps_links(topology, found)
+    assert found.order > 1 or n < 3
+    assert (
+        quotient_bound(topology, found, "all_gather").algbw
+        == bound_of_members(topology, "all_gather", topology.devices).algbw
+    )
+
+
+def test_irregular_graphs_have_no_symmetry():
+    """Links that all have different speeds leave only the identity."""
+    n = 9
+    speeds = [[0 if i == j else 1 + n * i + j for j in range(n)] for i in range(n)]
+    assert symmetry_of(Topology.from_matrix(speeds)).generators == ()
+
+
+def test_fixed_nodes_stay():
+    """A root that is given stays in its place, and the others still move."""
+    topology = Topology.machine("hgx-h100", 5)
+    found = symmetry_of(topology, ("host2/cuda:1",))
+    root = topology.nodes.index("host2/cuda:1")
+    assert found.order > 1
+    assert all(moves[root] == root for moves, _ in found.generators)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", MACHINES)
+def test_bounds_on_orbits_are_those_on_all_devices(name: str, collective: str):
+    """The program on orbits has the optimum of the program on devices, and its certificate proves it."""
+    topology = MACHINES[name]()
+    found = quotient_bound(topology, symmetry_of(topology), collective)
+    found.check()
+    assert found.algbw == bound_of_members(topology, collective, topology.devices).algbw
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", [name for name in MACHINES if name != "mi250"])
+def test_trees_on_orbits_reach_the_bound(name: str, collective: str):
+    """On all of these machines, trees for a root of each orbit, moved to the others, are optimal."""
+    topology = MACHINES[name]()
+    found = symmetry_of(topology)
+    quotient = Quotient(topology, found)
+    limit = quotient_bound(topology, found, collective).algbw
+    assert limit is not None
+    weights = {root: Fraction(found.sizes[root], quotient.n) for root in quotient.roots}
+    rate, trees = best_trees(quotient, collective, None if collective == "all_reduce" else weights, limit)
+    assert rate == limit
+    assert sum(tree.share for tree in trees) == 1
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use symmetry for any number of devices."""
+    caches = (symmetric.symmetric, symmetric.symmetric_forest, bounds.bound_of_members, forest)
+    monkeypatch.setattr(symmetric, "FEW_DEVICES", 1)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("collective", cr.planning.bounds.certificate.COLLECTIVES)
+@pytest.mark.parametrize("name", MACHINES)
+def test_generated_plans_are_their_explicit_forms(name: str, collective: str):
+    """A forest by symmetry has the rate, the time, the operations and the use of links of the list of all its steps."""
+    topology = MACHINES[name]()
+    roots = {"broadcast": (topology.devices[:1], topology.devices), "reduce": (topology.devices, topology.devices[:1])}
+    sources, destinations = roots.get(collective, (topology.devices, topology.devices))
+    request = Request(collective, sources, destinations, "forest", topology)
+    found = symmetric.symmetric_forest(
+        request, collective, tuple((r, Fraction(1)) for r in topology.devices[:1]) if collective in roots else None
+    )
+    if found is None:
+        assert len({*symmetry_of(topology, topology.devices[:1]).orbits}) > len(topology.devices) // 2  # too irregular
+        return
+    schedule, explicit = found.schedule, found.schedule.explicit
+    verify(schedule)
+    verify(explicit)
+    assert schedule.steps == explicit.steps
+    assert schedule.chunk_count == len(explicit.chunks)
+    assert schedule.units == explicit.units
+    assert fluid_rate(schedule, topology) == fluid_rate(explicit, topology)
+    costs = (Costs(operation_s=0), Costs(operation_s=1e-6, reduction_gb_per_s=100.0, messages_per_s=1e6))
+    for pieces, cost in ((1, costs[0]), (5, costs[0]), (7, costs[1])):
+        one = simulate(schedule.cut_into(pieces), topology, 10**8, costs=cost)
+        other = simulate(explicit.cut_into(pieces), topology, 10**8, costs=cost)
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+        assert one.operations == other.operations
+        assert one.busy == pytest.approx(other.busy)
+        assert one.bytes.keys() == other.bytes.keys()
+        assert all(abs(one.bytes[pair] - other.bytes[pair]) <= schedule.chunk_count for pair in one.bytes)
+    few = link_use(schedule, topology, 10**8, one.seconds, 9, costs[1])
+    every = link_use(explicit, topology, 10**8, one.seconds, 9, costs[1])
+    assert few.keys() == every.keys()
+    assert all(few[pair].carried == pytest.approx(every[pair].carried, abs=1.0) for pair in few)
+    assert all(few[pair].transfers == every[pair].transfers for pair in few)
+
+
+def test_shared_limits_are_kept_or_break_the_symmetry():
+    """Limits that the symmetry moves to each other count once; one that it does not keep makes all steps count."""
+    topology = Topology.machine("hgx-h100", 5)
+    plan = cr.plan(topology, nbytes="64M", algorithm="forest", operation_s=0)
+    assert isinstance(plan.schedule, GeneratedSchedule)
+
+    def limit(host: int, speed: float) -> SharedLimit:
+        return SharedLimit(speed, tuple((f"host{host}/cuda:{k}", f"rail{k}") for k in range(8)))
+
+    for shared in ([limit(host, 100.0) for host in range(5)], [limit(2, 50.0)]):
+        costs = Costs(operation_s=0, shared=tuple(shared))
+        one, other = (simulate(s, topology, 1 << 26, costs=costs) for s in (plan.schedule, plan.schedule.explicit))
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+        assert one.seconds > plan.seconds
+
+
+@pytest.mark.parametrize("planner", [ring, direct, halving_doubling])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("n", [33, 40, 48, 64])
+def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner, first: int, n: int):
+    """With many devices, ring, direct and halving_doubling return a few chunks; all images are the same as before."""
+    names = [f"cpu:{k}" for k in range(n)]
+    generated = planner(names, first=first)
+    monkeypatch.setattr(planners, "GENERATED_FROM", n)
+    listed = planner(names, first=first)
+    assert not isinstance(listed, GeneratedSchedule)
+    if isinstance(generated, GeneratedSchedule):
+        assert len(generated.base.chunks) < len(listed.chunks)
+        assert generated.explicit == listed
+        assert str(generated) == str(listed)
+        assert Schedule.from_json(generated.to_json()) == generated
+    else:
+        assert (planner, n) == (halving_doubling, 33)  # one device has a partner
+
+
+def test_all_parts_of_a_machine_with_1024_devices():
+    """The plan reaches the bound exactly, stores a few steps for each device, and is proved without listing it."""
+    topology = Topology.machine("hgx-h100", 128)
+    plan = cr.plan(topology)
+    schedule = plan.schedule
+    assert isinstance(schedule, GeneratedSchedule)
+    assert (plan.ratio, str(plan.bound.algbw)) == (1, "25600/127")
+    assert schedule.base.steps <= 3 * 1024
+    assert schedule.steps > 1024 * 1024
+    plan.bound.check()
+    verify(schedule)
+    assert not {"chunks", "rounds", "routes"} & schedule.__dict__.keys()  # nothing was listed
+    assert "100 % of it reached" in plan.explain()
+    assert not {"rounds", "routes"} & schedule.__dict__.keys()
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"])
+@pytest.mark.parametrize("name", ["a lost link", "half empty", "switches reduce"])
+def test_leftovers_split_orbits(name: str, collective: str):
+    """Hundreds of devices with one lost link, or a half-empty host, still have plans by symmetry at the bound."""
+    topology = {
+        "a lost link": lambda: Topology.machine("hgx-h100", 40).without_link("host0/cuda:3", "rail3"),
+        "half empty": lambda: half_empty(40),
+        "switches reduce": lambda: Topology.machine("hgx-h100", 40, in_network=True),
+    }[name]()
+    plan = cr.plan(topology, collective, nbytes="1G", algorithm="forest")
+    assert isinstance(plan.schedule, GeneratedSchedule)
+    verify(plan.schedule)
+    plan.bound.check()
+    assert plan.ratio == 1
+
+
+def test_idle_devices_of_large_machines_forward():
+    """If one device of each host takes no part, the plan of the others is generated, and the bound counts all links."""
+    topology = Topology.machine("hgx-h100", 40)
+    some = [k for k in range(320) if k % 8 != 3]
+    plan = cr.plan(topology, nbytes="1G", participants=some, algorithm="forest")
+    assert isinstance(plan.schedule, GeneratedSchedule)
+    plan.bound.check()
+    assert plan.ratio == 1
+    assert "host0/cuda:3" not in plan.schedule.devices
+
+
+def forged(kind: str) -> Bound:
+    """Return a certificate that is wrong in one way."""
+    topology = Topology.machine("hgx-h100", 2)
+    true = quotient_bound(topology, symmetry_of(topology), "all_reduce")
+    assert true.symmetry is not None
+    n = len(topology.nodes)
+    first, *rest = true.symmetry.generators
+    moves = list(first.moves)
+    if kind == "no automorphism":
+        moves[0], moves[1] = moves[1], moves[0]
+        return replace(true, symmetry=Symmetry((Generator(tuple(moves), first.order), *rest), n))
+    if kind == "order":
+        return replace(true, symmetry=Symmetry((Generator(first.moves, first.order + 1), *rest), n))
+    if kind == "no permutation":
+        return replace(true, symmetry=Symmetry((Generator((0, *first.moves[1:]), first.order), *rest), n))
+    if kind == "another topology":
+        return replace(true, topology=topology.without_link("host0/cuda:3", "rail3"))
+    if kind == "weight":
+        return replace(true, cuts=tuple(cut._replace(weight=cut.weight / 2) for cut in true.cuts))
+    if kind == "rate":
+        assert true.algbw is not None
+        return replace(true, algbw=true.algbw * Fraction(99, 100))
+    members = topology.devices[:-1]
+    roots = tuple((device, Fraction(1)) for device in members)
+    return replace(true, devices=members, roots=roots)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("no automorphism", r"must be one of its topology"),
+        ("order", r"must be one of its topology.*\n?.*order"),
+        ("no permutation", r"not a permutation"),
+        ("another topology", r"must be one of its topology"),
+        ("weight", r"total weight of at least 1"),
+        ("rate", r"does not prove the bound"),
+        ("members", r"devices with the same part"),
+    ],
+)
+def test_forged_certificates_are_refused(kind: str, text: str):
+    """A certificate with a wrong symmetry, wrong weights or a wrong rate proves nothing."""
+    with pytest.raises(PlanError, match=text):
+        forged(kind).check()
+
+
+def test_wrong_symmetries_are_refused():
+    """A schedule needs permutations of its own nodes that commute and have the orders that they claim."""
+    names = ["cpu:0", "cpu:1", "cpu:2"]
+    base = direct(names)
+    turn = Generator((1, 2, 0), 3)
+    GeneratedSchedule(base, Symmetry((turn,), 3), base.devices)
+    for symmetry, nodes, text in (
+        (Symmetry((Generator((1, 2, 0), 2),), 3), base.devices, "order"),
+        (Symmetry((turn, Generator((1, 0, 2), 2)), 3), base.devices, "commute"),
+        (Symmetry((turn,), 3), ("cpu:1", "cpu:0", "cpu:2"), "devices of the base first"),
+        (Symmetry((Generator((1, 2, 3, 0), 4),), 4), (*base.devices, "switch"), "devices to devices"),
+        (Symmetry((Generator((1, 2), 3),), 3), base.devices, "not a permutation"),
+    ):
+        with pytest.raises(ScheduleError, match=text):
+            GeneratedSchedule(base, symmetry, nodes)
+
+
+def test_other_orders_of_devices():
+    """A generated schedule whose devices are listed in another order is the same one."""
+    names = [f"cpu:{k}" for k in range(6)]
+    base = ring(names)
+    one = replace(
+        base,
+        chunks=(base.chunks[0]._replace(share=Fraction(1)),),
+        rounds=tuple(tuple(step for step in steps if step.chunk == 0) for steps in base.rounds),
+    )
+    schedule = GeneratedSchedule(one, rotations([6], 6), one.devices)
+    order = ["cpu:3", "cpu:1", "cpu:5"]
+    moved = schedule.ordered_by(order)
+    assert moved.devices == ("cpu:3", "cpu:1", "cpu:5", "cpu:0", "cpu:2", "cpu:4")
+    assert moved.explicit == schedule.explicit.ordered_by(order)
+    assert schedule.cut_into(4).explicit == schedule.explicit.cut_into(4)
+    assert schedule != schedule.cut_into(4)
+
+
+def test_switches_follow_devices():
+    """A rotation of devices extends to their switches if the links allow it."""
+    hosts = Topology.machine("hgx-h100", 4)
+    found = extended(hosts, rotations([4, 8], 32))
+    assert found is not None
+    assert_keeps_links(hosts, found)
+    assert extended(hosts, rotations([32], 32)) is None  # the next device may be in another host
+
+
+def test_linear_equations_are_solved_exactly():
+    """A solution is exact; none, or several, give None."""
+    one, two = {0: Fraction(2), 1: Fraction(1)}, {0: Fraction(1), 1: Fraction(-1)}
+    assert solved_exactly([(one, Fraction(1)), (two, Fraction(1))], [0, 1]) == {0: Fraction(2, 3), 1: Fraction(-1, 3)}
+    assert solved_exactly([(one, Fraction(1))], [0, 1]) is None
+    assert solved_exactly([(one, Fraction(1)), (one, Fraction(2))], [0]) is None
