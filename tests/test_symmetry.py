@@ -8,7 +8,9 @@ import pytest
 
 from crossreduce import PlanError, ScheduleError
 from crossreduce.planning import bound, plan, ring
-from crossreduce.schedule import Schedule
+from crossreduce.planning.bounds.joint import GroupNeed
+from crossreduce.planning.separate import separate_plans, shared_rates
+from crossreduce.schedule import Schedule, link_shares
 from crossreduce.topology import Link, Topology
 from crossreduce.topology.symmetry import Generator, Symmetry
 
@@ -104,3 +106,46 @@ def test_a_generated_schedule_does_not_change(part):
         setattr(schedule, part, None)
     with pytest.raises(FrozenInstanceError, match=f"cannot delete field '{part}'"):
         delattr(schedule, part)
+
+
+class TestUsedLinks:
+    """What a generated schedule does to each single link is what its explicit form does."""
+
+    machine = Topology.machine("hgx-h100", hosts=5)
+
+    @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+    def test_shares(self, collective):
+        schedule = plan(self.machine, collective, algorithm="forest").schedule
+        assert link_shares(schedule, self.machine) == link_shares(schedule.explicit, self.machine)
+
+    def test_separate_plans_share_links(self):
+        """The rates of all devices and of one host at the same time are those of the explicit schedules."""
+        needs = [GroupNeed("all_gather", self.machine.devices, None, Fraction(1))]
+        needs.append(GroupNeed("all_gather", self.machine.devices[24:32], None, Fraction(1)))
+        found = separate_plans(self.machine, needs, [1 << 26] * 2, helpers=False)
+        shares = [link_shares(one.schedule.cut_into(1), self.machine) for one in found.plans]
+        shares[0] = link_shares(found.plans[0].schedule.explicit, self.machine)
+        widths = {link[:2]: link.bandwidth for link in self.machine.links}
+        assert found.rates == shared_rates(widths, shares, [1, 1])
+
+    def changed(self, pair, factor):
+        """Return the machine with another bandwidth of one link."""
+        machine = self.machine
+        links = [link._replace(bandwidth=link[2] * factor) if link[:2] == pair else link for link in machine.links]
+        return Topology(machine.devices, links, machine.switches)
+
+    def test_a_plan_is_kept_on_reordered_nodes(self):
+        before = plan(self.machine, algorithm="forest")
+        other = Topology(self.machine.devices[::-1], self.machine.links, self.machine.switches[::-1])
+        after = before.replanned(other)
+        assert (after.schedule, after.change) == (before.schedule, "kept: nothing changed")
+
+    def test_a_plan_is_kept_unless_a_link_that_it_uses_became_slower(self):
+        before = plan(self.machine, "broadcast", algorithm="forest")
+        used = link_shares(before.schedule.explicit, self.machine)
+        *_, idle = (link[:2] for link in self.machine.links if link[:2] not in used)
+        busy = ("host1/cuda:3", "rail3")
+        assert busy in used
+        half = Fraction(1, 2)
+        for pair, factor, change in ((idle, half, "kept"), (busy, 2, "kept"), (busy, half, "planned")):
+            assert before.replanned(self.changed(pair, factor)).change.startswith(change)

@@ -93,10 +93,10 @@ def runs_as_before(schedule: Schedule, before: Request, request: Request) -> boo
     if (request.sources, request.destinations) != (before.sources, before.destinations):
         return False
     try:
-        used = traffic(schedule, new).links.keys()
+        used = traffic(schedule, new).used.keys()
     except PlanError:  # a link that it uses is missing
         return False
-    same = used == traffic(schedule, old).links.keys()
+    same = used == traffic(schedule, old).used.keys()
     return same and not any(_is_faster(old.by_ends[pair], new.by_ends[pair]) for pair in used)
 
 

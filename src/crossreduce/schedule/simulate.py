@@ -136,9 +136,8 @@ def simulate(
             for pair, by_round in found.links.items()
         }
         each = {pair: itemsize * round(elements * share / found.copies(pair)) for pair, share in shares.items()}
-        every = {pair: one for pair, one in found.orbits.link.items() if one in each}
-        carried = {pair: each[one] for pair, one in every.items()}
-        by_pair = {pair: by_pair[one] for pair, one in every.items()}
+        carried = {pair: each[one] for pair, one in found.used.items()}
+        by_pair = {pair: by_pair[one] for pair, one in found.used.items()}
     else:
         spans = schedule.spans(elements)
         carried = {

@@ -72,6 +72,13 @@ class Traffic(NamedTuple):
         """Return the number of links for which a link of ``links`` stands."""
         return 1 if self.orbits is None else self.orbits.sizes[pair]
 
+    @property
+    def used(self) -> dict[Pair, Pair]:
+        """For each link that is used, the link of ``links`` that stands for it."""
+        if self.orbits is None:
+            return {pair: pair for pair in self.links}
+        return {pair: one for pair, one in self.orbits.link.items() if one in self.links}
+
 
 class Orbits(NamedTuple):
     """What a symmetry of a schedule does to the links of a topology, to shared limits, and to devices."""
@@ -311,10 +318,13 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
     >>> link_shares(one_device(topology.devices), topology)["cpu:1", "switch"]
     Fraction(1, 1)
     """
-    return {
-        pair: sum((schedule.chunks[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
-        for pair, by_round in traffic(schedule, topology).links.items()
+    found = traffic(schedule, topology)
+    listed = schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    shares = {
+        pair: sum((listed[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
+        for pair, by_round in found.links.items()
     }
+    return {pair: shares[one] / found.copies(one) for pair, one in found.used.items()}
 
 
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:

@@ -89,6 +89,4 @@ def link_use(
 
 def _of_all(used: dict[Pair, LinkUse], found: Traffic) -> dict[Pair, LinkUse]:
     """Return the use of all links that others stand for."""
-    if found.orbits is None:
-        return used
-    return {pair: used[one] for pair, one in found.orbits.link.items() if one in used}
+    return {pair: used[one] for pair, one in found.used.items()}
