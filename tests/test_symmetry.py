@@ -149,3 +149,11 @@ class TestUsedLinks:
         half = Fraction(1, 2)
         for pair, factor, change in ((idle, half, "kept"), (busy, 2, "kept"), (busy, half, "planned")):
             assert before.replanned(self.changed(pair, factor)).change.startswith(change)
+
+
+def test_a_change_of_a_switch_is_named():
+    """The reason of a new plan names a switch that reduces now, or that no longer does."""
+    star = Topology.star(4)
+    able = star.with_switches(reducing=True)
+    assert plan(star).replanned(able).change.endswith("since switch is now able to reduce")
+    assert plan(able).replanned(star).change.endswith("switch is no longer able to reduce")

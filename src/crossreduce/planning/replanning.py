@@ -122,6 +122,8 @@ def changes(old: Topology, new: Topology) -> str:
     of_nodes = {*lost, *joined}
     both = [pair for pair in there if pair in here]
     slower = [pair for pair in both if _is_faster(there[pair], here[pair])]
+    able = {switch.name: switch.reduces for switch in old.switches}
+    differ = [switch for switch in new.switches if able.get(switch.name, switch.reduces) != switch.reduces]
     parts = [
         (lost, "lost"),
         (_named(pair for pair in there if pair not in here and not of_nodes.intersection(pair)), "lost"),
@@ -129,6 +131,8 @@ def changes(old: Topology, new: Topology) -> str:
         (joined, "new"),
         (_named(pair for pair in here if pair not in there and not of_nodes.intersection(pair)), "new"),
         (_named(pair for pair in both if _is_faster(here[pair], there[pair]) and pair not in slower), "faster"),
+        ([switch.name for switch in differ if switch.reduces], "now able to reduce"),
+        ([switch.name for switch in differ if not switch.reduces], "no longer able to reduce"),
     ]
     return "; ".join(f"{_listed(names)} {'are' if len(names) > 1 else 'is'} {how}" for names, how in parts if names)
 

@@ -55,12 +55,12 @@ class GeneratedSchedule(Schedule):
         count = len(base.devices)
         if not problem and (self.nodes[:count] != base.devices or len(self.nodes) != symmetry.nodes):
             problem = "the nodes must be those of the symmetry, the devices of the base first"
-        if not problem and symmetry.order > count:
-            problem = "it makes more images of each chunk than there are devices"
         if not problem and len(set(self.nodes)) < len(self.nodes):
             problem = "each node may appear only once"
         if not problem and any(sorted(moves[:count]) != list(range(count)) for moves, _ in symmetry.generators):
             problem = "a symmetry must move devices to devices"
+        if not problem and symmetry.order > count:
+            problem = "it makes more images of each chunk than there are devices"
         if not problem:
             known = {*self.nodes}
             unknown = {node for route in base.routes for node in route.through if node not in known}
