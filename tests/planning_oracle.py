@@ -309,19 +309,25 @@ def run(schedule: Any, buffers: Sequence[Sequence[int]]) -> dict[tuple[int, int]
     return held
 
 
-def rate(schedule: Any, topology: Any) -> Fraction:
-    """Return the rate that the busiest link allows, in GB/s; transfers without a route use the link between their
-    devices."""
-    width = {(link.src, link.dst): link.bandwidth for link in topology.links}
+def carried_shares(schedule: Any) -> Iterator[tuple[tuple[str, str], Fraction]]:
+    """Yield each link that a transfer passes, with the share of its chunk; by default the link between its devices."""
     routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
-    load = dict.fromkeys(width, Fraction(0))
     for r, steps in enumerate(schedule.rounds):
         for chunk, dst, srcs in steps:
             for src in srcs:
                 through = routes.get((chunk, src, dst, r), routes.get((chunk, src, dst, None), ()))
                 nodes = (schedule.devices[src], *through, schedule.devices[dst])
                 for pair in pairwise(nodes) if src != dst else ():
-                    load[pair] += schedule.chunks[chunk].share
+                    yield pair, schedule.chunks[chunk].share
+
+
+def rate(schedule: Any, topology: Any) -> Fraction:
+    """Return the rate that the busiest link allows, in GB/s; transfers without a route use the link between their
+    devices."""
+    width = {(link.src, link.dst): link.bandwidth for link in topology.links}
+    load = dict.fromkeys(width, Fraction(0))
+    for pair, share in carried_shares(schedule):
+        load[pair] += share
     return min(width[pair] / share for pair, share in load.items() if share)
 
 

@@ -278,6 +278,15 @@ def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner, 
         assert (planner, n) == (halving_doubling, 33)  # one device has a partner
 
 
+def test_owners_of_direct_keep_their_order():
+    """Owners that are some of many devices, or are listed in another order, each own the chunk of their position."""
+    names = [f"cpu:{k}" for k in range(40)]
+    for owners in (names[:2], names[::-1], names[3:] + names[:3]):
+        schedule = direct(names, owners=owners)
+        assert [schedule.devices[step.dst] for step in schedule.rounds[0]] == owners
+        verify(schedule)
+
+
 def test_all_parts_of_a_machine_with_1024_devices():
     """The plan reaches the bound exactly, stores a few steps for each device, and is proved without listing it."""
     topology = Topology.machine("hgx-h100", 128)

@@ -13,7 +13,7 @@ from command_line import run_python
 from groups_oracle import Group, best_rates
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, wirings
+from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, carried_shares, wirings
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Costs, PlanError, Schedule, Step, Topology
@@ -52,15 +52,8 @@ def link_loads(plan):
     """Return the GB/s that each link carries while all groups run at their rates, from the steps of the schedules."""
     loads = Counter()
     for one, rate in zip(plan.plans, plan.rates, strict=True):
-        schedule = one.schedule
-        routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
-        for r, steps in enumerate(schedule.rounds):
-            for chunk, dst, srcs in steps:
-                for src in srcs:
-                    through = routes.get((chunk, src, dst, r), routes.get((chunk, src, dst, None), ()))
-                    nodes = (schedule.devices[src], *through, schedule.devices[dst])
-                    for pair in pairwise(nodes) if src != dst else ():
-                        loads[pair] += schedule.chunks[chunk].share * rate
+        for pair, share in carried_shares(one.schedule):
+            loads[pair] += share * rate
     return loads
 
 

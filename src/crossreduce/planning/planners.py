@@ -409,7 +409,8 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
                 if dst != owner:
                     yield 1, Step(chunk, dst, (owner,))
 
-    return _in_packs(request, len(owning), moves, _turn(len(owning)), in_order=True)
+    in_turn = list(owning) == list(range(len(request.members)))  # else chunks are not images of the first one
+    return _in_packs(request, len(owning), moves, _turn(len(owning)) if in_turn else None, in_order=True)
 
 
 def one_shot(

@@ -38,7 +38,7 @@ from .costs import Costs, Pair, costs_of
 from .generated import GeneratedSchedule
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
-from .traffic import operations, queues, traffic
+from .traffic import operations, queues, shares_of_links, traffic
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
@@ -130,13 +130,9 @@ def simulate(
     found = timing.loads.traffic
     busy = timing.busy(schedule.pieces)
     by_pair = {pair: busy[number] for pair, number in found.link_numbers.items()}
-    if isinstance(schedule, GeneratedSchedule) and found.orbits is not None:
-        shares = {
-            pair: sum((schedule.base.chunks[c].share for chunks in by_round.values() for c in chunks), Fraction(0))
-            for pair, by_round in found.links.items()
-        }
-        each = {pair: itemsize * round(elements * share / found.copies(pair)) for pair, share in shares.items()}
-        carried = {pair: each[one] for pair, one in found.used.items()}
+    if found.orbits is not None:
+        shares = shares_of_links(schedule, found)
+        carried = {pair: itemsize * round(elements * share) for pair, share in shares.items()}
         by_pair = {pair: by_pair[one] for pair, one in found.used.items()}
     else:
         spans = schedule.spans(elements)

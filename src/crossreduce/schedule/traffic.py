@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 from ..devices import parse
 from ..errors import PlanError
 from ..topology import Topology
-from ..topology.symmetry import counted, joined
+from ..topology.symmetry import joined
 from .costs import OPERATION_S, Costs, Pair, between_hosts
 from .generated import GeneratedSchedule
-from .schedule import Schedule, live_rounds
+from .schedule import Chunk, Schedule, live_rounds
 
 NO_COSTS: Final = Costs(operation_s=0)
 
@@ -128,7 +128,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
             return None
         images.append([at[one] for one in moved_sets])
     limit = joined(images, len(sets))
-    limits = counted(limit)
+    limits = Counter(limit)
     return Orbits(
         order=symmetry.order,
         link={pair: pairs[k] for pair, k in zip(pairs, least, strict=True)},
@@ -296,7 +296,7 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     Fraction(50, 3)
     """
     found = traffic(schedule, topology)
-    listed = schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    listed = counted_chunks(schedule, found)
     equal = len({chunk.share for chunk in listed}) == 1
     shares: dict[int | tuple[int, ...], Fraction] = {}
     rates = []
@@ -318,13 +318,22 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
     >>> link_shares(one_device(topology.devices), topology)["cpu:1", "switch"]
     Fraction(1, 1)
     """
-    found = traffic(schedule, topology)
-    listed = schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    return shares_of_links(schedule, traffic(schedule, topology))
+
+
+def shares_of_links(schedule: Schedule, found: Traffic) -> dict[Pair, Fraction]:
+    """Return what ``link_shares`` does, given the traffic of the schedule."""
+    listed = counted_chunks(schedule, found)
     shares = {
         pair: sum((listed[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
         for pair, by_round in found.links.items()
     }
     return {pair: shares[one] / found.copies(one) for pair, one in found.used.items()}
+
+
+def counted_chunks(schedule: Schedule, found: Traffic) -> tuple[Chunk, ...]:
+    """Return the chunks that the traffic of a schedule counts: all, or those of its base."""
+    return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
 
 
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
@@ -389,19 +398,17 @@ def launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
 
 @lru_cache(maxsize=256)
 def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    rounds_of: dict[tuple[int, int], dict[int, None]] = {}
-    generated = isinstance(schedule, GeneratedSchedule)
-    orbits = schedule.symmetry.orbits if isinstance(schedule, GeneratedSchedule) else ()
-    for r, steps in enumerate(live_rounds(schedule.base if isinstance(schedule, GeneratedSchedule) else schedule)):
+    base, orbits = schedule, tuple(range(len(schedule.devices)))
+    if isinstance(schedule, GeneratedSchedule):  # every device of an orbit has the operations of all others
+        base, orbits = schedule.base, schedule.symmetry.orbits[: len(schedule.devices)]
+    of_orbit: dict[tuple[int, int], dict[int, None]] = {}
+    for r, steps in enumerate(live_rounds(base)):
         for _, dst, srcs in steps:
-            rounds_of.setdefault((orbits[dst] if generated else dst, len(srcs)), {})[r] = None
-    if generated:  # every device of an orbit has the operations of all others
-        members: defaultdict[int, list[int]] = defaultdict(list)
-        for device in range(len(schedule.devices)):
-            members[orbits[device]].append(device)
-        rounds_of = {
-            (device, count): rounds for (orbit, count), rounds in rounds_of.items() for device in members[orbit]
-        }
+            of_orbit.setdefault((orbits[dst], len(srcs)), {})[r] = None
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for device, orbit in enumerate(orbits):
+        members[orbit].append(device)
+    rounds_of = {(device, count): rounds for (orbit, count), rounds in of_orbit.items() for device in members[orbit]}
     found: dict[str, Counter[tuple[int, ...]]] = {}
     for (dst, _), rounds in rounds_of.items():
         if where := _host(schedule.devices[dst]):

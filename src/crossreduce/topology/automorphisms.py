@@ -13,12 +13,13 @@ individualisation).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import Any, Final
 
-from .symmetry import Generator, Symmetry, counted, joined
+from .symmetry import Generator, Symmetry, joined
 from .topology import Topology
 
 _MOST_TRIES: Final = 400  # refinements in the search for one permutation
@@ -93,7 +94,7 @@ def _greedy(
         limit = devices  # products of powers beyond the number of devices would only repeat chunks
         while True:
             orbits = joined([moves for moves, _ in found], len(topology.nodes))
-            sizes = counted(orbits)
+            sizes = Counter(orbits)
             if sizes[orbits[cell[0]]] == len(cell):
                 break
             order = 1

@@ -7,6 +7,7 @@ commute. So each element of their group is a product of powers of them, in which
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ class Symmetry:
     @cached_property
     def sizes(self) -> dict[int, int]:
         """The number of nodes of each orbit, by its least node."""
-        return counted(self.orbits)
+        return Counter(self.orbits)
 
     def renumbered(self, before: Sequence[str], after: Sequence[str]) -> Symmetry:
         """Return the same permutations of named nodes that are numbered by their positions in another list.
@@ -137,7 +138,7 @@ class Symmetry:
                     return None
             moved.append(images)
         found = joined(moved, len(ends))
-        return tuple(found), counted(found)
+        return tuple(found), Counter(found)
 
 
 def _products(start: tuple[int, ...], generators: Sequence[Generator]) -> Iterator[tuple[int, ...]]:
@@ -197,12 +198,4 @@ def joined(moved: Sequence[Sequence[int]], count: int) -> list[int]:
                     if found[moves[node]] < 0:
                         found[moves[node]] = first
                         left.append(moves[node])
-    return found
-
-
-def counted(orbits: Sequence[int]) -> dict[int, int]:
-    """Return the size of each orbit, by its least member."""
-    found: dict[int, int] = {}
-    for orbit in orbits:
-        found[orbit] = found.get(orbit, 0) + 1
     return found

@@ -28,6 +28,7 @@ collective communications on heterogeneous network fabrics, arXiv:2402.06787.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -115,9 +116,7 @@ class Bound:
           PlanError: they prove none.
         """
         orbits, links = self._orbits()
-        sizes: dict[str, int] = {}
-        for orbit in orbits.values():
-            sizes[orbit] = sizes.get(orbit, 0) + 1
+        sizes = Counter(orbits.values())
         covered: dict[str, Fraction] = {}  # by orbit: the weight of the cuts that contain its nodes, on average
         for cut in self.cuts:
             for node in cut.nodes:

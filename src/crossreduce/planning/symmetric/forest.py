@@ -8,14 +8,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ...schedule import Chunk, GeneratedSchedule, Schedule, Step
+from ...schedule import GeneratedSchedule, Schedule
 from ...topology import Switch, Topology
 from ...topology.automorphisms import symmetry_of
 from ...topology.symmetry import Symmetry
 from ..bounds.certificate import Bound
 from ..bounds.demands import too_uneven
 from ..bounds.steiner import Parent
-from ..planners import Request
+from ..planners import Request, direct_schedule
 from ..trees.fitting import common_unit
 from ..trees.schedule import Tree, TreeShare, depth, trees_to_schedule
 from .quotient import Quotient, quotient_bound
@@ -118,15 +118,13 @@ def symmetric_forest(
     joints = len(members) + len(helpers)
     rate, trees = best_trees(quotient, collective, weights, limit, joints)
     shares = [_share(tree) for tree in trees]
-    base = trees_to_schedule("forest", request, seen.nodes, joints, shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
+    roots_of_all = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})
+    k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / roots_of_all
+    base = trees_to_schedule("forest", request, seen.nodes, joints, shares)
     if all(_stays(tree, symmetry) for tree in trees):  # every image is the tree itself
-        k = Fraction(1) / common_unit([tree.share for tree in trees]) / len({tree.root for tree in trees})
         return SymmetricForest(base, k, len(trees), deepest, rate, limit)
     schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
-    sizes = {root: symmetry.sizes[root] for root in dict.fromkeys(tree.root for tree in trees)}
-    each = [tree.share / symmetry.sizes[tree.root] for tree in trees]
-    k = Fraction(1) / common_unit(each) / sum(sizes.values())
     return SymmetricForest(schedule, k, len(trees) * symmetry.order, deepest, rate, limit)
 
 
@@ -142,16 +140,15 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
     if found is None or request.packs != 1 or {*request.sources} != everyone or {*request.destinations} != everyone:
         return None
     symmetry, n = found[1], len(everyone)
-    chunks, rounds = [], (list[Step](), list[Step]())
-    number = {device: k for k, device in enumerate(topology.devices)}
-    sources = tuple(number[source] for source in request.sources)
-    destinations = tuple(number[destination] for destination in request.destinations)
-    for c, owner in enumerate(sorted({orbit for orbit in symmetry.orbits if orbit < n})):
-        chunks.append(Chunk(Fraction(symmetry.sizes[owner], n), sources, destinations))
-        rounds[0].append(Step(c, owner, sources))
-        rounds[1].extend(Step(c, dst, (owner,)) for dst in destinations if dst != owner)
-    base = Schedule(request.collective, "direct", topology.devices, tuple(chunks), tuple(map(tuple, rounds)))
-    return GeneratedSchedule(base, symmetry, topology.nodes, in_order=True)
+    owners = sorted({orbit for orbit in symmetry.orbits if orbit < n})
+    base = direct_schedule(
+        request._replace(devices=topology.devices), tuple(topology.devices[owner] for owner in owners)
+    )
+    chunks = tuple(
+        chunk._replace(share=Fraction(symmetry.sizes[owner], n))
+        for chunk, owner in zip(base.chunks, owners, strict=True)
+    )
+    return GeneratedSchedule(replace(base, chunks=chunks), symmetry, topology.nodes, in_order=True)
 
 
 def _stays(tree: OrbitTree, symmetry: Symmetry) -> bool:
