@@ -38,7 +38,10 @@ nitpick_ignore_regex = [  # signatures name classes of other projects, whose sit
     # and classes that the reference has in crossreduce.torch
     ("py:class", r"(crossreduce\.ranks\.counters\.)?(CollectiveStats|WaitStats)"),
     # and classes of this library that are not public: arguments of constructors that users do not call
-    ("py:class", r"crossreduce\.(planning\.planners\.Request|planning\.bounds\.certificate\.Cut)"),
+    (
+        "py:class",
+        r"crossreduce\.planning\.(planners\.Request|bounds\.certificate\.Cut|bounds\.joint\.(GroupNeed|RateLevel))",
+    ),
     ("py:class", r"crossreduce\.(ranks\.communicator\.Communicator|transports\.mpi\.MpiTransport)"),
     ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),
     ("py:class", r"crossreduce\.values\.DistributedValues|Pair"),

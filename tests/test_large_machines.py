@@ -30,7 +30,7 @@ from crossreduce.schedule.generated import rotations
 from crossreduce.schedule.usage import link_use
 from crossreduce.topology import Link
 from crossreduce.topology.automorphisms import extended, symmetry_of
-from crossreduce.topology.symmetry import Generator, Symmetry
+from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -340,11 +340,11 @@ def forged(kind: str) -> Bound:
     moves = list(first.moves)
     if kind == "no automorphism":
         moves[0], moves[1] = moves[1], moves[0]
-        return replace(true, symmetry=Symmetry((Generator(tuple(moves), first.order), *rest), n))
+        return replace(true, symmetry=Symmetry((SymmetryGenerator(tuple(moves), first.order), *rest), n))
     if kind == "order":
-        return replace(true, symmetry=Symmetry((Generator(first.moves, first.order + 1), *rest), n))
+        return replace(true, symmetry=Symmetry((SymmetryGenerator(first.moves, first.order + 1), *rest), n))
     if kind == "no permutation":
-        return replace(true, symmetry=Symmetry((Generator((0, *first.moves[1:]), first.order), *rest), n))
+        return replace(true, symmetry=Symmetry((SymmetryGenerator((0, *first.moves[1:]), first.order), *rest), n))
     if kind == "another topology":
         return replace(true, topology=topology.without_link("host0/cuda:3", "rail3"))
     if kind == "weight":
@@ -379,14 +379,14 @@ def test_wrong_symmetries_are_refused():
     """A schedule needs permutations of its own nodes that commute and have the orders that they claim."""
     names = ["cpu:0", "cpu:1", "cpu:2"]
     base = direct(names)
-    turn = Generator((1, 2, 0), 3)
+    turn = SymmetryGenerator((1, 2, 0), 3)
     GeneratedSchedule(base, Symmetry((turn,), 3), base.devices)
     for symmetry, nodes, text in (
-        (Symmetry((Generator((1, 2, 0), 2),), 3), base.devices, "order"),
-        (Symmetry((turn, Generator((1, 0, 2), 2)), 3), base.devices, "commute"),
+        (Symmetry((SymmetryGenerator((1, 2, 0), 2),), 3), base.devices, "order"),
+        (Symmetry((turn, SymmetryGenerator((1, 0, 2), 2)), 3), base.devices, "commute"),
         (Symmetry((turn,), 3), ("cpu:1", "cpu:0", "cpu:2"), "devices of the base first"),
-        (Symmetry((Generator((3, 1, 2, 0), 2),), 4), (*base.devices, "switch"), "devices to devices"),
-        (Symmetry((Generator((1, 2), 3),), 3), base.devices, "not a permutation"),
+        (Symmetry((SymmetryGenerator((3, 1, 2, 0), 2),), 4), (*base.devices, "switch"), "devices to devices"),
+        (Symmetry((SymmetryGenerator((1, 2), 3),), 3), base.devices, "not a permutation"),
     ):
         with pytest.raises(ScheduleError, match=text):
             GeneratedSchedule(base, symmetry, nodes)

@@ -12,7 +12,7 @@ from crossreduce.planning.bounds.joint import GroupNeed
 from crossreduce.planning.separate import separate_plans, shared_rates
 from crossreduce.schedule import Schedule, link_shares
 from crossreduce.topology import Link, Topology
-from crossreduce.topology.symmetry import Generator, Symmetry
+from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 
 def chords(slow: Fraction, fast: Fraction, n: int = 36) -> Topology:
@@ -46,14 +46,20 @@ class TestForgedSymmetry:
     @pytest.mark.parametrize(
         ("forged", "message"),
         [
-            (Generator(turn.moves[:-1], turn.order), "generator 0 is not a permutation"),
-            (Generator((*turn.moves, nodes), turn.order), "generator 0 is not a permutation"),
-            (Generator(tuple(map(str, turn.moves)), turn.order), "generator 0 has numbers that are not integers"),
-            (Generator(tuple(map(float, turn.moves)), turn.order), "generator 0 has numbers that are not integers"),
-            (Generator(turn.moves, float(turn.order)), "generator 0 has numbers that are not integers"),
-            (Generator(turn.moves, None), "generator 0 has numbers that are not integers"),
-            (Generator(turn.moves, turn.order + 1), "generator 0 is not the identity after 9 times"),
-            (Generator(turn.moves, -turn.order), "its order is below 2"),
+            (SymmetryGenerator(turn.moves[:-1], turn.order), "generator 0 is not a permutation"),
+            (SymmetryGenerator((*turn.moves, nodes), turn.order), "generator 0 is not a permutation"),
+            (
+                SymmetryGenerator(tuple(map(str, turn.moves)), turn.order),
+                "generator 0 has numbers that are not integers",
+            ),
+            (
+                SymmetryGenerator(tuple(map(float, turn.moves)), turn.order),
+                "generator 0 has numbers that are not integers",
+            ),
+            (SymmetryGenerator(turn.moves, float(turn.order)), "generator 0 has numbers that are not integers"),
+            (SymmetryGenerator(turn.moves, None), "generator 0 has numbers that are not integers"),
+            (SymmetryGenerator(turn.moves, turn.order + 1), "generator 0 is not the identity after 9 times"),
+            (SymmetryGenerator(turn.moves, -turn.order), "its order is below 2"),
         ],
     )
     def test_no_permutation(self, forged, message):

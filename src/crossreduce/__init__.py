@@ -35,7 +35,7 @@ from .errors import (
 from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
-from .planning import Bound, GroupsPlan, Plan, bound, mesh_groups, plan, plan_groups
+from .planning import Bound, GroupsBound, GroupsPlan, Plan, SeparatePlans, bound, mesh_groups, plan, plan_groups
 from .schedule import (
     Chunk,
     Costs,
@@ -62,7 +62,7 @@ from .strategy import (
     has_strategy,
     in_cross_replica_context,
 )
-from .topology import Link, Switch, Topology
+from .topology import Link, Switch, Symmetry, SymmetryGenerator, Topology
 from .trees import all_reduce
 from .values import IndexedSlices, Mirrored, PerReplica
 
@@ -95,6 +95,7 @@ __all__ = [
     "DistributedDataset",
     "DriverError",
     "GeneratedSchedule",
+    "GroupsBound",
     "GroupsPlan",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
@@ -114,11 +115,14 @@ __all__ = [
     "Route",
     "Schedule",
     "ScheduleError",
+    "SeparatePlans",
     "SharedLimit",
     "Simulation",
     "StalledError",
     "Step",
     "Switch",
+    "Symmetry",
+    "SymmetryGenerator",
     "Topology",
     "UnsupportedError",
     "ValueContext",

@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..schedule import Chunk, Costs, GeneratedSchedule, Schedule, Step, live_rounds
 from ..schedule.generated import rotations
 from ..topology import Topology
-from ..topology.symmetry import Generator, Symmetry
+from ..topology.symmetry import Symmetry, SymmetryGenerator
 from ..values import read_devices
 
 Names = Sequence[str]
@@ -302,7 +302,9 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     # blocks with partners among the extras stay those with partners.
     blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
     exchanges = tuple(
-        Generator(tuple([k ^ block if k < width else width + ((k - width) ^ block) for k in range(len(sources))]), 2)
+        SymmetryGenerator(
+            tuple([k ^ block if k < width else width + ((k - width) ^ block) for k in range(len(sources))]), 2
+        )
         for block in blocks
     )
     return _in_packs(request, width, moves, Symmetry(exchanges, len(sources)), in_order=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ScheduleError, shown
 from ..topology.json_format import listed, typed
-from ..topology.symmetry import Generator, Symmetry
+from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
 
 
@@ -36,7 +36,7 @@ class GeneratedSchedule(Schedule):
     >>> whole = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
     >>> base = Schedule("all_reduce", "direct", ("cpu:0", "cpu:1"), (whole,),
     ...                 ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)))
-    >>> print(GeneratedSchedule(base, Symmetry((Generator((1, 0), 2),), 2), base.devices))
+    >>> print(GeneratedSchedule(base, Symmetry((SymmetryGenerator((1, 0), 2),), 2), base.devices))
     all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 1: cpu:1 <- cpu:1 + cpu:0
@@ -227,7 +227,7 @@ class GeneratedSchedule(Schedule):
     def read(base: Schedule, given: Any) -> Schedule:
         """Return the schedule of a base and of the part of its JSON text that describes the symmetry."""
         names = listed(str, given["nodes"])
-        generators = [Generator(listed(int, moves), typed(int, order)) for moves, order in given["generators"]]
+        generators = [SymmetryGenerator(listed(int, moves), typed(int, order)) for moves, order in given["generators"]]
         nodes = (*base.devices, *names)
         return GeneratedSchedule(base, Symmetry(tuple(generators), len(nodes)), nodes, typed(bool, given["in_order"]))
 
@@ -246,5 +246,5 @@ def rotations(orders: Sequence[int], count: int) -> Symmetry:
         stride //= order
         moves = tuple(k + ((k // stride + 1) % order - k // stride % order) * stride for k in range(count))
         if order > 1:
-            found.append(Generator(moves, order))
+            found.append(SymmetryGenerator(moves, order))
     return Symmetry(tuple(found), count)

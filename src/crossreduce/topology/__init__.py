@@ -9,6 +9,7 @@ machine) do I/O.
 
 from .given import TopologyLike, topology_of
 from .links import Link, Switch
+from .symmetry import Symmetry, SymmetryGenerator
 from .topology import Topology
 
-__all__ = ["Link", "Switch", "Topology", "TopologyLike", "topology_of"]
+__all__ = ["Link", "Switch", "Symmetry", "SymmetryGenerator", "Topology", "TopologyLike", "topology_of"]

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, Final
 
-from .symmetry import Generator, Symmetry, joined
+from .symmetry import Symmetry, SymmetryGenerator, joined
 from .topology import Topology
 
 _MOST_TRIES: Final = 400  # refinements in the search for one permutation
@@ -57,16 +57,16 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
 def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
     """Return the symmetry that moves devices as another one does, and switches with them; ``None``: there is none.
 
-    >>> extended(Topology.star(3), Symmetry((Generator((1, 2, 0), 3),), 3))
-    Symmetry(generators=(Generator(moves=(1, 2, 0, 3), order=3),), nodes=4)
+    >>> extended(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
+    Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
     """
     search = _PermutationSearch(topology, ())
-    found: list[Generator] = []
+    found: list[SymmetryGenerator] = []
     for moves, order in moved.generators:
         matching = _PermutationMatching(search, 0, moves[0], found)
         if not matching.matched(list(enumerate(moves))) or not matching.finished():
             return None
-        found.append(Generator(tuple(matching.image), order))
+        found.append(SymmetryGenerator(tuple(matching.image), order))
     made = Symmetry(tuple(found), len(topology.nodes))
     return None if made.problem() or made.links(topology) is None else made
 
@@ -87,7 +87,7 @@ def _greedy(
     search: _PermutationSearch, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]], tried: int
 ) -> Symmetry:
     """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
-    found: list[Generator] = []
+    found: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
     for cell in sorted((cell for cell in cells if cell[0] < devices and len(cell) > 1), key=lambda c: (-len(c), c[0])):
@@ -174,11 +174,11 @@ class _PermutationSearch:
         self,
         first: int,
         others: list[int],
-        found: Sequence[Generator],
+        found: Sequence[SymmetryGenerator],
         nearest: Callable[[int, int], tuple[int, ...]],
         compared: int,
         most: int,
-    ) -> Generator | None:
+    ) -> SymmetryGenerator | None:
         """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
 
         Of the nodes with the same relation to it, one is tried; the order of the tries is that of ``nearest``, from the
@@ -197,7 +197,7 @@ class _PermutationSearch:
         for node in others:
             firsts.setdefault(int(colours[node]), node)
         targets = sorted(firsts.values(), key=lambda node: nearest(int(sizes[colours[node]]), node))
-        best: Generator | None = None
+        best: SymmetryGenerator | None = None
         for target in targets[:_MOST_TARGETS]:
             made = _PermutationMatching(self, first, target, found).run()
             if made is not None and made.order > most:
@@ -212,7 +212,7 @@ class _PermutationSearch:
 class _PermutationMatching:
     """One search for a permutation that moves ``first`` to ``target``."""
 
-    def __init__(self, search: _PermutationSearch, first: int, target: int, found: Sequence[Generator]) -> None:
+    def __init__(self, search: _PermutationSearch, first: int, target: int, found: Sequence[SymmetryGenerator]) -> None:
         import numpy as np
 
         self.search, self.first, self.target, self.found = search, first, target, found
@@ -221,7 +221,7 @@ class _PermutationMatching:
         self.pair = np.stack([search.start, search.start])
         self.tries = 0
 
-    def run(self) -> Generator | None:
+    def run(self) -> SymmetryGenerator | None:
         """Return the permutation; ``None``: none was found."""
         if not self.matched([(self.first, self.target)]) or not self.finished():
             return None
@@ -231,7 +231,7 @@ class _PermutationMatching:
         node = self.target
         while node != self.first:
             node, length = moves[node], length + 1
-        made = Generator(moves, order)
+        made = SymmetryGenerator(moves, order)
         if order != length or Symmetry((*self.found, made), len(moves)).problem():
             return None
         return made if Symmetry((made,), len(moves)).links(self.search.topology) is not None else None

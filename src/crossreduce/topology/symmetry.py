@@ -17,7 +17,7 @@ from typing import NamedTuple
 from .topology import Topology
 
 
-class Generator(NamedTuple):
+class SymmetryGenerator(NamedTuple):
     """A permutation: node k takes the place of node ``moves[k]``. ``order`` times in a row, it is the identity."""
 
     moves: tuple[int, ...]
@@ -28,14 +28,14 @@ class Generator(NamedTuple):
 class Symmetry:
     """The group that some permutations of nodes 0, 1, ... generate.
 
-    >>> turn = Symmetry((Generator((1, 2, 3, 0), 4),), 4)
+    >>> turn = Symmetry((SymmetryGenerator((1, 2, 3, 0), 4),), 4)
     >>> turn.order, turn.orbits, list(turn.images(1))
     (4, (0, 0, 0, 0), [1, 2, 3, 0])
     >>> Symmetry((), 3).orbits
     (0, 1, 2)
     """
 
-    generators: tuple[Generator, ...]
+    generators: tuple[SymmetryGenerator, ...]
     nodes: int
 
     def problem(self) -> str:
@@ -70,13 +70,15 @@ class Symmetry:
     def renumbered(self, before: Sequence[str], after: Sequence[str]) -> Symmetry:
         """Return the same permutations of named nodes that are numbered by their positions in another list.
 
-        >>> Symmetry((Generator((1, 0, 2), 2),), 3).renumbered("abc", "cab").generators[0].moves
+        >>> Symmetry((SymmetryGenerator((1, 0, 2), 2),), 3).renumbered("abc", "cab").generators[0].moves
         (0, 2, 1)
         """
         old = {name: k for k, name in enumerate(before)}
         of_old = tuple(old[name] for name in after)
         to_new = inverse(of_old)
-        moved = [Generator(composed(composed(of_old, moves), to_new), order) for moves, order in self.generators]
+        moved = [
+            SymmetryGenerator(composed(composed(of_old, moves), to_new), order) for moves, order in self.generators
+        ]
         return Symmetry(tuple(moved), self.nodes)
 
     def images(self, node: int) -> Iterator[int]:
@@ -85,7 +87,7 @@ class Symmetry:
 
     def origins(self, node: int) -> Iterator[int]:
         """Yield for each element the node which it moves to ``node``, in the order of ``images``."""
-        yield from spread(node, [Generator(inverse(moves), order) for moves, order in self.generators])
+        yield from spread(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """Yield the permutation of each element, in the order of ``images``."""
@@ -141,7 +143,7 @@ class Symmetry:
         return tuple(found), Counter(found)
 
 
-def _products(start: tuple[int, ...], generators: Sequence[Generator]) -> Iterator[tuple[int, ...]]:
+def _products(start: tuple[int, ...], generators: Sequence[SymmetryGenerator]) -> Iterator[tuple[int, ...]]:
     """Yield ``start``, followed by each product of powers of the generators; see ``Symmetry.images``."""
     if not generators:
         yield start
@@ -151,7 +153,7 @@ def _products(start: tuple[int, ...], generators: Sequence[Generator]) -> Iterat
         start = composed(start, generators[0].moves)
 
 
-def spread(node: int, generators: Sequence[Generator]) -> list[int]:
+def spread(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
     """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
     found = [node]
     for moves, order in reversed(generators):  # the first generator changes slowest
