@@ -32,6 +32,7 @@ PLANS = {
     "broadcast": lambda: cr.plan("dgx-1v", "broadcast", "1M", root=2),
     "packs": lambda: cr.plan("dgx-1v", nbytes="1M", algorithm="one_device", packs=3),
     "in network": lambda: cr.plan(Topology.machine("hgx-h100", in_network=True), nbytes="4M"),
+    "helpers": lambda: cr.plan("dgx-1v", nbytes="256M", algorithm="forest", participants=range(6)),
     "torus": lambda: cr.plan(Topology.torus(3, 4, gb_per_s=25, latency_s=1e-6), "all_gather", "1M"),
 }
 each_plan = pytest.mark.parametrize("name", PLANS)
@@ -60,9 +61,9 @@ def test_the_numbers_are_those_of_explain(made, name):
     head, facts, trees, others = explained(plan.explain())
     assert page.texts["explanation"].strip().partition("The plan as text")[2] == plan.explain() == shown["text"]
     assert shown["head"] == head
-    assert dict(shown["facts"]) == {
-        label: facts[label] for label in ("plan", "predicted", "bound", "limited by", "busiest")
-    }
+    labels = ["plan", "predicted", "bound", "limited by", *(["helpers"] if plan.helpers else []), "busiest"]
+    assert shown["facts"] == [[label, facts[label]] for label in labels]
+    assert bool(plan.helpers) == (name in ("helpers", "in network"))
     first, *rest = shown["plans"]
     assert f"{first['duration']}, {plan.algbw:.2f} GB/s; {first['rate']}" == facts["predicted"]
     assert first["ratio"].partition(" of")[0] == facts["bound"].partition(", ")[2].partition(" of it")[0]

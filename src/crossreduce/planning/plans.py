@@ -230,11 +230,10 @@ class Plan:
                 again = replace(planned(request._replace(algorithm=name)), request=request)
                 # The search for a bound may take longer than all else. Forests have searched it, so it is known.
                 most = again.bound.algbw if name == "forest" else quick_bound(self.bound, request)
-                times = (
-                    again.seconds * float(most or 0),
-                    self.seconds * float(self.bound.algbw or 0),
-                )  # over the least
-                if times[0] <= (1 + LOSS) * times[1]:
+                # A plan's time divided by the least time that its bound allows.
+                new_excess = again.seconds * float(most or 0)
+                old_excess = self.seconds * float(self.bound.algbw or 0)
+                if new_excess <= (1 + LOSS) * old_excess:
                     return replace(again, change=f"planned again by {name} alone, since {what}")
         return replace(planned(request), change=f"planned again, since {what}")
 

@@ -43,8 +43,8 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     search = _PermutationSearch(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
-    for nearest, tried in ((_by_number, 0), (_by_few, 0), (_by_number, _MOST_TARGETS), (_by_many, 0)):
-        made = _greedy(search, topology, nearest, tried)
+    for nearest, greatest_order in ((_by_number, False), (_by_few, False), (_by_number, True), (_by_many, False)):
+        made = _greedy(search, topology, nearest, greatest_order=greatest_order)
         orbits = len({orbit for orbit in made.orbits if orbit < count})
         if best is None or orbits < best[0]:
             best = orbits, made
@@ -84,7 +84,11 @@ def _by_many(size: int, node: int) -> tuple[int, ...]:
 
 
 def _greedy(
-    search: _PermutationSearch, topology: Topology, nearest: Callable[[int, int], tuple[int, ...]], tried: int
+    search: _PermutationSearch,
+    topology: Topology,
+    nearest: Callable[[int, int], tuple[int, ...]],
+    *,
+    greatest_order: bool,
 ) -> Symmetry:
     """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
     found: list[SymmetryGenerator] = []
@@ -101,7 +105,7 @@ def _greedy(
             for generator in found:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            another = search.generator(cell[0], others, found, nearest, tried, limit // order)
+            another = search.generator(cell[0], others, found, nearest, limit // order, greatest_order=greatest_order)
             if another is None:
                 break
             found.append(another)
@@ -176,14 +180,23 @@ class _PermutationSearch:
         others: list[int],
         found: Sequence[SymmetryGenerator],
         nearest: Callable[[int, int], tuple[int, ...]],
-        compared: int,
         most: int,
+        *,
+        greatest_order: bool,
     ) -> SymmetryGenerator | None:
         """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
 
-        Of the nodes with the same relation to it, one is tried; the order of the tries is that of ``nearest``, from the
-        number of such nodes and the first of them. ``compared``: of so many permutations, the one with the greatest
-        order is returned; 0: the first one. No order is greater than ``most``.
+        Of the nodes with the same relation to it, only the first one is tried. The order of the tries is that of
+        ``nearest``, from the number of such nodes and the first of them.
+
+        Args:
+          first: the node that is moved.
+          others: the nodes that it may be moved to.
+          found: the generators that the permutation must commute with.
+          nearest: returns the key by which the tries are sorted.
+          most: the greatest order that the permutation may have.
+          greatest_order: whether to return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries;
+            else the first one that is found.
         """
         import numpy as np
 
@@ -204,7 +217,7 @@ class _PermutationSearch:
                 continue
             if made is not None and (best is None or made.order > best.order):
                 best = made
-            if made is not None and not compared:
+            if made is not None and not greatest_order:
                 break
         return best
 

@@ -57,11 +57,10 @@ def symmetric(
     if {*members} == {*topology.devices}:
         members = topology.devices
     if helpers or members != topology.devices:
-        first, inside = {*helpers}, {*members}
+        combining = {*members, *helpers}
         switches = [Switch(helper, True) for helper in helpers]
-        switches += [switch for switch in topology.switches if switch.name not in first]
-        idle = [device for device in topology.devices if device not in inside and device not in first]
-        switches += [Switch(device, False) for device in idle]
+        switches += [switch for switch in topology.switches if switch.name not in combining]
+        switches += [Switch(device, False) for device in topology.devices if device not in combining]
         topology = Topology.unchecked(members, topology.links, tuple(switches))
     fixed = () if roots is None else tuple(root for root, weight in roots if weight)
     if len(fixed) == len(members) and len({weight for _, weight in roots or ()}) == 1:
@@ -76,8 +75,9 @@ def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...
 
     Devices that take no part may forward and combine.
     """
-    taking = {*members}
-    found = symmetric(topology, members, roots, tuple(name for name in topology.devices if name not in taking))
+    participants = {*members}
+    helpers = tuple(device for device in topology.devices if device not in participants)
+    found = symmetric(topology, members, roots, helpers)
     if found is None:
         return None
     made = quotient_bound(*found, collective, roots)
@@ -99,8 +99,8 @@ def symmetric_forest(
     assert topology is not None
     if collective == "all_reduce" and set(request.sources) != set(request.destinations):
         return None
-    taking = {*request.members}
-    members = tuple(device for device in topology.devices if device in taking)
+    participants = {*request.members}
+    members = tuple(device for device in topology.devices if device in participants)
     found = symmetric(topology, members, roots, helpers)
     if found is None:
         return None
@@ -115,13 +115,13 @@ def symmetric_forest(
         weights = {
             root: parts.get(seen.nodes[root], Fraction(0)) * symmetry.sizes[root] / whole for root in quotient.roots
         }
-    joints = len(members) + len(helpers)
-    rate, trees = best_trees(quotient, collective, weights, limit, joints)
+    tree_nodes = len(members) + len(helpers)
+    rate, trees = best_trees(quotient, collective, weights, limit, tree_nodes)
     shares = [_share(tree) for tree in trees]
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     roots_of_all = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})
     k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / roots_of_all
-    base = trees_to_schedule("forest", request, seen.nodes, joints, shares)
+    base = trees_to_schedule("forest", request, seen.nodes, tree_nodes, shares)
     if all(_stays(tree, symmetry) for tree in trees):  # every image is the tree itself
         return SymmetricForest(base, k, len(trees), deepest, rate, limit)
     schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)

@@ -49,7 +49,7 @@ class _TreeColumn(NamedTuple):
 
 
 def best_trees(
-    quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, limit: Fraction, joints: int = 0
+    quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, limit: Fraction, tree_nodes: int = 0
 ) -> tuple[Fraction, list[OrbitTree]]:
     """Return the rate in GB/s of the best trees that were found, and the trees.
 
@@ -58,10 +58,10 @@ def best_trees(
       collective: its name; trees of an all-reduce both reduce and copy.
       weights: for each orbit of roots, the part of the buffer that starts (or ends) in it; ``None``: an all-reduce.
       limit: the bound; trees that reach it end the search.
-      joints: the number of the first nodes that all trees join: the devices, and perhaps switches that reduce; 0: the
+      tree_nodes: all trees join the first so many nodes: the devices, and perhaps switches that reduce; 0: the
         devices.
     """
-    search = _TreeSearch(quotient, collective, weights, joints or quotient.n)
+    search = _TreeSearch(quotient, collective, weights, tree_nodes or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
     columns = search.cheapest(prices)
     for _ in range(_MOST_ROUNDS):
@@ -83,11 +83,11 @@ class _TreeSearch:
     """The linear program over some trees."""
 
     def __init__(
-        self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, joints: int
+        self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, tree_nodes: int
     ) -> None:
-        self.quotient, self.weights, self.joints = quotient, weights, joints
+        self.quotient, self.weights, self.tree_nodes = quotient, weights, tree_nodes
         self.largest = max(quotient.width)
-        self.roots = sorted({orbit for orbit in quotient.symmetry.orbits if orbit < joints})
+        self.roots = sorted({orbit for orbit in quotient.symmetry.orbits if orbit < tree_nodes})
         if weights is not None:
             self.roots = [root for root in quotient.roots if weights[root]]
         self.reduces = collective in ("all_reduce", "reduce", "reduce_scatter")
@@ -136,7 +136,7 @@ class _TreeSearch:
 
     def grown(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
         """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
-        n, near = self.joints, self.near[outward]
+        n, near = self.tree_nodes, self.near[outward]
         count = len(near)
         joined = [False] * count
         depth = [0] * count
