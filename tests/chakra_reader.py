@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from crossreduce.lowering import lower
 
 COMP, SEND, RECEIVE = 4, 5, 6
-WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) value (\d+) piece (\d+)")
+WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) round (\d+) piece (\d+)")
 
 
 def varint(data, at):
@@ -84,10 +84,20 @@ def read(data):
     return SimpleNamespace(version=head[1][0].decode(), about=about, nodes=nodes)
 
 
-def what(node):
-    """Return a node's verb, chunk, value and piece."""
+def what(program, rank, node):
+    """Return a node's verb, chunk, piece, and value: the one that it moves or makes, in the numbers of the program."""
     verb, *numbers = WHAT.match(node.name).groups()
-    return verb, *map(int, numbers)
+    c, r, piece = map(int, numbers)
+    chunk = program.chunks[c]
+    device = node.dst if verb in ("send", "receive") else rank
+    ((value, made),) = (
+        (value, made)
+        for value, made in enumerate(chunk.instructions, start=len(chunk.sources))
+        if (made.round, made.device) == (r, device)
+    )
+    if verb in ("send", "receive"):
+        (value,) = (operand for operand in made.operands if chunk.devices[operand] == node.src)
+    return verb, c, piece, value
 
 
 def pieces_of(schedule, nbytes, pieces):
@@ -133,7 +143,7 @@ def _check_transfers(program, traces, sizes):
         for node in trace.nodes:
             assert all(dep < node.id for dep in node.deps)
             if node.kind in (SEND, RECEIVE):
-                _, chunk, value, piece = what(node)
+                _, chunk, piece, value = what(program, rank, node)
                 assert rank == (node.src if node.kind == SEND else node.dst)
                 assert node.size > 0
                 (sent if node.kind == SEND else received)[node.src, node.dst, node.tag, node.size] += 1
@@ -201,7 +211,7 @@ def _run(program, traces, sizes, values, rng):
                 posted[key] = at
             continue
         if node.name != "nothing to do":
-            verb, chunk, value, piece = what(node)
+            verb, chunk, piece, value = what(program, rank, node)
             if node.kind == SEND:
                 number = values[rank][chunk, value, piece]  # KeyError: the value is not there yet
                 flying.append((key, at, (chunk, value, piece, node.size, number)))

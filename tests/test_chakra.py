@@ -17,7 +17,9 @@ from crossreduce.export.chakra import format as chakra_format
 from crossreduce.export.chakra import replay, to_chakra, writer
 from crossreduce.export.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
 from crossreduce.export.chakra.replay import replay_nodes
+from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
+from crossreduce.schedule import GeneratedSchedule
 
 LATENCY_S = 7e-7
 WITHIN = 0.02  # the greatest difference between predictions and replays
@@ -171,12 +173,58 @@ def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
     monkeypatch.setattr(writer, "MOST_NODES", limit)
     made = writer.traces(schedule, star, "256M")
     assert (made.pieces, made.packets) == parts
-    assert sum(map(len, made.nodes)) <= max(limit, 28)
+    assert sum(map(len, made.nodes.values())) <= max(limit, 28)
     files = to_chakra(schedule, star, "256M")
     chakra_reader.check(schedule, 256 << 20, files.values(), random.Random(1), made.pieces)
     if made.pieces < schedule.pieces:
         plan = cr.plan(star, "reduce", "256M", "forest")
         assert f"not {schedule.pieces} as planned" in chakra.remarks(plan, files)["traces"]
+
+
+# The trace of one rank.
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "is_generated"),
+    [
+        ("all_reduce", "direct", True),
+        ("all_reduce", "halving_doubling", True),
+        ("all_reduce", "forest", True),
+        ("broadcast", "forest", True),
+        ("reduce_scatter", "direct", True),
+        ("all_gather", "forest", True),
+        ("reduce", "hierarchical_copy", False),
+    ],
+)
+def test_the_trace_of_a_rank_is_that_of_all_ranks(collective, algorithm, is_generated):
+    """The trace of a rank alone is the file of this rank among all, and among those of the schedule with all steps."""
+    hosts = cr.Topology.machine("hgx-h100", hosts=5)
+    plan = cr.plan(hosts, collective, 40_000_003, algorithm, operation_s=0)
+    assert isinstance(plan.schedule, GeneratedSchedule) == is_generated
+    listed = plan.schedule.explicit if isinstance(plan.schedule, GeneratedSchedule) else plan.schedule
+    found = to_chakra(listed, hosts, plan.nbytes)
+    assert to_chakra(plan.schedule, hosts, plan.nbytes) == found
+    for rank in (0, 1, 17, 39):
+        name = f"{collective}_{algorithm}.{rank}.et"
+        assert to_chakra(plan.schedule, hosts, plan.nbytes, rank=rank) == {name: found[name]}
+
+
+def test_the_trace_of_a_rank_lists_no_other_steps():
+    """For one of 1,024 ranks no chunks, rounds or routes but those of the base are made."""
+    hosts = cr.Topology.machine("hgx-h100", hosts=128)
+    plan = cr.plan(hosts, nbytes="1G", algorithm="forest")
+    (data,) = to_chakra(plan.schedule, hosts, plan.nbytes, rank=1000).values()
+    assert len(chakra_reader.read(data).nodes) > 2 * 1023
+    assert not {"chunks", "rounds", "routes", "explicit"} & plan.schedule.__dict__.keys()
+    assert not {"by_round", "transfers", "routes"} & {*vars(lower(plan.schedule))}
+
+
+@pytest.mark.parametrize("rank", [-1, 4, "0", True, 1.0])
+def test_there_must_be_such_a_rank(rank):
+    """A rank that the schedule does not have, or that is not an integer, raises an ArgumentError."""
+    four = cr.Topology.ring(4)
+    with pytest.raises(ArgumentError, match=r"a rank must be the number of a device(.|\n)*an integer from 0 to 3"):
+        to_chakra(ring(four.devices), four, 8, rank=rank)
 
 
 # The replay.
@@ -278,7 +326,9 @@ def test_ranks_send_to_different_ranks_first(monkeypatch, n):
     schedule = cr.plan(star, "all_gather", n * 1_000_000, "direct").schedule
     made = writer.traces(schedule, star, n * 1_000_000)
     assert (made.pieces, made.packets) == (1, 1)
-    assert replay_nodes(made.nodes, star, star.devices) == pytest.approx(n * 1e6 / 25e9 + 2 * LATENCY_S, rel=1e-9)
+    assert replay_nodes([*made.nodes.values()], star, star.devices) == pytest.approx(
+        n * 1e6 / 25e9 + 2 * LATENCY_S, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +391,7 @@ def replayed():
         key = topology, mib, plan.schedule.rounds, plan.schedule.pieces, plan.schedule.chunks
         if key not in known:
             made = writer.traces(plan.schedule, topology, mib << 20)
-            known[key] = replay_nodes(made.nodes, topology, topology.devices)
+            known[key] = replay_nodes([*made.nodes.values()], topology, topology.devices)
         return plan, known[key]
 
     return run

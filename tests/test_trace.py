@@ -15,18 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import algorithms, names, requests
 
+import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
 from crossreduce.export import trace
 from crossreduce.export.trace import to_chrome_trace
+from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
-from crossreduce.schedule import timeline
+from crossreduce.schedule import GeneratedSchedule, timeline
+from crossreduce.schedule.generated import rotations
 
 MICRO = Fraction(1, 10**6)
 
 
-def read(*args):
+def read(*args, **options):
     """Return a trace's transfers (with the link of each), ticks, and other data."""
-    content = json.loads(to_chrome_trace(*args))
+    content = json.loads(to_chrome_trace(*args, **options))
     events = content["traceEvents"]
     process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     thread = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -322,3 +325,68 @@ def test_pieces_of_one_chunk_come_in_order():
     ):
         pieces = [transfer["args"]["piece"] for transfer in group]
         assert pieces == sorted(pieces)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "collective"), [("forest", "all_reduce"), ("direct", "all_reduce"), ("forest", "broadcast")]
+)
+def test_the_trace_of_a_rank_has_the_events_of_its_links(algorithm, collective):
+    """The events of one rank are those of the links into and out of its device in the trace of all steps."""
+    hosts = Topology.machine("hgx-h100", hosts=5)
+    plan = cr.plan(hosts, collective, "40M", algorithm)
+    assert isinstance(plan.schedule, GeneratedSchedule)
+
+    def by_link(*args, **options):
+        transfers, ticks, other = read(*args, **options)
+        found = defaultdict(list)
+        for transfer in transfers:
+            found[transfer["link"]].append((transfer["name"], transfer["args"], transfer["ts"], transfer["dur"]))
+        return found, ticks, other
+
+    listed, ticks, about = by_link(plan.schedule.explicit, hosts, plan.nbytes)
+    for rank in (0, 13, 39):
+        device = plan.ranks[rank]
+        found, same_ticks, other = by_link(plan.schedule, hosts, plan.nbytes, rank=rank)
+        assert (other["rank"], other["device"], other["pieces_left_out"]) == (rank, device, about["pieces_left_out"])
+        assert len(same_ticks) == len(ticks)
+        assert found.keys() == {link for link in listed if device in link}
+        assert sum(map(len, found.values())) > 38
+        for link, events in found.items():
+            assert [event[:2] for event in events] == [event[:2] for event in listed[link]]
+            for event, other_event in zip(events, listed[link], strict=True):
+                assert event[2:] == pytest.approx(other_event[2:], rel=1e-9, abs=2e-6)
+
+
+def test_the_trace_of_a_rank_lists_no_other_steps():
+    """For one of 1,024 ranks no chunks, rounds or routes but those of the base are made."""
+    hosts = Topology.machine("hgx-h100", hosts=128)
+    schedule = cr.plan(hosts, nbytes="1M", algorithm="forest").schedule
+    transfers, _, _ = read(schedule, hosts, "1M", rank=1000)
+    assert {schedule.devices[1000]} < {node for transfer in transfers for node in transfer["link"]}
+    assert len(transfers) > 2 * 1023
+    assert not {"chunks", "rounds", "routes", "explicit"} & schedule.__dict__.keys()
+    assert not {"by_round", "transfers", "routes"} & {*vars(lower(schedule))}
+
+
+def test_needless_transfers_of_a_rank_are_not_shown():
+    """The images of a transfer that no destination needs have no event either."""
+    everyone = (0, 1, 2, 3)
+    rounds = ((Step(0, 0, everyone), Step(0, 3, (2, 3))), tuple(Step(0, dst, (0,)) for dst in (1, 2, 3)))
+    base = Schedule("all_reduce", "custom", names(4), (Chunk(Fraction(1), everyone, everyone),), rounds)
+    mesh = Topology.full_mesh(4, 25, MICRO)
+    schedule = GeneratedSchedule(base, rotations([4], 4), mesh.devices)
+    listed, _, _ = read(schedule.explicit, mesh, 4000)
+    assert len(listed) == 4 * 6
+    for rank in everyone:
+        transfers, _, _ = read(schedule, mesh, 4000, rank=rank)
+        mine = [transfer for transfer in listed if f"cpu:{rank}" in transfer["link"]]
+        assert Counter((t["name"], t["link"], t["args"]["round"]) for t in transfers) == Counter(
+            (t["name"], t["link"], t["args"]["round"]) for t in mine
+        )
+        assert len(transfers) == 12
+
+
+def test_there_must_be_such_a_rank():
+    """A rank that the schedule does not have raises an ArgumentError."""
+    with pytest.raises(ArgumentError, match="a rank must be the number of a device"):
+        to_chrome_trace(ring(names(3)), Topology.ring(3), 8, rank=3)

@@ -4,7 +4,8 @@ Input: a ``Schedule`` whose chunks travel along rings of the devices. Output: XM
 
 The file lists NCCL's rings, one per channel, and neither chunks nor rounds: NCCL spreads every collective evenly over
 its channels and divides it as it likes. So a ring that carries more of the buffer than another appears more often.
-NCCL finds trees itself, and uses at most as many channels as its trees have.
+NCCL finds trees itself, and uses at most as many channels as its trees have. A file is for all GPUs of one host, so it
+has no part of one rank.
 
 Source: github.com/NVIDIA/nccl, src/graph/search.cc (ncclTopoGetGraphFromXmlSub, ncclTopoGetXmlFromGraph).
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain, pairwise
 from typing import Final
 
 from ..devices import parse
 from ..errors import ArgumentError, PlanError, shown
-from ..lowering import Program, lower
+from ..lowering import GeneratedProgram, Program, lower
 from ..schedule import Schedule
 from ..schedule.costs import Pair
 from ..schedule.traffic import route_links
@@ -132,15 +134,31 @@ def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
     {(0, 1, 2): Fraction(1, 1)}
     """
     program = collective(schedule).program
-    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(program.chunks) if chunk.share}
-    for transfer in chain.from_iterable(program.transfers):
+    listed = program.base if isinstance(program, GeneratedProgram) else program
+    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(listed.chunks) if chunk.share}
+    for transfer in chain.from_iterable(listed.transfers):
         if transfer.chunk in arcs:
             arcs[transfer.chunk].add((transfer.src, transfer.dst))
+    cycles = {c: _ring(schedule, c, pairs) for c, pairs in arcs.items()}
+    moved = list(cycles.items())
+    if isinstance(program, GeneratedProgram):
+        elements = list(program.schedule.symmetry.elements())
+        numbering = enumerate(program.schedule.numbering)
+        moved = [
+            (number, _from_zero([elements[element][k] for k in cycles[c]]))
+            for number, (element, c) in numbering
+            if c in cycles
+        ]
     shares: dict[tuple[int, ...], Fraction] = {}
-    for c, pairs in arcs.items():
-        cycle = _ring(schedule, c, pairs)
-        shares[cycle] = shares.get(cycle, Fraction(0)) + program.chunks[c].share
+    for c, cycle in moved:
+        shares[cycle] = shares.get(cycle, Fraction(0)) + program.shares[c]
     return shares
+
+
+def _from_zero(cycle: Sequence[int]) -> tuple[int, ...]:
+    """Return a ring that begins with 0."""
+    zero = cycle.index(0)
+    return (*cycle[zero:], *cycle[:zero])
 
 
 def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
@@ -162,14 +180,12 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
     while path[-1] in successor and successor[path[-1]] != path[0]:
         path.append(successor[path[-1]])
     assert len(path) == len(names), "a chunk with all devices as sources or destinations passes all of them"
-    zero = path.index(0)
-    return (*path[zero:], *path[:zero])
+    return _from_zero(path)
 
 
 def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
     """Return the bandwidth of each channel if all channels are used at the same time."""
-    transfers = chain.from_iterable(program.transfers)
-    routes = {(transfer.src, transfer.dst): transfer.through for transfer in transfers if transfer.through}
+    routes = {(route.src, route.dst): route.through for route in program.routes}
     used: Counter[Pair] = Counter()
     for cycle in channels:
         for src, dst in pairwise((*cycle, cycle[0])):

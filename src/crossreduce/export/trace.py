@@ -3,7 +3,8 @@
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
 There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
-a piece over a link. The first group shows by how much each tick of the simulation extends the time.
+a piece over a link. The first group shows by how much each tick of the simulation extends the time. The trace of one
+rank has the links into and out of its device.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -16,16 +17,17 @@ from operator import itemgetter
 from typing import Any, Final
 
 from ..lowering import lower
-from ..schedule import Schedule, byte_count, simulate, timeline
+from ..schedule import Schedule, TimedTransfer, byte_count, simulate, timeline
 from ..schedule.costs import Pair
 from ..topology import Topology, TopologyLike, topology_of
+from .ranks import one_rank
 
 # The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
 # pieces are shown, at least one.
 EVENTS: Final = 200_000
 
 
-def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | str) -> str:
+def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, rank: int | None = None) -> str:
     """Return the transfers over each link, with their times, as JSON text for a trace viewer.
 
     Transfers that share a link within a tick follow each other, each at the link's full bandwidth, and start after the
@@ -36,8 +38,10 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
       schedule: its devices and routes are nodes of the topology.
       topology: the topology on which the schedule is simulated, a machine's name or a file's path.
       nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
+      rank: only the links into and out of the schedule's device of this number, without the work for the others;
+        ``None``: all links.
     Raises:
-      ArgumentError: an invalid number of bytes, schedule or topology.
+      ArgumentError: an invalid number of bytes, schedule, topology or rank.
       PlanError: the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
 
@@ -48,32 +52,42 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     [('chunk 0', 0.0, 1.0), ('chunk 1', 0.0, 1.0), ('chunk 0', 1.0, 1.0), ('chunk 1', 1.0, 1.0)]
     """
     topology, nbytes = topology_of(topology), byte_count(nbytes)
-    needed = {
-        (r, move.chunk, schedule.devices[move.src], schedule.devices[move.dst])
-        for r, moves in enumerate(lower(schedule).transfers)
-        for move in moves
-    }
+    program, names = lower(schedule), schedule.devices
+    node = None if rank is None else names[one_rank(rank, names)]
+    number = {name: k for k, name in enumerate(names)}
+    known: dict[tuple[int, int, str, str], bool] = {}
+
+    def shown_links(move: TimedTransfer) -> tuple[Pair, ...]:
+        """Return the links with an event for a transfer."""
+        key = move.round, move.chunk, move.src, move.dst
+        if key not in known:
+            known[key] = program.moves(move.round, move.chunk, number[move.src], number[move.dst])
+        return tuple(pair for pair in move.links if known[key] and (node is None or node in pair))
+
     simulation = simulate(schedule, topology, nbytes)
-    first_pieces = timeline(schedule.cut_into(1), topology, nbytes)
-    count = sum(len(move.links) for move in first_pieces if (move.round, move.chunk, move.src, move.dst) in needed)
+    used = [pair for pair in simulation.bytes if node is None or node in pair]
+    count = sum(len(shown_links(move)) for move in timeline(schedule.cut_into(1), topology, nbytes, node=node))
     shown = min(schedule.pieces, max(1, EVENTS // max(1, count)))
-    rows, events = _rows(list(simulation.bytes), topology)
+    rows, events = _rows(used, topology)
     ends = list(accumulate(simulation.ticks, initial=0.0))
     for t, (start, end) in enumerate(pairwise(ends[: schedule.round_count + shown])):
         first, last = max(0, t - schedule.pieces + 1), min(t, schedule.round_count - 1)
         events.append(_event(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
     speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
-    free = dict.fromkeys(simulation.bytes, 0.0)  # the time at which each link has carried all earlier transfers
-    for _, ticks in groupby(timeline(schedule, topology, nbytes), key=lambda move: move.round + move.piece):
+    free = dict.fromkeys(used, 0.0)  # the time at which each link has carried all earlier transfers
+    moving = timeline(schedule, topology, nbytes, node=node)
+    for _, ticks in groupby(moving, key=lambda move: move.round + move.piece):
         # In the order in which their bytes arrive; earlier pieces first.
-        moves = sorted(ticks, key=lambda move: (move.start + move.latency_s, move.piece))
+        moves = sorted(
+            ticks,
+            key=lambda move: (move.start + move.latency_s, move.piece, move.chunk, number[move.dst], number[move.src]),
+        )
         if moves[0].round + moves[0].piece >= schedule.round_count + shown:
             break
         for move in moves:
-            size = float(schedule.chunks[move.chunk].share) * nbytes / schedule.pieces
+            size = float(program.shares[move.chunk]) * nbytes / schedule.pieces
             details = {"piece": move.piece, "round": move.round, "bytes": size, "from": move.src, "to": move.dst}
-            used = size and move.piece < shown and (move.round, move.chunk, move.src, move.dst) in needed
-            for pair in move.links if used else ():
+            for pair in shown_links(move) if size and move.piece < shown else ():
                 start = max(free[pair], move.start + move.latency_s)
                 free[pair] = start + size / speeds[pair]
                 events.append(_event(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
@@ -84,6 +98,8 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
         "pieces": schedule.pieces,
         "pieces_left_out": schedule.pieces - shown,
     }
+    if node is not None:
+        other |= {"rank": rank, "device": node}
     content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
     return json.dumps(content, separators=(",", ":"))
 

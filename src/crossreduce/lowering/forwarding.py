@@ -25,11 +25,10 @@ def forwarded(program: Program, topology: Topology) -> Program:
       chunk 0: v4 on cpu:2 = v3 + v1 + v2 (final)
     """
     numbers = {device: k for k, device in enumerate(program.devices)}
-    through = {(*route[:3], route.round): route.through for route in program.routes}
 
     def between(chunk: int, src: int, dst: int, r: int) -> tuple[int, ...]:
         """Return the devices on the route of a transfer, without its ends."""
-        route = through.get((chunk, src, dst, r), through.get((chunk, src, dst, None)))
+        route = program.through(r, chunk, src, dst)
         if route is None:
             route = topology.route(program.devices[src], program.devices[dst]) or ()
         return tuple(numbers[node] for node in route if node in numbers and numbers[node] not in (src, dst))

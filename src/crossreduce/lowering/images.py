@@ -56,6 +56,15 @@ class GeneratedProgram(Program):
         """All routes."""
         return self.schedule.routes
 
+    def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
+        """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""
+        return self.schedule.through(r, chunk, src, dst)
+
+    def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
+        """Return whether the program has a transfer of the schedule: it has none that no destination needs."""
+        element, number = self.schedule.numbering[chunk]
+        return self.base.moves(r, number, *(self.schedule.symmetry.origin(element, node) for node in (src, dst)))
+
     @cached_property
     def shares(self) -> Sequence[Fraction]:
         """Each chunk's fraction of the buffer."""

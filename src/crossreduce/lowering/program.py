@@ -71,7 +71,7 @@ class Program:
     @cached_property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """The transfers of each round, chunk by chunk: every operand that is on another device."""
-        through = {(*route[:3], route.round): route.through for route in self.routes}
+        through = self._through
         places = [chunk.devices for chunk in self.chunks]
         kinds = [chunk.kinds for chunk in self.chunks]
         return tuple(
@@ -90,6 +90,22 @@ class Program:
             )
             for r, instructions in enumerate(self.by_round)
         )
+
+    @cached_property
+    def _through(self) -> dict[tuple[int, int, int, int | None], tuple[str, ...]]:
+        return {(*route[:3], route.round): route.through for route in self.routes}
+
+    def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
+        """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""
+        return self._through.get((chunk, src, dst, r), self._through.get((chunk, src, dst, None)))
+
+    @cached_property
+    def _moved(self) -> frozenset[tuple[int, int, int, int]]:
+        return frozenset((r, one.chunk, one.src, one.dst) for r, sent in enumerate(self.transfers) for one in sent)
+
+    def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
+        """Return whether the program has a transfer of the schedule: it has none that no destination needs."""
+        return (r, chunk, src, dst) in self._moved
 
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

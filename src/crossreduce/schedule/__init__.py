@@ -3,7 +3,8 @@
 from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
 from .generated import GeneratedSchedule
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
-from .simulate import Pieces, Simulation, TimedTransfer, byte_count, fastest_of, pipelined, simulate, timeline
+from .simulate import Pieces, Simulation, byte_count, fastest_of, pipelined, simulate
+from .timed_transfers import TimedTransfer, timeline
 from .traffic import carried_chunks, fluid_rate, link_shares
 from .verify import verify
 

@@ -204,7 +204,11 @@ class _Part:
 
 
 class _Run:
-    """One run of the arrays. ``ready[s, j % R]``: when step s has made its value of piece j; row 0: the inputs."""
+    """One run of the arrays.
+
+    ``ready[s, j % width]``: when step s has made its value of piece j; row 0: the inputs. No more than ``width`` pieces
+    are in progress.
+    """
 
     def __init__(self, arrays: _Arrays, nbytes: int, pieces: int) -> None:
         import numpy as np
@@ -212,8 +216,8 @@ class _Run:
         self.arrays, self.nbytes, self.pieces, self.rounds = arrays, nbytes / pieces, pieces, arrays.rounds
         self.end = 0.0
         self.free = np.zeros(len(arrays.loads.traffic.resources) + 1)
-        self.ready = np.zeros((len(arrays.round_of_step) + 1, self.rounds))
-        width = min(pieces, self.rounds)
+        self.width = width = min(pieces, self.rounds)
+        self.ready = np.zeros((len(arrays.round_of_step) + 1, width))
         # Row t: when the operations of tick t are queued after those of tick t - 1; queue 0 is always empty.
         queued = [arrays.loads.queued(queue, width) for queue in arrays.loads.queues.values()]
         self.queueing = np.array([[0.0] * (self.rounds + width - 1), *queued]).T
@@ -248,13 +252,13 @@ class _Run:
         """Run the reads of tick t."""
         import numpy as np
 
-        pieces, rounds = self.pieces, self.rounds
+        pieces, rounds, width = self.pieces, self.rounds, self.width
         row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
         self.queued = self.queued + self.queueing[row]
         if not len(part.operand):
             self.start = self.ends = part.latency
             return
-        self.operand_ready = self.ready[part.operand, (t - part.age) % rounds]
+        self.operand_ready = self.ready[part.operand, (t - part.age) % width]
         self.resource_free = self.free[part.resource]
         self.start = np.maximum(self.operand_ready, np.maximum.reduceat(self.resource_free, part.use_start))
         self.served = self.start + part.seconds
@@ -263,7 +267,7 @@ class _Run:
         np.maximum.at(self.free, part.resource, np.repeat(self.ends, part.count))
         self.free[0] = 0.0
         self.made = np.maximum.reduceat(self.ends, part.read_start)
-        self.ready[part.rows, (t - part.step_age) % rounds] = self.made
+        self.ready[part.rows, (t - part.step_age) % width] = self.made
         self.end = max(self.end, float(self.made.max()))
 
 
@@ -335,7 +339,7 @@ class _Steady:
         made, end, free, queued = growth[6], float(growth[7][0]), growth[8], growth[9]
         run.free = run.free + ahead * free
         run.queued = run.queued + ahead * queued
-        run.ready = np.roll(run.ready, ahead % run.rounds, axis=1)
+        run.ready = np.roll(run.ready, ahead % run.width, axis=1)
         run.ready[1:] += ahead * made[:, None]
         run.end += ahead * end
         self.last, self.growth, self.since = None, None, 0

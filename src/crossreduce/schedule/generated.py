@@ -201,11 +201,26 @@ class GeneratedSchedule(Schedule):
         return tuple(sorted(images) if self.in_order else images)
 
     @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: k for k, name in enumerate(self.nodes)}
+
+    def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
+        """Return the nodes that a transfer passes in round ``r``, without listing all routes."""
+        if not self.base.routes:
+            return None
+        element, number = self.numbering[chunk]
+        ends = [self.symmetry.origin(element, node) for node in (src, dst)]
+        passed = self.base.through(r, number, *ends)
+        if passed is None:
+            return None
+        return tuple([self.nodes[self.symmetry.image(element, self._position[node])] for node in passed])
+
+    @cached_property
     def routes(self) -> tuple[Route, ...]:
         """All routes."""
         if not self.base.routes:
             return ()
-        position = {name: k for k, name in enumerate(self.nodes)}
+        position = self._position
         elements = list(self.symmetry.elements())
         by_chunk: list[list[tuple[Route, list[int]]]] = [[] for _ in self.base.chunks]
         for route in self.base.routes:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -35,7 +35,6 @@ from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .generated import GeneratedSchedule
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
 from .traffic import operations, queues, shares_of_links, traffic
@@ -149,44 +148,6 @@ def simulate(
     return Simulation(
         seconds, by_pair, carried, listed, operations(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
     )
-
-
-class TimedTransfer(NamedTuple):
-    """A piece of a chunk that moves between two devices over links, and the seconds at which this starts and ends."""
-
-    round: int
-    piece: int
-    chunk: int
-    src: str
-    dst: str
-    links: tuple[Pair, ...]
-    latency_s: float  # of all the links
-    start: float
-    end: float
-
-
-def timeline(
-    schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, costs: Costs | None = None
-) -> Iterator[TimedTransfer]:
-    """Yield all transfers with their simulated times, tick by tick; see ``simulate`` for the arguments and errors.
-
-    >>> from crossreduce.planning import ring
-    >>> pair = Topology.ring(2, gb_per_s=25)
-    >>> [(move.round, move.src, move.end) for move in timeline(ring(pair.devices), pair, 50_000)]
-    [(0, 'cpu:0', 1e-06), (0, 'cpu:1', 1e-06), (1, 'cpu:1', 2e-06), (1, 'cpu:0', 2e-06)]
-    """
-    if isinstance(schedule, GeneratedSchedule):
-        schedule = schedule.explicit
-    timing = _Timing(schedule, topology_of(topology), byte_count(nbytes), costs_of(costs))
-    if not timing.nbytes or not schedule.rounds:
-        return
-    reads, devices = timing.loads.traffic.reads, schedule.devices
-    for t, k, start, end in timing.clock.intervals(schedule.pieces):
-        read = reads[k]
-        if read.pairs:
-            names = devices[read.src], devices[read.dst]
-            facts = read.round, t - read.round, read.chunk, *names, read.pairs, read.latency_s
-            yield TimedTransfer(*facts, start, end)
 
 
 class Pieces(NamedTuple):

@@ -101,6 +101,19 @@ class Symmetry:
             node = cycle[(at + times) % len(cycle)]
         return node
 
+    def origin(self, element: int, node: int) -> int:
+        """Return the node that one element of the group moves to ``node``.
+
+        >>> turn = Symmetry((SymmetryGenerator((1, 2, 3, 0), 4),), 4)
+        >>> turn.image(3, 2), turn.origin(3, 1)
+        (1, 2)
+        """
+        for order, cycles in self._cycles:
+            element, times = divmod(element, order)
+            cycle, at = cycles[node]
+            node = cycle[(at - times) % len(cycle)]
+        return node
+
     @cached_property
     def _cycles(self) -> list[tuple[int, list[tuple[tuple[int, ...], int]]]]:
         """The order of each generator, from the last to the first, and for each node its cycle and position in it."""
