@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,6 +46,11 @@ class Collective:
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.program.devices)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """For each chunk the rank of each of its values."""
+        return tuple(chunk.devices for chunk in self.program.chunks)
 
     @property
     def inputs(self) -> int:

@@ -90,6 +90,12 @@ class GeneratedProgram(Program):
         element, chunk = self.schedule.numbering[number]
         return self._bases[chunk].image(self._elements[element], self.shares[number])
 
+    @property
+    def alike(self) -> dict[int, int]:
+        """One device of each group whose parts are equal up to the numbers of devices, and the size of the group."""
+        count = len(self.devices)
+        return {orbit: size for orbit, size in self.schedule.symmetry.sizes.items() if orbit < count}
+
     @cached_property
     def _elements(self) -> list[tuple[int, ...]]:
         return list(self.schedule.symmetry.elements())

@@ -132,6 +132,11 @@ class Program:
         assert 0 <= device < len(self.devices), f"device {device} of {len(self.devices)}"
         return _on(self, device)
 
+    @property
+    def alike(self) -> dict[int, int]:
+        """One device of each group whose parts are equal up to the numbers of devices, and the size of the group."""
+        return dict.fromkeys(range(len(self.devices)), 1)
+
     @cached_property
     def _events(self) -> list[ChunkEvents]:
         return [ChunkEvents(chunk) for chunk in self.chunks]

@@ -27,7 +27,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from ...lowering import ChunkProgram, Instruction
+from ...lowering import Instruction
 from ..collective import Block, Collective
 from .format import LARGEST_COUNT, MOST_CHUNKS, RUNTIMES
 
@@ -73,6 +73,12 @@ class Arrangement:
         """Return the channel of a block's message."""
         return self.channels[self.parts[b], MessageKey(self.made.blocks[b].chunk, operand, value)]
 
+    @property
+    def messages(self) -> int:
+        """The number of messages of all blocks."""
+        of_chunk = Counter(message.chunk for message, _ in messages(self.made))
+        return sum(of_chunk[block.chunk] for block in self.made.blocks)
+
 
 def messages(made: Collective) -> list[tuple[MessageKey, Connection]]:
     """Return all messages of a chunk that has blocks, with their connections, in the order of the rounds."""
@@ -83,7 +89,7 @@ def messages(made: Collective) -> list[tuple[MessageKey, Connection]]:
         for c, value, instruction in instructions
         if c in used
         for operand in instruction.operands
-        if (src := made.program.chunks[c].devices[operand]) != instruction.device
+        if (src := made.places[c][operand]) != instruction.device
     ]
 
 
@@ -181,19 +187,22 @@ def forwarding(made: Collective, found: list[tuple[MessageKey, Connection]]) -> 
         behind[message] = 1 + max((behind[m] for m in next_of[message.chunk, message.value]), default=0)
     forwards: dict[tuple[int, int], int] = {}
     for message, _ in found:
-        chunk = made.program.chunks[message.chunk]
+        chunk, places = made.program.chunks[message.chunk], made.places[message.chunk]
         key = message.chunk, message.value
         instruction = chunk.instructions[message.value - len(chunk.sources)]
-        if key not in forwards and next_of[key] and ends_with_a_receive(chunk, instruction):
+        if key not in forwards and next_of[key] and ends_with_a_receive(places, instruction):
             forwards[key] = max(next_of[key], key=lambda m: (behind[m], -m.value)).value
     return forwards
 
 
-def ends_with_a_receive(chunk: ChunkProgram, instruction: Instruction) -> bool:
-    """Return whether the last operation of an instruction receives a message, so that it can forward the result."""
-    places = [chunk.devices[operand] for operand in instruction.operands]
-    own = places.index(instruction.device) if instruction.device in places else 0
-    return own < 2 or own < len(places) - 1
+def ends_with_a_receive(places: Sequence[int], instruction: Instruction) -> bool:
+    """Return whether the last operation of an instruction receives a message, so that it can forward the result.
+
+    ``places``: the rank of each value of its chunk.
+    """
+    ranks = [places[operand] for operand in instruction.operands]
+    own = ranks.index(instruction.device) if instruction.device in ranks else 0
+    return own < 2 or own < len(ranks) - 1
 
 
 def _paths(
@@ -267,11 +276,14 @@ def _limit(counts: dict[Connection, int], lanes: dict[Connection, int], most: in
     A channel is taken from the connection whose channels then have the fewest messages.
     """
     used: Counter[int] = Counter()
+    connections: defaultdict[int, list[Connection]] = defaultdict(list)  # of each rank
     for connection, count in counts.items():
         used.update(dict.fromkeys(connection, count))
+        for rank in connection:
+            connections[rank].append(connection)
     for rank in sorted(used):
         while used[rank] > most:
-            mine = [connection for connection, count in counts.items() if rank in connection and count > 1]
+            mine = [connection for connection in connections[rank] if counts[connection] > 1]
             if not mine:
                 break
             taken = min(mine, key=lambda connection: (lanes[connection] / (counts[connection] - 1), connection))

@@ -64,6 +64,18 @@ class RuntimeStep:
         return f"gpu {self.gpu}, tb {self.block}, step {self.number} ({self.xml.type})"
 
 
+def too_large(steps: int, work: int) -> str:
+    """Return why a file of at least so many steps, and of so many chunks in its buffers and steps, is not verified.
+
+    "": it is.
+    """
+    if steps > MOST_STEPS:
+        return f"at most {MOST_STEPS} steps are verified, the file needs {steps}"
+    return (
+        f"at most {MOST_WORK} chunks in buffers and steps are verified, the file has {work}" if work > MOST_WORK else ""
+    )
+
+
 class MscclProgram:
     """All steps of a file, with their dependencies and messages; ScheduleError if these do not match."""
 
@@ -79,7 +91,7 @@ class MscclProgram:
             for t, block in enumerate(gpu.threadblocks)
         }
         work = 2 * len(algo.gpus) * algo.chunks + sum(step.count for step in self.steps)
-        if len(self.steps) > MOST_STEPS or work > MOST_WORK:
+        if too_large(len(self.steps), work):
             problem = f"{self.name}: the file is too large to be verified."
             given = f"{len(self.steps)} steps, {work} chunks in the buffers and steps"
             raise ScheduleError.of(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks")

@@ -30,7 +30,8 @@ from ...lowering import Instruction, Numbered
 from ..collective import Location
 from ..placement import MemoryPlacement
 from .arrangement import MOST_CHANNELS, Arrangement
-from .format import LARGEST_COUNT, READS, SENDS, WRITES
+from .execution import too_large
+from .format import LARGEST_COUNT, MOST_ELEMENTS, READS, SENDS, WRITES
 
 Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
 
@@ -109,6 +110,15 @@ class XmlWriter:
         """The number of steps of all threadblocks."""
         return sum(max(len(op.waits), 1) for ops in self.blocks.values() for op in ops)
 
+    def too_large(self) -> str:
+        """Return why the file cannot be read or verified; "": it can be."""
+        lists = self.blocks.values()
+        elements = 1 + self.made.ranks + len(lists) + self.steps
+        if elements > MOST_ELEMENTS:
+            return f"at most {MOST_ELEMENTS} XML elements are read, the file needs {elements}"
+        work = 2 * self.made.ranks * self.made.units + sum(op.size for ops in lists for op in ops)
+        return too_large(sum(map(len, lists)), work)
+
     @property
     def most_steps(self) -> int:
         """The largest number of steps of a threadblock that has peers."""
@@ -118,7 +128,7 @@ class XmlWriter:
     def _add_round(self, b: int, instructions: list[Numbered]) -> None:
         """Add a round's instructions of one block: all sends, then the receives and local operations."""
         block, placement, forwards = self.made.blocks[b], self.placement, self.arrangement.forwards
-        devices = self.made.program.chunks[block.chunk].devices
+        devices = self.made.places[block.chunk]
         sent = [
             value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
         ]
@@ -147,18 +157,19 @@ class XmlWriter:
     def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
         """Yield the operations of an instruction on its own device, and choose the memory of its value."""
         device, operands = instruction.device, instruction.operands
-        placement, chunk = self.placement, self.made.program.chunks[self.made.blocks[b].chunk]
-        own = next((operand for operand in operands if chunk.devices[operand] == device), None)
+        number, placement = self.made.blocks[b].chunk, self.placement
+        places, results = self.made.places[number], self.made.program.chunks[number].results
+        own = next((operand for operand in operands if places[operand] == device), None)
         total = None  # the location of the operands combined so far
         if own is not None:
             total = placement.locations[b, own]
             placement.read(b, own)
-        unstored = own is not None and (self.made.blocks[b].chunk, value) in self.arrangement.unstored
+        unstored = own is not None and (number, value) in self.arrangement.unstored
         target = total if unstored and total and len(operands) == 2 else placement.store(device, b, value)
 
         def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
             src = add or placement.locations.get((b, operand), to)  # runtimes ignore the source of r
-            return _LocalOp("r" if add is None else "rrc", chunk.devices[operand], operand, src, to)
+            return _LocalOp("r" if add is None else "rrc", places[operand], operand, src, to)
 
         position = 0 if own is None else operands.index(own)
         before, after = operands[:position], operands[position + (own is not None) :]
@@ -170,9 +181,9 @@ class XmlWriter:
             for k, operand in enumerate(before):
                 yield receive(operand, aside if k else None, aside)
             src, total = (aside, target) if total == target else (total, aside)
-            peer = chunk.devices[before[-1]]
+            peer = places[before[-1]]
             yield _LocalOp("re", peer, None, src, total)
-            if not after and total != target and value in chunk.results:
+            if not after and total != target and value in results:
                 yield _LocalOp("cpy", peer, None, total, target)
             elif not after:
                 placement.move(device, b, value, total)

@@ -20,7 +20,9 @@ from ...topology import Topology, TopologyLike, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
+from .execution import too_large
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
+from .least import least_broken
 from .operations import XmlWriter
 from .verifier import verify_msccl_xml
 
@@ -119,6 +121,8 @@ def to_msccl_xml(
         given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"
         raise PlanError.of(problem, given, "fewer packs, another algorithm, or shares of a smaller denominator")
     limits = [RUNTIMES["msccl"], RUNTIMES["rccl"]] if runtime == "both" else [RUNTIMES[runtime]]
+    if broken := least_broken(made, limits):
+        raise _misfit(schedule, runtime, broken)
     head = (
         f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" ngpus="{made.ranks}" '
         f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
@@ -132,10 +136,15 @@ def to_msccl_xml(
         text = file.first(builds, _pieces(made, schedule, wiring, size))
     if text is not None:
         return text
+    raise _misfit(schedule, runtime, file.broken)
+
+
+def _misfit(schedule: Schedule, runtime: str, broken: str) -> PlanError:
+    """Return the error for a schedule whose files break a limit."""
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
-    if runtime in ("rccl", "both") and file.broken.startswith("RCCL"):
+    if runtime in ("rccl", "both") and broken.startswith("RCCL"):
         remedy += ', or runtime="msccl"'
-    raise PlanError.of(f"this schedule does not fit into the runtime: {file.broken}.", schedule.head, remedy)
+    return PlanError.of(f"this schedule does not fit into the runtime: {broken}.", schedule.head, remedy)
 
 
 def _pieces(made: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
@@ -184,30 +193,37 @@ class _File:
     def _fitting(self, build: Build, pieces: int) -> str | None:
         """Return the text of an arrangement with as many pieces as the limits allow; ``None``: not even one."""
         trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
-        export, text = self._written(build(trial))
-        found = None if self._broken(text) else text
+        arrangement = build(trial)
+        if trial > 1 and too_large(arrangement.messages, 0):  # each step sends at most one
+            trial, arrangement = 1, build(1)
+        if problem := too_large(arrangement.messages, 0):
+            self.broken = problem
+            return None
+        export, found = self._written(arrangement)
         if found is None and (trial == 1 or export.most_steps <= self.steps):
             return None
         count = min(pieces, max(1, int(trial * min(self.steps / export.most_steps, MOST_STEPS / export.steps))))
         while count > trial or found is None:
             export, text = self._written(build(count))
-            if not self._broken(text):
+            if text is not None:
                 return text
             if count == 1:
                 return None
             count = max(1, min(count - 1, count * self.steps // export.most_steps))
         return found
 
-    def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str]:
+    def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str | None]:
+        """Return the operations of an arrangement, and the text if the limits allow it."""
         export = XmlWriter(arrangement, self.threadblocks, inplace=self.inplace, outofplace=self.outofplace)
-        channels = max(self.channels, export.channels)
-        return export, export.text(self.head.format(channels=channels, units=arrangement.made.units))
-
-    def _broken(self, text: str) -> bool:
-        algo = read_msccl_xml(text)
-        broken = [problem for limit in self.limits for problem in broken_limits(algo, limit)]
-        self.broken = broken[0] if broken else self.broken
-        return bool(broken)
+        broken = export.too_large()
+        text = ""
+        if not broken:
+            channels = max(self.channels, export.channels)
+            text = export.text(self.head.format(channels=channels, units=arrangement.made.units))
+            algo = read_msccl_xml(text)
+            broken = next((problem for limit in self.limits for problem in broken_limits(algo, limit)), "")
+        self.broken = broken or self.broken
+        return export, None if broken else text
 
 
 def _plain_arrangements(made: Collective, channels: int | None) -> Iterator[Build]:
