@@ -204,7 +204,7 @@ def test_the_number_of_threadblocks_can_be_given():
     ("schedule", "options", "text"),
     [
         (ring(names(8), packs=4), {"threadblocks": 2}, "64 operations per threadblock, but cpu:0 needs"),
-        (direct(names(18)), {}, "16 channels per threadblock, but cpu:0 needs 17"),
+        (direct(names(18)), {}, "16 channels per threadblock, but cpu:0 needs at least 17"),
         (
             one_device(names(3), destinations=["cpu:0", "cpu:1"]),
             {},

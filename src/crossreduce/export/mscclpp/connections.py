@@ -246,9 +246,14 @@ def check_limits(schedule: Schedule, gpus: list[GpuPlan], most_threadblocks: int
             counts += [("remote buffers per threadblock", len(ids), MOST_CHANNELS) for ids in block.buffers.values()]
         for what, count, most in counts:
             if count > most:
-                problem = f"MSCCL++ allows {most} {what}, but {schedule.devices[gpu.rank]} needs {count}."
-                remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
-                raise PlanError.of(problem, schedule.head, remedy)
+                raise over_limit(schedule, gpu.rank, what, str(count), most)
+
+
+def over_limit(schedule: Schedule, rank: int, what: str, count: str, most: int) -> PlanError:
+    """Return the error for a rank that needs more of something than the executor allows."""
+    problem = f"MSCCL++ allows {most} {what}, but {schedule.devices[rank]} needs {count}."
+    remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
+    return PlanError.of(problem, schedule.head, remedy)
 
 
 def position(known: list[Any], value: Any) -> int:

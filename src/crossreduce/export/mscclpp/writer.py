@@ -25,6 +25,7 @@ from ..channels import parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .blocks import add_blocks
 from .connections import GpuPlan, Hosts, check_limits
+from .least import check_least
 from .limits import MULTIPROCESSORS, resident
 from .nvls import switch_threadblocks, uses_switches
 from .parts import divided, even_parts, is_uneven
@@ -147,6 +148,7 @@ def _threadblocks(
     A schedule whose stages cannot run in threadblocks of their own has no pipelines.
     """
     made = collective(schedule)
+    check_least(schedule, made.program)
     # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
     longest_block = max(block.size for block in made.blocks) * nbytes / made.units
     is_cut = schedule.pieces > 1 or (topology is not None and longest_block >= LONG_BLOCK)
