@@ -17,6 +17,7 @@ from crossreduce.export.chakra import format as chakra_format
 from crossreduce.export.chakra import replay, to_chakra, writer
 from crossreduce.export.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
 from crossreduce.export.chakra.replay import replay_nodes
+from crossreduce.export.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
 from crossreduce.schedule import GeneratedSchedule
@@ -431,6 +432,44 @@ def test_the_command_writes_a_folder(printed, tmp_path):
     report = json.loads(printed(*line, "--json"))
     assert report["remarks"] == remarks
     assert report["seconds"] == plan.seconds
+
+
+def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
+    """With ``--rank`` there is the trace of this rank only, without a replay; other formats of one rank, too."""
+    line = ["plan", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3", "--export"]
+    out = printed(*line, tmp_path / "traces", "--format", "chakra")
+    plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring", operation_s=0)
+    files = to_chakra(plan.schedule, plan.topology, "64M", rank=3)
+    folder = {file.name: file.read_bytes() for file in (tmp_path / "traces").iterdir()}
+    assert folder.pop("all_reduce_ring.ranks.json")
+    assert folder == files
+    assert list(files) == ["all_reduce_ring.3.et"]
+    assert out.splitlines()[-1] == f"  traces    {chakra.remarks(plan, files)['traces']}"
+    assert "1 file for 67108864 bytes" in out
+    printed(*line, tmp_path / "ring.trace.json", "--format", "trace")
+    plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring")
+    text = (tmp_path / "ring.trace.json").read_text()
+    assert text == to_chrome_trace(plan.schedule, plan.topology, "64M", rank=3)
+    assert json.loads(text)["otherData"]["device"] == "cuda:3"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank", "0"], "--rank requires --export in a format of one rank alone: chakra, trace."),
+        (["--rank", "0", "--export", "x.xml"], "--rank requires --export in a format of one rank alone"),
+        (["--rank", "8", "--export", "x", "--format", "chakra"], "a rank must be the number of a device"),
+        (["--rank", "0", "--bundle", "x"], "so --rank cannot be given with it"),
+        (["--rank", "0", "--mesh", "2x4"], "without --rank"),
+    ],
+)
+def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, options, words):
+    """``--rank`` is refused for formats whose files are for all ranks, without a file, and if there is no such rank."""
+    monkeypatch.chdir(tmp_path)
+    code, _, error = crossreduce("plan", "dgx-1v", *options)
+    assert code != 0
+    assert words in error
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

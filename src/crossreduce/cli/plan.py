@@ -48,6 +48,8 @@ NBYTES: Final = "64M"
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
+ONE_RANK: Final = tuple(name for name, exporter in EXPORTERS.items() if exporter.one_rank)
+
 
 def plan(
     machine: Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")],
@@ -104,6 +106,10 @@ def plan(
         Option(help="Write the plan as one HTML file (.html), which shows it in a browser without a network."),
     ] = None,
     format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
+    rank: Annotated[
+        int | None,
+        Option(help=f"With --export, only the part of this rank. Formats: {', '.join(ONE_RANK)}. Default: all ranks."),
+    ] = None,
     bundle: Annotated[
         Path | None,
         Option(help="Write MSCCL and MSCCL++ files for all sizes into this new folder. With --format, one of the two."),
@@ -143,7 +149,7 @@ def plan(
         given = {
             "--nbytes": nbytes != NBYTES, "--algorithm": algorithm != "auto", "--packs": packs != 1, "--export": export,
             "--picture": picture, "--report": report, "--steps": steps, "--participants": participants,
-            "--groups": groups, "--mesh": mesh, "--weights": weights,
+            "--rank": rank is not None, "--groups": groups, "--mesh": mesh, "--weights": weights,
         }  # fmt: skip
         rootless = collective not in ("broadcast", "reduce")
         given["--root of an " + collective.replace("_", "-")] = root is not None and rootless
@@ -152,7 +158,7 @@ def plan(
         given = {
             "--algorithm": algorithm != "auto", "--root": root, "--packs": packs != 1, "--participants": participants,
             "--granularity": granularity is not None, "--measured": bool(measured), "--picture": picture,
-            "--export": export, "--report": report, "--format": format, "--steps": steps,
+            "--export": export, "--report": report, "--format": format, "--steps": steps, "--rank": rank is not None,
         }  # fmt: skip
         refused_options = [option for option, value in given.items() if value]
         if refused_options:
@@ -170,6 +176,9 @@ def plan(
     )
     if kind is None:
         raise ArgumentError(f"--export {export} must end in {', '.join(SUFFIXES)}, or --format must be given.")
+    if rank is not None and kind not in ONE_RANK:
+        raise ArgumentError(f"--rank requires --export in a format of one rank alone: {', '.join(ONE_RANK)}.")
+    options: dict[str, Any] = {} if rank is None else {"rank": rank}
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     calibration = fitted(measured, complete, measured_algorithm)
     chosen = select(complete if calibration is None else calibration.topology, devices, without_link)
@@ -214,7 +223,10 @@ def plan(
             content, refused = "", ""
             if exported is not None and exporter is not None:
                 free = algorithm in CHOICES and packs == 1
-                fit = fitting(found, exporter.text) if free else Fitting(found, exporter.text(found), "")
+                if free:
+                    fit = fitting(found, lambda each: exporter.text(each, **options))
+                else:
+                    fit = Fitting(found, exporter.text(found, **options), "")
                 found, content, refused = fit
             advance("comparing")
             facts, multiple = _json(machine, found, with_steps=steps) if json else {}, found.schedule.units
@@ -227,7 +239,7 @@ def plan(
                 interval = {"seconds": calibration.interval(found.seconds)}
                 facts["measured"] = interval | calibration_json(calibration, measured_algorithm)
             if folder is not None and exporter is not None:
-                facts["remarks"] = remarks = _export_folder(folder, exporter, found)
+                facts["remarks"] = remarks = _export_folder(folder, exporter, found, **options)
                 lines |= remarks
             elif exported is not None and exporter is not None:
                 exported.write_text(content, "utf-8")
@@ -254,9 +266,9 @@ def plan(
         print_files(report, picture)
 
 
-def _export_folder(folder: Path, exporter: Exporter, found: Plan) -> dict[str, str]:
+def _export_folder(folder: Path, exporter: Exporter, found: Plan, **options: Any) -> dict[str, str]:
     """Write the files of a folder and the map of ranks, and return the exporter's remarks."""
-    files = exporter.write(found)
+    files = exporter.write(found, **options)
     assert isinstance(files, dict)
     about = json_module.dumps({"ranks": found.ranks, "nbytes": found.nbytes}) + "\n"
     write_folder("--export", folder, files | {f"{found.collective}_{found.algorithm}.ranks.json": about.encode()})

@@ -20,6 +20,7 @@ class Exporter(NamedTuple):
     suffix: str = ""  # files with this suffix have this format by default; "": none
     runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
     by_rank: bool = False  # files have numbers of ranks instead of names of devices
+    one_rank: bool = False  # the function takes ``rank``, and then makes the part of this rank alone
     multiple: str = ""  # ``module:name`` of a function: of what a message's size must be a multiple for a file's text
     counts: str = "elements"  # of what the size is counted: elements or bytes
     remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
@@ -61,6 +62,7 @@ EXPORTERS: Final = {
         ("schedule", "topology", "nbytes"),
         runs_elsewhere=True,
         by_rank=True,
+        one_rank=True,
         remarks="crossreduce.export.chakra:remarks",
     ),
     "msccl": Exporter(
@@ -83,7 +85,9 @@ EXPORTERS: Final = {
         "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
     ),
     "schedule": Exporter("crossreduce.schedule:Schedule.to_json", ("schedule",), ".json"),
-    "trace": Exporter("crossreduce.export.trace:to_chrome_trace", ("schedule", "topology", "nbytes"), ".trace.json"),
+    "trace": Exporter(
+        "crossreduce.export.trace:to_chrome_trace", ("schedule", "topology", "nbytes"), ".trace.json", one_rank=True
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from .writer import MOST_NODES
 
 
 def remarks(plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
-    """Return two lines by their labels: "traces" and "replay".
+    """Return lines by their labels: "traces", and "replay" if the files are those of all ranks.
 
     >>> from crossreduce.export.chakra import to_chakra
     >>> from crossreduce.planning import plan
@@ -37,6 +37,8 @@ def remarks(plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         parts.append(f"not {planned} as planned, which needs more than {MOST_NODES} nodes")
     if packets > 1:
         parts.append(f"{packets} packets per routed piece")
+    if len(files) < len(plan.ranks):
+        return {"traces": ", ".join(parts)}
     seconds = replay_nodes([trace.nodes for trace in read], plan.topology, plan.ranks)
     difference = round(100 * (seconds / plan.seconds - 1), 2) if plan.seconds else 0.0
     compared = f"{abs(difference)} % {'longer' if difference > 0 else 'shorter'} than" if difference else "as"
