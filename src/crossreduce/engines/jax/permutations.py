@@ -239,34 +239,44 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     counts = [Counter(pair[side] for pair in pairs) for side in (0, 1)]
     degree = max(chain(*(count.values() for count in counts)), default=0)
     partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # senders', receivers' partners by (device, color)
-
-    def free(side: int, device: int) -> int:
-        return next(color for color in range(degree) if (device, color) not in partner[side])
+    # The colors that each sender and receiver has left, as bits.
+    left = [dict.fromkeys(count, (1 << degree) - 1) for count in counts]
 
     def paint(pair: Pair, color: int) -> None:
-        partner[0][pair[0], color], partner[1][pair[1], color] = pair[1], pair[0]
+        for side in (0, 1):
+            partner[side][pair[side], color] = pair[1 - side]
+            left[side][pair[side]] &= ~(1 << color)
+
+    def clear(pair: Pair, color: int) -> None:
+        for side in (0, 1):
+            del partner[side][pair[side], color]
+            left[side][pair[side]] |= 1 << color
 
     for src, dst in pairs:
-        both = (c for c in range(degree) if (src, c) not in partner[0] and (dst, c) not in partner[1])
-        color = next(both, None)
-        if color is None:
+        both = left[0][src] & left[1][dst]
+        if not both:
             # Exchange two colors along the path that starts at dst. It cannot reach src, so src's free color becomes
             # free at dst as well.
-            color, other = free(0, src), free(1, dst)
+            color, other = _lowest(left[0][src]), _lowest(left[1][dst])
             path, side, device, wanted = [], 1, dst, color
             while (device, wanted) in partner[side]:
                 mate = partner[side][device, wanted]
                 path.append(((mate, device) if side else (device, mate), wanted))
                 side, device, wanted = 1 - side, mate, other if wanted == color else color
             for pair, old in path:
-                del partner[0][pair[0], old], partner[1][pair[1], old]
+                clear(pair, old)
             for pair, old in path:
                 paint(pair, other if old == color else color)
-        paint((src, dst), color)
+        paint((src, dst), _lowest(both) if both else color)
     found: list[list[Pair]] = [[] for _ in range(degree)]
     for (src, color), dst in partner[0].items():
         found[color].append((src, dst))
     return [sorted(matching) for matching in found]
+
+
+def _lowest(bits: int) -> int:
+    """Return the number of the lowest bit that is 1."""
+    return (bits & -bits).bit_length() - 1
 
 
 def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:

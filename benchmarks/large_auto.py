@@ -1,0 +1,77 @@
+"""Is "auto" as fast as the best algorithm by name on machines of about 1,024 devices?
+
+Each machine is a new process: for some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each
+algorithm by name, also those that "auto" does not consider for so many devices. The seconds are simulated, so they are
+the same on every computer; "planning_s" is the wall time of the planning, which includes that of the smaller sizes for
+what is cached. "ring", "one_shot" and others list all of their millions of steps, which takes minutes.
+Run: python benchmarks/large_auto.py [--machines NAME,...]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import RESULTS, keep
+
+import crossreduce as cr
+from crossreduce import Topology
+from crossreduce.planning import REGISTRY
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from test_large_machines import dragonfly, fat_tree
+
+MACHINES = {
+    "hgx-h100 x 128": lambda: Topology.machine("hgx-h100", 128),
+    "fat tree of 16-port switches": lambda: fat_tree(16),
+    "dragonfly, 33 groups of 8 routers": lambda: dragonfly(33, 8, 4),
+}
+SIZES = (8, 1 << 12, 1 << 20, 1 << 26, 1 << 32)
+WORST = 0.9  # "auto" must have at least this part of the speed of the best algorithm
+
+
+def measured(name: str) -> dict[str, dict[str, object]]:
+    """Return for each size the simulated seconds of "auto" and of each algorithm, and which one "auto" took."""
+    topology = MACHINES[name]()
+    found = {}
+    for nbytes in SIZES:
+        seconds, planning = {}, {}
+        for algorithm in ("auto", *REGISTRY):
+            start = time.perf_counter()
+            plan = cr.plan(topology, nbytes=nbytes, algorithm=algorithm)
+            seconds[algorithm], planning[algorithm] = plan.seconds, round(time.perf_counter() - start, 2)
+            if algorithm == "auto":
+                chosen = plan.algorithm
+        best = min(REGISTRY, key=seconds.__getitem__)
+        part = seconds[best] / seconds["auto"]
+        found[str(nbytes)] = {
+            "auto": chosen, "best": best, "speed_of_best": part, "seconds": seconds, "planning_s": planning
+        }  # fmt: skip
+        print(f"{name:34} {nbytes:>10} bytes  auto: {chosen:17} best: {best:17} {part:7.2%} of its speed", flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, default=RESULTS / "large_auto.json")
+    parser.add_argument("--machines", default=";".join(MACHINES), help="names, with ; between them")
+    parser.add_argument("--child")
+    options = parser.parse_args()
+    if options.child:
+        Path(options.json).write_text(json.dumps(measured(options.child)))
+        return
+    kept = json.loads(options.json.read_text())["machines"] if options.json.exists() else {}
+    for name in options.machines.split(";"):
+        part = options.json.with_suffix(".part")
+        subprocess.run([sys.executable, __file__, "--child", name, "--json", part], check=True)
+        kept[name] = json.loads(part.read_text())
+        part.unlink()
+        keep("large_auto", {"sizes": SIZES, "machines": kept}, options.json)
+    slow = [(name, size) for name, rows in kept.items() for size, row in rows.items() if row["speed_of_best"] < WORST]
+    print(f'"auto" has less than {WORST:.0%} of the speed of the best algorithm in {len(slow)} cases: {slow}')
+
+
+if __name__ == "__main__":
+    main()
