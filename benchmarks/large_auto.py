@@ -3,8 +3,10 @@
 Each machine is a new process: for some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each
 algorithm by name, also those that "auto" does not consider for so many devices. The seconds are simulated, so they are
 the same on every computer; "planning_s" is the wall time of the planning, which includes that of the smaller sizes for
-what is cached. "ring", "one_shot" and others list all of their millions of steps, which takes minutes.
-Run: python benchmarks/large_auto.py [--machines NAME,...]
+what is cached. Some algorithms list all of their millions of steps, which takes minutes. So without --all, "ring" is
+left out: it has 2(n - 1) rounds, and sends as many bytes as a forest. So is "one_shot" from 64 KiB on: each device
+receives the buffers of all others.
+Run: python benchmarks/large_auto.py [--machines NAME;...] [--all]
 """
 
 import argparse
@@ -32,19 +34,26 @@ SIZES = (8, 1 << 12, 1 << 20, 1 << 26, 1 << 32)
 WORST = 0.9  # "auto" must have at least this part of the speed of the best algorithm
 
 
-def measured(name: str) -> dict[str, dict[str, object]]:
+def algorithms(nbytes: int, every: bool) -> list[str]:
+    """Return the names of the algorithms that are planned for a size."""
+    left_out = {"ring", "one_shot"} if nbytes >= 1 << 16 else {"ring"}
+    return [name for name in REGISTRY if every or name not in left_out]
+
+
+def measured(name: str, every: bool) -> dict[str, dict[str, object]]:
     """Return for each size the simulated seconds of "auto" and of each algorithm, and which one "auto" took."""
     topology = MACHINES[name]()
     found = {}
     for nbytes in SIZES:
         seconds, planning = {}, {}
-        for algorithm in ("auto", *REGISTRY):
+        names = algorithms(nbytes, every)
+        for algorithm in ("auto", *names):
             start = time.perf_counter()
             plan = cr.plan(topology, nbytes=nbytes, algorithm=algorithm)
             seconds[algorithm], planning[algorithm] = plan.seconds, round(time.perf_counter() - start, 2)
             if algorithm == "auto":
                 chosen = plan.algorithm
-        best = min(REGISTRY, key=seconds.__getitem__)
+        best = min(names, key=seconds.__getitem__)
         part = seconds[best] / seconds["auto"]
         found[str(nbytes)] = {
             "auto": chosen, "best": best, "speed_of_best": part, "seconds": seconds, "planning_s": planning
@@ -57,15 +66,17 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, default=RESULTS / "large_auto.json")
     parser.add_argument("--machines", default=";".join(MACHINES), help="names, with ; between them")
+    parser.add_argument("--all", action="store_true", help="also the algorithms that take minutes")
     parser.add_argument("--child")
     options = parser.parse_args()
     if options.child:
-        Path(options.json).write_text(json.dumps(measured(options.child)))
+        Path(options.json).write_text(json.dumps(measured(options.child, options.all)))
         return
     kept = json.loads(options.json.read_text())["machines"] if options.json.exists() else {}
     for name in options.machines.split(";"):
         part = options.json.with_suffix(".part")
-        subprocess.run([sys.executable, __file__, "--child", name, "--json", part], check=True)
+        every = ["--all"] if options.all else []
+        subprocess.run([sys.executable, __file__, "--child", name, "--json", part, *every], check=True)
         kept[name] = json.loads(part.read_text())
         part.unlink()
         keep("large_auto", {"sizes": SIZES, "machines": kept}, options.json)
