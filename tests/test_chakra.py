@@ -464,7 +464,7 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
     ],
 )
 def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, options, words):
-    """``--rank`` is refused for formats whose files are for all ranks, without a file, and if there is no such rank."""
+    """``--rank`` is refused for formats whose files are for all ranks, without a file, and for a wrong number."""
     monkeypatch.chdir(tmp_path)
     code, _, error = crossreduce("plan", "dgx-1v", *options)
     assert code != 0

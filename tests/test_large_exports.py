@@ -82,7 +82,7 @@ def many_chunks(count):
     ],
 )
 def test_plans_that_no_msccl_file_can_hold(schedule, words):
-    """The error has the limit, the rank and what it needs at least."""
+    """The error has the limit, the rank, and a number that the rank needs at least."""
     with pytest.raises(PlanError, match=words):
         to_msccl_xml(schedule)
 

@@ -11,7 +11,7 @@ def one_rank(rank: object, devices: Sequence[str]) -> int:
     """Return the number of a rank, if these devices have it.
 
     Raises:
-      ArgumentError: it is not an integer, or there is no such rank.
+      ArgumentError: it is not an integer, or not the number of one of the devices.
     """
     if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < len(devices):
         return rank
