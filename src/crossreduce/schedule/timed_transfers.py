@@ -56,7 +56,7 @@ def timeline(
     loads = loads_of(schedule.cut_into(1), topology, costs_of(costs))
     if not size or not schedule.round_count:
         return
-    images = _Images(schedule, node) if isinstance(schedule, GeneratedSchedule) and loads.traffic.orbits else None
+    images = _ReadImages(schedule, node) if isinstance(schedule, GeneratedSchedule) and loads.traffic.orbits else None
     for t, k, start, end in EventClock(loads, size).intervals(schedule.pieces):
         read = loads.traffic.reads[k]
         if not read.pairs:
@@ -73,7 +73,7 @@ def timeline(
 _Moved = tuple[int, str, str, tuple[Pair, ...]]  # a chunk, its source and destination, and the links
 
 
-class _Images:
+class _ReadImages:
     """The images of the reads of the base of a generated schedule: all, or those whose route has one node."""
 
     def __init__(self, schedule: GeneratedSchedule, node: str | None) -> None:
