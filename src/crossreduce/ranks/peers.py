@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, message
 from ..transports.base import Rendezvous, RunningCollective, Transport
 from . import diagnostics
+from .contact import Place
 from .diagnostics import DOCTOR, CallSignature
 from .exchange import PeerDisconnected, PeerError
 from .shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, is_stopped
@@ -25,11 +26,12 @@ INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether anot
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's identifies the group."""
+    """What a rank sends to all others. ``token``: rank 0's identifies the group. ``place``: where it listens."""
 
     pid: int
     hostname: str
     token: str
+    place: Place
 
 
 class InnerFailure(Exception):  # noqa: N818 - internal: the public error names the rank at fault
