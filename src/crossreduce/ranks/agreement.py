@@ -22,7 +22,7 @@ from typing import Any, Final
 from ..errors import ExcludedError, rank_list
 from . import contact
 from .ballots import Ballot
-from .contact import Ended, Json, Peer
+from .contact import Ended, Json, Peer, Place
 from .peers import PeerInfo
 from .registers import BALLOTS, Contribution, Decision, Overtaken
 from .shared_memory import RankMemory, is_stopped
@@ -33,6 +33,7 @@ _TURN_S: Final = 0.15  # how much later than one host the next one begins to spe
 _UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
 _BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
+JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
 _MOVED: Final = {"moved": True}
 
 
@@ -59,7 +60,8 @@ class Agreements:
         self._own = self._host_of[rank]
         self._peers = {each: Peer(peers[each].place) for each in self._host_of if self._host_of[each] != self._own}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
-        self._number = 0
+        self.number = 0  # of the latest agreement of this rank
+        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: when they last asked, their place
         self.published: dict[str, Json] = {}
 
     def know(self, addresses: Mapping[int, str]) -> None:
@@ -68,6 +70,15 @@ class Agreements:
             for other in self._hosts[self._host_of[rank]]:
                 if other in self._peers:
                     self._peers[other].known = self._peers[other].known or address
+
+    def joiners(self) -> dict[str, Json]:
+        """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
+        since = time.monotonic() - JOINER_S
+        return {token: place for token, (at, place) in [*self.waiting.items()] if at > since}
+
+    def place_of(self, rank: int) -> Place:
+        """Return where a rank of the group listens."""
+        return self._infos[rank].place
 
     def peer(self, rank: int) -> Peer:
         """Return a rank of the group as a process to ask."""
@@ -85,8 +96,8 @@ class Agreements:
         Raises:
           ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
         """
-        self._number += 1
-        number, began = self._number, time.monotonic()
+        self.number += 1
+        number, began = self.number, time.monotonic()
         electors = self.electors
         try:
             self._registers.arrive(Contribution(number, kind, flag, count))
@@ -131,6 +142,11 @@ class Agreements:
         try:
             if what == "published":
                 return {"value": self.published.get(str(request["key"]))}
+            if what == "join":
+                self.waiting[str(request["token"])] = time.monotonic(), request["place"]
+                return {"members": [self._infos[rank].place for rank in self.electors]}
+            if what == "waiting":
+                return {"waiting": self.joiners()}
             if what == "status":
                 return self.status(number, request["electors"])
             if what == "promise":
@@ -165,7 +181,7 @@ class Agreements:
 
     def lost(self, members: Sequence[int]) -> list[int]:
         """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no."""
-        number, found = self._number + 1, {self._own: self.status(self._number + 1, members)}
+        number, found = self.number + 1, {self._own: self.status(self.number + 1, members)}
         hosts = {self._host_of[rank] for rank in members} - {self._own}
         if hosts:
             found |= self.ask_hosts(hosts, members, {"what": "status", "number": number, "electors": members})

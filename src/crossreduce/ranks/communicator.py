@@ -99,7 +99,7 @@ class Communicator(CountedMember):
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
         self.token = ""  # names the group to other processes; empty: it is not known yet
-        self.succeeded = False  # whether this rank goes on in a later form of the group
+        self.successor = ""  # the token of the later form of the group in which this rank goes on
         self.traced: Path | None = None  # the file to which the calls are written
         self._checks = 0  # the number of checks of the links
         self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
@@ -383,7 +383,7 @@ class Communicator(CountedMember):
             pass
 
     def _release(self) -> None:
-        contact.unregister(self.token, succeeded=self.succeeded)
+        contact.unregister(self.token, self.successor)
         if self.memory.fd >= 0:
             self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

@@ -87,7 +87,7 @@ class _Listener:
                 connection.settimeout(_UNKNOWN_S)
                 request = _receive(connection, self.key, b"request")
                 token = str(request.pop("group", ""))
-                answer = self.answers.get(token, lambda _: {"moved" if token in _succeeded else "unknown": True})
+                answer = self.answers.get(token, lambda _: _elsewhere(token))
                 _send(connection, self.key, b"answer", answer(request))
         finally:
             self._free.release()
@@ -106,8 +106,8 @@ class _Listener:
 
 _lock = threading.Lock()
 _open: list[_Listener] = []  # at most one
-_succeeded: dict[str, None] = {}  # the tokens of groups that this process has left for a later form of them
-_MOST_SUCCEEDED: Final = 4096
+_successors: dict[str, str] = {}  # tokens of groups that this process has left, to those of their later forms
+_MOST_SUCCESSORS: Final = 4096
 
 
 def listen() -> Place:
@@ -130,21 +130,29 @@ def register(token: str, answer: Answer) -> None:
         _open[0].joining -= 1
 
 
-def unregister(token: str, *, succeeded: bool = False) -> None:
+def unregister(token: str, successor: str = "") -> None:
     """End what ``listen`` began; the process stops to listen with its last group. ``token`` "": it did not register.
 
-    ``succeeded``: whether this process goes on in a later form of the group; then its requests are answered "moved".
+    ``successor``: the token of a later form of the group, in which this process goes on; later requests are told so.
     """
     with _lock:
-        if succeeded:
-            _succeeded[token] = None
-            if len(_succeeded) > _MOST_SUCCEEDED:
-                del _succeeded[next(iter(_succeeded))]
+        if successor:
+            _successors[token] = successor
+            if len(_successors) > _MOST_SUCCESSORS:
+                del _successors[next(iter(_successors))]
         if _open and _open[0].process == os.getpid():
             if _open[0].answers.pop(token, None) is None:
                 _open[0].joining -= 1
             if not _open[0].answers and not _open[0].joining:
                 _open.pop().close()
+
+
+def _elsewhere(token: str) -> dict[str, Json]:
+    """Return the answer to a request to a group that this process is not in, or not any more."""
+    moved = _successors.get(token)
+    while moved in _successors:
+        moved = _successors[moved]
+    return {"unknown": True} if moved is None else {"moved": moved}
 
 
 def _after_fork() -> None:

@@ -67,7 +67,7 @@ def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Gr
     """Form a new group of the ranks that are left; all of them call this together. The group cannot be used any more.
 
     Args:
-      group: its calls on other ranks fail as soon as one rank calls this.
+      group: its calls on other ranks fail as soon as one rank calls this. The caller closes it.
       form: makes the new group. It gets its ranks, and a function that raises a ``ReductionError`` if the new group
         cannot be formed any more, which it calls while it waits for others. If ranks fail to form the group, it is
         closed on all of them, and formed again without those that have died.
@@ -111,7 +111,6 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
                 made.close()
             raise
         if formed.flag:
-            group.succeeded = made is not None
             return made, found
         if made is not None:
             made.close()

@@ -30,6 +30,7 @@ from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
+from .reforming import agree, committed, grow, invitation, join, shrink
 
 __all__ = [
     "NAME",
@@ -38,8 +39,14 @@ __all__ = [
     "HookState",
     "Stats",
     "WaitStats",
+    "agree",
     "all_reduce_hook",
+    "committed",
+    "grow",
+    "invitation",
+    "join",
     "measure_topology",
+    "shrink",
     "stats",
 ]
 

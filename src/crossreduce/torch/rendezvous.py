@@ -25,17 +25,28 @@ from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
+OWN_STORES: Final[set[int]] = set()  # the ports of stores that a rank serves, not a launcher
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
 
 
 class StoreRendezvous:
     """A rendezvous of ``size`` ranks at keys of a store that no other code uses."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        global_ranks: Sequence[int] = (),
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
         """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks.
 
-        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ...
+        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ... ``watch`` is called during waits, and raises a
+        ``ReductionError`` to end them.
         """
+        self._watch = watch
         with reaching(store):
             self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -67,6 +78,7 @@ class StoreRendezvous:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
         while not self._store.check(keys):
             self._raise_cause()
+            self._watch()
             if time.monotonic() > deadline:
                 late = [
                     rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
@@ -216,7 +228,9 @@ def _base(store: Any) -> Any:
 
 def _owner(store: Any) -> int | None:
     """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
-    return 0 if isinstance(_base(store), dist.TCPStore) and not _has_launcher() else None
+    base = _base(store)
+    served = isinstance(base, dist.TCPStore) and (not _has_launcher() or base.port in OWN_STORES)
+    return 0 if served else None
 
 
 def _has_launcher() -> bool:
