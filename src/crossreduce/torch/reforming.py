@@ -239,7 +239,7 @@ class _Forming:
             "port": port,
             "timeout_s": self._old.timeout.total_seconds(),
             "name": self._old.communicator.name,
-            "group": self._old.communicator.token,
+            "token": self._old.communicator.token,
             "number": agreements.number + 1,
             "members": [agreements.place_of(rank) for rank in members],
         }
@@ -459,7 +459,7 @@ class _Joiner:
         unreached = 0
         for peer in members:
             try:
-                answer = peer.ask(offer["group"], request)
+                answer = peer.ask(offer["token"], request)
             except Ended:
                 answer = None
             if answer is None or "unknown" in answer:
