@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from ..errors import ExcludedError, rank_list
+from ..errors import ExcludedError
 from . import contact
 from .ballots import Ballot
 from .contact import Ended, Json, Peer, Place
@@ -61,7 +61,9 @@ class Agreements:
         self._peers = {each: Peer(peers[each].place) for each in self._host_of if self._host_of[each] != self._own}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
         self.number = 0  # of the latest agreement of this rank
-        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: when they last asked, their place
+        self.waiting: dict[
+            str, tuple[float, Json]
+        ] = {}  # processes that want to join: when they last asked, their place
         self.published: dict[str, Json] = {}
 
     def know(self, addresses: Mapping[int, str]) -> None:
@@ -88,7 +90,7 @@ class Agreements:
             found = self._peers[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
         return found
 
-    def decide(self, kind: int, flag: bool, count: int, timeout_s: float) -> Decision:
+    def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
         """Agree with the electors on who of them has arrived here; see ``Decision`` for what else is agreed on.
 
         ``timeout_s``: how long electors that are alive are waited for.
@@ -100,7 +102,7 @@ class Agreements:
         number, began = self.number, time.monotonic()
         electors = self.electors
         try:
-            self._registers.arrive(Contribution(number, kind, flag, count))
+            self._registers.arrive(Contribution(number, kind, flag, progress))
             speaker = _Speaker(self, number, electors, timeout_s)
             pause_s, look_at, speaks = _PAUSES_S[0], began, False
             while (found := self._registers.decision(number)) is None:
@@ -170,7 +172,7 @@ class Agreements:
             given = self._registers.contribution(place)
             if rank == self._rank or self._memory.alive(rank):
                 if given.number == number:
-                    arrived[str(rank)] = [given.kind, given.flag, given.count]
+                    arrived[str(rank)] = [given.kind, given.flag, given.progress]
                 elif is_stopped(self._infos[rank].pid):
                     stopped.append(rank)
                 else:
@@ -181,7 +183,8 @@ class Agreements:
 
     def lost(self, members: Sequence[int]) -> list[int]:
         """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no."""
-        number, found = self.number + 1, {self._own: self.status(self.number + 1, members)}
+        number = self.number + 1
+        found: dict[int, dict[str, Json] | None] = {self._own: self.status(number, members)}
         hosts = {self._host_of[rank] for rank in members} - {self._own}
         if hosts:
             found |= self.ask_hosts(hosts, members, {"what": "status", "number": number, "electors": members})
@@ -311,8 +314,8 @@ class _Speaker:
                 group._registers.decide(number, read_decision(status["decided"]))
                 return None
             late |= bool(status["late"]) and now < self._until
-            for rank, (kind, flag, count) in status["arrived"].items():
-                contributions[int(rank)] = Contribution(number, kind, flag, count)
+            for rank, (kind, flag, progress) in status["arrived"].items():
+                contributions[int(rank)] = Contribution(number, kind, flag, progress)
         return None if late else contributions
 
     def _vote(self, decision: Decision) -> bool:
@@ -342,7 +345,7 @@ class _Speaker:
                     else:
                         ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
         if not ballot.final:
-            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))  # noqa: S311 - not for secrets
+            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
             return False
         group._registers.decide(number, ballot.decision)
         told = {"what": "decided", "number": number, "decision": ballot.decision}
@@ -360,9 +363,7 @@ class _Speaker:
         return found
 
 
-def _ask(
-    peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]
-) -> None:
+def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:
     """Put a rank's answer into ``answers``; ``None``: there is none."""
     try:
         answers.put(peer.ask(token, request))
@@ -372,5 +373,5 @@ def _ask(
 
 def read_decision(given: Sequence[Json]) -> Decision:
     """Return a decision that was sent as JSON."""
-    members, kind, flag, count = given
-    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(count))
+    members, kind, flag, progress = given
+    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))

@@ -87,8 +87,8 @@ class _Listener:
                 connection.settimeout(_UNKNOWN_S)
                 request = _receive(connection, self.key, b"request")
                 token = str(request.pop("group", ""))
-                answer = self.answers.get(token, lambda _: _elsewhere(token))
-                _send(connection, self.key, b"answer", answer(request))
+                answer = self.answers.get(token)
+                _send(connection, self.key, b"answer", answer(request) if answer else _elsewhere(token))
         finally:
             self._free.release()
 
@@ -156,7 +156,7 @@ def _elsewhere(token: str) -> dict[str, Json]:
 
 
 def _after_fork() -> None:
-    global _lock  # noqa: PLW0603 - another thread of the parent may have held it
+    global _lock
     _lock = threading.Lock()
     while _open:
         _open.pop().close_after_fork()

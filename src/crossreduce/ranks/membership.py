@@ -125,7 +125,9 @@ class Member(Peers):
         def slot(ranks: int) -> int:
             return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
 
-        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, slot(ranks), self.size), self.global_ranks)
+        found = bootstrap(
+            self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, slot(ranks), self.size), self.global_ranks
+        )
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
@@ -136,7 +138,7 @@ class Member(Peers):
             raise ReductionError.of(problem, str(error), remedy) from error
         own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), contact.listen())
         infos = [json.loads(info) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
-        self.peers = [PeerInfo(*info, Place.read(place)) for *info, place in infos]
+        self.peers = [PeerInfo(pid, host, token, Place.read(place)) for pid, host, token, place in infos]
         self.token = self.peers[0].token
         self.agreements = Agreements(self.rank, self.hosts, self.memory, self.peers, self.global_ranks, self.name)
         contact.register(self.token, self.agreements.answer)

@@ -30,39 +30,39 @@ class Contribution(NamedTuple):
     """What one rank brings to an agreement.
 
     ``number``: of the agreement, from 1; 0: this rank has arrived at none. ``kind``: what the rank wants to agree on; a
-    small number. ``count``: a number of which the least one is agreed on.
+    small number. ``progress``: a number of which the least one is agreed on.
     """
 
     number: int
     kind: int
     flag: bool
-    count: int
+    progress: int
 
 
 class Decision(NamedTuple):
     """The result of an agreement. ``members``: the ranks of the group that took part, ascending.
 
-    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``count``: the
-    least one.
+    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``progress``:
+    the least one.
     """
 
     members: tuple[int, ...]
     kind: int
     flag: bool
-    count: int
+    progress: int
 
     @classmethod
     def of(cls, contributions: dict[int, Contribution]) -> Decision:
         """Return the decision of ranks with these contributions.
 
         >>> Decision.of({0: Contribution(1, 0, True, 7), 2: Contribution(1, 0, True, 6)})
-        Decision(members=(0, 2), kind=0, flag=True, count=6)
+        Decision(members=(0, 2), kind=0, flag=True, progress=6)
         """
         given = contributions.values()
         same = len({each.kind for each in given}) == 1
         flag = same and all(each.flag for each in given)
-        kind, count = max(each.kind for each in given), min(each.count for each in given)
-        return cls(tuple(sorted(contributions)), kind, flag, count)
+        kind, progress = max(each.kind for each in given), min(each.progress for each in given)
+        return cls(tuple(sorted(contributions)), kind, flag, progress)
 
 
 class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the public error
@@ -70,7 +70,7 @@ class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the publ
 
 
 class Registers:
-    """The registers of one host, in the view of its rank at ``place``; ``ranks`` are on the host, ``size`` in the group.
+    """The registers of one host, in the view of its rank at ``place``; it has ``ranks`` of the group's ``size`` ranks.
 
     ``memory``: a writable buffer of ``nbytes(ranks, size)`` bytes, at first zero, which all ranks of the host share.
     """
@@ -101,7 +101,7 @@ class Registers:
         at = self._position(self._place)
         with self._lock:
             self._words[at + 1] = contribution.kind << 1 | contribution.flag
-            self._words[at + 2] = contribution.count
+            self._words[at + 2] = contribution.progress
             self._native.store_word(self._memory, at, contribution.number)
 
     def contribution(self, place: int) -> Contribution:
@@ -174,10 +174,10 @@ class Registers:
         """Return the decision in a register."""
         _, word = self._state(number, ballot)
         at = self._slot(word >> _STATE_BITS & ((1 << _PLACE_BITS) - 1), number, ballot)
-        kind, count, *mask = self._words[at : at + self._value_words]
+        kind, progress, *mask = self._words[at : at + self._value_words]
         if self._state(number, ballot)[1] != word:
             raise Overtaken
-        return Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), count)
+        return Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), progress)
 
     def _store(self, number: int, ballot: int, decision: Decision) -> None:
         """Write a decision where a register that this rank writes will find it."""
@@ -185,7 +185,7 @@ class Registers:
             return
         at = self._slot(self._place, number, ballot)
         mask = _mask_of(decision.members, self._value_words - 2)
-        for k, word in enumerate((decision.kind << 1 | decision.flag, decision.count, *mask)):
+        for k, word in enumerate((decision.kind << 1 | decision.flag, decision.progress, *mask)):
             self._words[at + k] = word
 
     def _register(self, number: int, ballot: int) -> int:

@@ -74,7 +74,7 @@ class RankMemory:
 
     @staticmethod
     def nbytes(ranks: int, slot: int, size: int) -> int:
-        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` share; ``slot``: bytes of each slot."""
+        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` share; ``slot``: of each rank."""
         return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size)
 
     def can_read_all(self) -> bool:

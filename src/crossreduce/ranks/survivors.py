@@ -99,7 +99,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
         decision = group.agreements.decide(kind, True, group.completed, timeout_s)
         if not decision.flag:  # other ranks have called something else, and are told so
             continue
-        found, made, failure = Reformed(decision.members, decision.count), None, None
+        found, made, failure = Reformed(decision.members, decision.progress), None, None
         try:
             made = form(found, _Watch(group, decision.members))
         except ReductionError as error:
@@ -117,7 +117,9 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
     if failure is not None:
         raise failure
     problem = f'the ranks of group "{group.name}" do not form it again together.'
-    raise ContextError.of(problem, "other ranks call something else", "the same calls of agree, shrink, grow on all ranks")
+    raise ContextError.of(
+        problem, "other ranks call something else", "the same calls of agree, shrink, grow on all ranks"
+    )
 
 
 class _Watch:

@@ -27,6 +27,7 @@ from _crossreduce_torch import register
 from ..errors import ArgumentError, shown
 from ..ranks.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
+from ..ranks.survivors import Reformed
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
@@ -37,6 +38,7 @@ __all__ = [
     "CollectiveStats",
     "Group",
     "HookState",
+    "Reformed",
     "Stats",
     "WaitStats",
     "agree",
