@@ -167,10 +167,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class Peer:
-    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'."""
+    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'.
+
+    ``refused``: whether nothing listened at any of its addresses when it was last asked.
+    """
 
     def __init__(self, place: Place, known: str = "") -> None:
-        self.place, self.known = place, known
+        self.place, self.known, self.refused = place, known, False
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group; ``None``: there is none in time.
@@ -180,9 +183,11 @@ class Peer:
         """
         key, deadline = bytes.fromhex(self.place.key), time.monotonic() + timeout_s
         others = [address for address in self.place.addresses if address != self.known]
+        self.refused = True
         for address in [self.known, *others] if self.known else others:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                self.refused = False
                 break
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
@@ -194,9 +199,9 @@ class Peer:
                 if address == self.known:
                     raise Ended from None
             except (OSError, ValueError, EOFError):
-                continue
+                self.refused = False
             else:
-                self.known = address
+                self.known, self.refused = address, False
                 return answer
         return None
 

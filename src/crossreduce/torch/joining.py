@@ -72,13 +72,11 @@ class Joiner:
         request = {"what": "join", "token": self._token, "place": self._own}
         ended = 0
         for place in list(self._places):
-            try:
-                answer = Peer(place).ask(self._group, request)
-            except Ended:
-                answer = {"unknown": True}
-            if answer is None:
+            peer = Peer(place)
+            answer = peer.ask(self._group, request)
+            if answer is None and not peer.refused:
                 continue
-            if "unknown" in answer:
+            if answer is None or "unknown" in answer:
                 ended += 1
             elif "moved" in answer:
                 self._group = answer["moved"]

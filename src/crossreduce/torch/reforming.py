@@ -23,6 +23,7 @@ from .group import READY, Group
 from .joining import Joiner
 
 _BACKEND: Final = "crossreduce"
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 Result = TypeVar("Result")
 
 
@@ -137,11 +138,14 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
 def invitation(group: Any = None) -> str:
     """Return a text with which a new process can ``join`` a group, by any channel that keeps it secret.
 
-    It names this rank. It stays valid when the group shrinks or grows, as long as this process is in it.
+    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+    processes is in it.
     """
     found = group_of(group)
     agreements = found.communicator.agreements
-    return json.dumps([found.communicator.token, [agreements.place_of(found.rank())]])
+    own, size = found.rank(), found.size()
+    ranks = [own, *(rank for rank in range(0, size, -(-size // _INVITING)) if rank != own)]
+    return json.dumps([found.communicator.token, [agreements.place_of(rank) for rank in ranks]])
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
