@@ -33,6 +33,10 @@ FAILURES = ("kill", "stop", "exit", "exception")
 _NEWNET = 0x40000000  # CLONE_NEWNET
 
 
+class Failure(BaseException):
+    """A failure of the program, at any place: no code of the library may take it for an error of its own."""
+
+
 class Shared:
     """Counters of each process, and whether the storm ends."""
 
@@ -190,7 +194,7 @@ def fail(how):
     if how == "exit":
         sys.exit(5)
     if how == "exception":
-        raise ArithmeticError("a failure of the program")
+        raise Failure("a failure of the program")
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 

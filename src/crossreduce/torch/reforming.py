@@ -68,7 +68,8 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again.
-      timeout_s: as for ``shrink``.
+      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as long
+        as the group's timeout.
     Returns:
       What ``step`` returned.
     Raises:
@@ -81,7 +82,7 @@ def committed(
             result.append(step())
         except (PeerLostError, CollectiveTimeout):
             done = False
-        if agree(done, timeout_s=timeout_s) and result:
+        if agree(done, timeout_s=None if done else timeout_s) and result:
             return result[0]
         made = shrink(timeout_s=timeout_s)
         assert made.reformed is not None
@@ -199,7 +200,7 @@ def group_of(group: Any) -> Group:
 def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
     """Put a group in the place of an earlier one, which is destroyed."""
     made.reformed = reformed
-    old.communicator.successor = made.communicator.token
+    old.communicator.succeed(made.communicator.token)
     if old is dist.group.WORLD:
         dist.destroy_process_group()
         _install(made)
