@@ -38,8 +38,8 @@ def is_down(pid):
     return state(pid) in "ZTX"
 
 
-def wait_until(true, what):
-    deadline = time.monotonic() + LIMIT_S
+def wait_until(true, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -105,13 +105,17 @@ def storm(case, shared):
             raise AssertionError("\n".join([str(error), json.dumps(case), *texts])) from None
 
     def storm_through(pids):
-        wait_until(lambda: all(Path(folder, f"ready{each}").exists() for each in range(size)), "the ranks do not begin")
+        wait_until(lambda: all(Path(folder, f"ready{each}").exists() for each in range(size)), "no start", 60)
         time.sleep(draw.random() * 0.3)
         for each in case["failures"]:
             if each["where"] == "any":
                 if each["who"] >= size:  # when it joins
                     time.sleep(case["join_after_s"])
                 time.sleep(each["delay_s"])
+                os.kill(pids[each["who"]], SIGNALS[each["how"]])
+        time.sleep(1)
+        for each in case["failures"]:
+            if not is_down(pids[each["who"]]):  # it was not in the call in which it was to fail
                 os.kill(pids[each["who"]], SIGNALS[each["how"]])
         wait_until(lambda: all(is_down(pids[victim]) for victim in victims), "victims are alive")
         counts = [shared[process] for process in others]
