@@ -19,6 +19,7 @@ from ..ranks.contact import Ended, Peer, Place
 from ..ranks.survivors import Reformed
 from .group import Group
 from .peer_store import PeerStore
+from .rendezvous import StoreRendezvous
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
@@ -130,9 +131,15 @@ def connected(peer: Peer, port: int, watch: Callable[[], None]) -> PeerStore:
         raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
 
 
+def _nothing() -> None:
+    """Watch nothing."""
+
+
 def formed(store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None]) -> Group:
     """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
     store.set_timeout(timeout)
     made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, watch=watch)
-    made.base_store, store.watch = store, lambda: None
+    made.base_store, store.watch = store, _nothing
+    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
+    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
     return made
