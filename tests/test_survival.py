@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +222,31 @@ def interrupted(rendezvous, folder):
 def test_an_interrupted_shrink(tmp_path):
     """A rank that is interrupted in shrink leaves the group, and the others do not wait for it."""
     assert ranks(3, interrupted, tmp_path) == [((0, 1), 30, True)] * 2 + [None]
+
+
+def late(rendezvous, folder):
+    rank = begin(rendezvous, folder)
+    total()
+    invited = Path(folder, "invitation")
+    if rank == 2:
+        time.sleep(2)
+        with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
+            crt.shrink()
+        with pytest.raises(ContextError, match="closed"):
+            crt.agree(True)
+        dist.destroy_process_group()
+        return crt.join(invited.read_text()).rank(), total()
+    crt.shrink(timeout_s=1)
+    assert total() == 30
+    invited.write_text(crt.invitation())
+    while crt.grow() is None:
+        time.sleep(0.01)
+    return dist.get_rank(), total()
+
+
+def test_a_late_rank_is_excluded_and_joins_again(tmp_path):
+    """A rank that is alive, but too late in shrink, never gets into that group; as a new rank it can join."""
+    assert ranks(3, late, tmp_path) == [(0, 60), (1, 60), (2, 60)]
 
 
 def forked_child(rendezvous, folder):
