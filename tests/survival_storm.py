@@ -115,9 +115,9 @@ class Process:
     def begin(self):
         case = self.case
         if self.known:
-            timeout = timedelta(seconds=case["timeout_s"])
             where = f"tcp://{case['address']}:{case['port']}"
-            dist.init_process_group("crossreduce", where, rank=self.number, world_size=case["size"], timeout=timeout)
+            dist.init_process_group("crossreduce", where, rank=self.number, world_size=case["size"])
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case["timeout_s"]))
             partial, whole = self.folder / f"partial{self.number}", self.folder / f"invitation{self.number}"
             partial.write_text(reforming.invitation())
             partial.rename(whole)

@@ -43,8 +43,9 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
     found = group_of(group)
+    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else timeout_s
     answers: list[bool] = []
-    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), timeout_s))  # noqa: E731
+    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
     found.queue.run(function, [], asynchronous=False)
     return answers[0]
 
