@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
+from .peer_store import PeerStore
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
@@ -31,11 +32,21 @@ _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its 
 class StoreRendezvous:
     """A rendezvous of ``size`` ranks at keys of a store that no other code uses."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        global_ranks: Sequence[int] = (),
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
         """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks.
 
-        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ...
+        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ... ``watch`` is called during waits, and raises a
+        ``ReductionError`` to end them.
         """
+        self.watch = watch
         with reaching(store):
             self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -67,6 +78,7 @@ class StoreRendezvous:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
         while not self._store.check(keys):
             self._raise_cause()
+            self.watch()
             if time.monotonic() > deadline:
                 late = [
                     rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
@@ -93,11 +105,16 @@ class StoreRendezvous:
         raise error
 
     def _await(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most."""
+        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most.
+
+        If ``watch`` raises, the ranks have another way to find out that the group has failed.
+        """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + _READ_S
         self._query(lambda: self._store.set(f"read/{reader}", b"."))
-        while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(_PAUSES_S[1])
+        with contextlib.suppress(ReductionError):
+            while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
+                self.watch()
+                time.sleep(_PAUSES_S[1])
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted; the first reason is kept, and returned."""
@@ -160,15 +177,18 @@ class StoreRendezvous:
         return None
 
 
-def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | None]:
+def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
     """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
-    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer.
+    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer. A
+    ``PeerStore`` needs none of that.
     """
     if not hasattr(store, "clone"):
         return store, None
+    if isinstance(found := _base(store), PeerStore):
+        return store, found
     before, opened = store.timeout, _sockets()
     try:
         store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
@@ -199,9 +219,11 @@ def _sockets() -> dict[str, int]:
     return {link: descriptor for link, descriptor in found.items() if link.startswith("socket:")}
 
 
-def _limit_waits(connection: int | None, seconds: float) -> None:
+def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
     """Let each wait for data of a connection fail after some seconds."""
-    if connection is not None:
+    if isinstance(connection, PeerStore):
+        connection.limit_s = seconds
+    elif connection is not None:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -216,7 +238,9 @@ def _base(store: Any) -> Any:
 
 def _owner(store: Any) -> int | None:
     """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
-    return 0 if isinstance(_base(store), dist.TCPStore) and not _has_launcher() else None
+    base = _base(store)
+    served = isinstance(base, PeerStore) or (isinstance(base, dist.TCPStore) and not _has_launcher())
+    return 0 if served else None
 
 
 def _has_launcher() -> bool:

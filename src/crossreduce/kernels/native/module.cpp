@@ -1,6 +1,8 @@
 // The module crossreduce.kernels._native: result memory, instruction sets and threads; the classes of the other files.
 #include "module.hpp"
 
+#include <atomic>
+
 #include "available_memory.hpp"
 #include "kernel_api.hpp"
 #include "memory_pool.hpp"
@@ -84,6 +86,48 @@ PyObject *supported(PyObject *, PyObject *) {
     return names;
 }
 
+// The words of registers that processes share (ranks/registers.py): aligned, of 64 bits.
+std::atomic<uint64_t> *word_of(Py_buffer &view, Py_ssize_t index) {
+    if (index >= 0 && index < view.len / 8 && reinterpret_cast<uintptr_t>(view.buf) % 8 == 0)
+        return static_cast<std::atomic<uint64_t> *>(view.buf) + index;
+    PyErr_SetString(PyExc_ValueError, "the index is not that of a word of the memory, or the memory is not aligned");
+    return nullptr;
+}
+
+PyObject *load_word(PyObject *, PyObject *args) {
+    Py_buffer view;
+    Py_ssize_t index;
+    if (!PyArg_ParseTuple(args, "w*n", &view, &index)) return nullptr;
+    const std::atomic<uint64_t> *word = word_of(view, index);
+    PyObject *found = word == nullptr ? nullptr : PyLong_FromUnsignedLongLong(word->load());
+    PyBuffer_Release(&view);
+    return found;
+}
+
+PyObject *store_word(PyObject *, PyObject *args) {
+    Py_buffer view;
+    Py_ssize_t index;
+    unsigned long long value;
+    if (!PyArg_ParseTuple(args, "w*nK", &view, &index, &value)) return nullptr;
+    std::atomic<uint64_t> *word = word_of(view, index);
+    if (word != nullptr) word->store(value);
+    PyBuffer_Release(&view);
+    if (word == nullptr) return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject *swap_word(PyObject *, PyObject *args) {
+    Py_buffer view;
+    Py_ssize_t index;
+    unsigned long long before, after;
+    if (!PyArg_ParseTuple(args, "w*nKK", &view, &index, &before, &after)) return nullptr;
+    std::atomic<uint64_t> *word = word_of(view, index);
+    uint64_t expected = before;
+    const bool swapped = word != nullptr && word->compare_exchange_strong(expected, after);
+    PyBuffer_Release(&view);
+    return word == nullptr ? nullptr : PyBool_FromLong(swapped);
+}
+
 PyObject *helpers(PyObject *, PyObject *) { return PyLong_FromLong(helpers_started()); }
 
 PyMethodDef functions[] = {
@@ -92,6 +136,9 @@ PyMethodDef functions[] = {
     {"empty_pool", empty, METH_NOARGS, "Return pooled memory to the system."},
     {"trim_pool", trim, METH_VARARGS, "Trim the pool as if some seconds had passed and some bytes were left; for tests."},
     {"available_memory", available, METH_VARARGS, "Return the bytes that this process may still allocate."},
+    {"load_word", load_word, METH_VARARGS, "Return a word of 64 bits of a buffer, which other processes may write."},
+    {"store_word", store_word, METH_VARARGS, "Write a word of 64 bits of a buffer, after all earlier writes."},
+    {"swap_word", swap_word, METH_VARARGS, "Replace a word of a buffer if it has the expected value; return whether it had."},
     {"helpers", helpers, METH_NOARGS, "Return the number of threads that the pool of this process has started."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -1,0 +1,277 @@
+"""Random failures of ranks of the torch backend, after which the others go on.
+
+CROSSREDUCE_STORM=200 in the environment runs 200 storms instead of a few.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import namespaces
+import pytest
+import torch  # noqa: F401 - the ranks are forked with it
+from ranks import Died, ranks
+from survival_storm import FAILURES, Failure, Shared, lives
+from test_torch_storm import free_port
+
+SEEDS = range(int(os.environ.get("CROSSREDUCE_STORM", "12")))
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
+PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
+LIMIT_S = 15
+
+
+@pytest.fixture(autouse=True)
+def dumps(tmp_path, monkeypatch):
+    """Let ranks write their flight recorder dumps into a directory of the test."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+
+
+def state(pid):
+    """Return the state of a process as the system shows it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def is_down(pid):
+    return state(pid) in "ZTX"
+
+
+def wait_until(true, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def own_lines(text):
+    """Return what a process wrote, without the places in the test's runner."""
+    return "\n".join(line for line in text.splitlines() if not re.search("pytest|pluggy|runpy|tests/ranks", line))
+
+
+def drawn(seed, folder):
+    """Return a random storm."""
+    draw = random.Random(seed)
+    size, joiners = draw.randint(2, 6), draw.choice([0, 0, 1, 2])
+    victims = draw.sample(range(size), draw.randint(1, min(3, size - 1)))
+    if seed % 4 == 0:
+        victims = list(dict.fromkeys([0, *victims]))[: size - 1]  # the rank that serves the store is the first one
+    failures = []
+    for victim in victims:
+        where = draw.choice(PLACES) if failures else draw.choice(["any", "any", "agree"])
+        if where == "join" or (where == "grow" and not joiners):
+            where = "any"
+        failures.append({"who": victim, "where": where})
+    falling = [size + joiner for joiner in range(joiners) if draw.random() < 0.3]
+    failures += [{"who": joiner, "where": draw.choice(["join", "any"])} for joiner in falling]
+    for each in failures:
+        each |= {"how": draw.choice(FAILURES), "skip": draw.randrange(20) if each["where"] == "agree" else 0}
+        each |= {"after": int(10 ** (draw.random() * 3.5)), "delay_s": draw.choice([0, draw.random() * 0.1])}
+    stops = any(each["how"] == "stop" for each in failures)
+    return {
+        "seed": seed,
+        "folder": str(folder),
+        "size": size,
+        "joiners": joiners,
+        "failures": failures,
+        "join_after_s": draw.random() * 0.5,
+        "timeout_s": 1.5 if stops else 1800,
+        "address": "127.0.0.1",
+        "port": free_port(),
+        "namespaces": None,
+        "excluded": [],
+        "wait_s": 10,
+    }
+
+
+def storm(case, shared, disturb=lambda: None):
+    """Return a function that lets the processes of a storm fail; ``disturb`` is called at the same time."""
+    draw = random.Random(case["seed"])
+    size, folder = case["size"], Path(case["folder"])
+    total = size + case["joiners"]
+    victims = {each["who"] for each in case["failures"]}
+    others = [process for process in range(total) if process not in victims and process not in case["excluded"]]
+
+    def begun(pids):
+        try:
+            storm_through(pids)
+        except AssertionError as error:
+            for pid in pids:
+                if not is_down(pid):
+                    os.kill(pid, signal.SIGQUIT)
+            time.sleep(0.5)
+            texts = [f"{path.name}:\n{own_lines(path.read_text())}" for path in sorted(folder.glob("output*"))]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError("\n".join([str(error), json.dumps(case), *texts])) from None
+
+    def storm_through(pids):
+        ready = [folder / f"ready{process}" for process in range(size)]
+        wait_until(lambda: all(path.exists() for path in ready), "the ranks do not begin", 60)
+        time.sleep(draw.random() * 0.3)
+        disturb()
+        for each in case["failures"]:
+            if each["where"] == "any":
+                if each["who"] >= size:  # when it joins
+                    time.sleep(case["join_after_s"])
+                time.sleep(each["delay_s"])
+                os.kill(pids[each["who"]], SIGNALS[each["how"]])
+        time.sleep(1)
+        for each in case["failures"]:
+            if not is_down(pids[each["who"]]):  # it was not in the call in which it was to fail
+                os.kill(pids[each["who"]], SIGNALS[each["how"]])
+        wait_until(lambda: all(is_down(pids[victim]) for victim in victims), "victims are alive")
+        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off go on", 30)
+        counts = [shared[process] for process in others]
+        wait_until(
+            lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
+            f"the others do not go on: {counts}",
+        )
+        stopped = [victim for victim in victims if state(pids[victim]) == "T"]
+        for victim in stopped:
+            os.kill(pids[victim], signal.SIGCONT)
+        if stopped:
+            time.sleep(0.2)
+        shared.end()
+        wait_until(lambda: all(state(pid) in "ZX" for pid in pids), "processes do not end")
+
+    return begun
+
+
+def check(case, found):
+    """Require that all who are left have gone on, with the same results; return them."""
+    note = json.dumps(case)
+    victims = {each["who"]: each["how"] for each in case["failures"]}
+    steps = {}
+    for process, one in enumerate(found):
+        how = victims.get(process)
+        if process in case["excluded"]:
+            assert isinstance(one, dict), (note, process, one, getattr(one, "__notes__", ""))
+            assert one["end"].startswith("excluded"), (note, process, one["end"])
+        elif how is None:
+            assert isinstance(one, dict), (note, process, one, getattr(one, "__notes__", ""))
+            assert one["end"] == "done", (note, process, one["end"])
+        elif how in ("exit", "exception"):
+            assert isinstance(one, (SystemExit, Failure)), (note, process, one, getattr(one, "__notes__", ""))
+        elif how == "kill":
+            assert isinstance(one, Died), (note, process, one)
+        else:
+            assert isinstance(one, dict), (note, process, one, getattr(one, "__notes__", ""))
+        if isinstance(one, dict):
+            numbers = [number for number, *_ in one["records"]]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True, (note, process)
+            for number, *result in one["records"]:
+                steps.setdefault(number, {})[process] = result
+    before = 0
+    for number, results in sorted(steps.items()):
+        assert len({tuple(result) for result in results.values()}) == 1, (note, number, results)
+        mask, total = next(iter(results.values()))
+        assert total == before + mask, (note, number, results)
+        before = total
+        assert all(mask >> process & 1 for process in results), (note, number, results)
+    return [one for process, one in enumerate(found) if process not in victims and process not in case["excluded"]]
+
+
+def run(case, disturb=lambda: None):
+    """Run a storm, and require that all who are left have gone on."""
+    shared, total = Shared(), case["size"] + case["joiners"]
+    environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
+    begun = storm(case, shared, disturb)
+    found = ranks(total, lives, case, shared, check=False, begun=begun, timeout_s=120, environment=environment)
+    rest = check(case, found)
+    if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
+        figures = {key: [one[key] for one in rest] for key in ("delays", "slowest")}
+        with Path(log).open("a") as opened:
+            opened.write(json.dumps({"case": case, **figures}) + "\n")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_others_go_on(tmp_path, seed):
+    """Whichever ranks die, stop or raise, wherever: the others go on with the same results on all of them, none of
+    them hangs, and a rank that was stopped is excluded, or still in the group."""
+    run(drawn(seed, tmp_path))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def bed(request):
+    """Two or three hosts."""
+    if reason := namespaces.available():
+        pytest.skip(f"network namespaces: {reason}")
+    with namespaces.hosts(request.param) as made:
+        yield made
+
+
+def drawn_on_hosts(seed, folder, bed):
+    """Return a random storm on hosts: ranks or all ranks of a host are lost, or a host's links are cut."""
+    draw = random.Random(seed)
+    count = len(bed.addresses)
+    hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
+    size, joiners = len(hosts), 0
+    what, failures, excluded, cut = ("ranks", "host", "cut")[seed % 3], [], [], None
+    if what == "ranks":
+        victims = draw.sample(range(size), draw.randint(1, size - 1))
+    elif what == "host":
+        lost, joiners = draw.randrange(count), 1
+        victims = [rank for rank in range(size) if hosts[rank] == lost]
+        hosts.append(lost)  # the host comes back
+    else:
+        victims, cut = [], draw.randrange(count)
+        behind = [rank for rank in range(size) if hosts[rank] == cut]
+        has_quorum = 2 * len(behind) > size or (2 * len(behind) == size and cut == 0)
+        excluded = [rank for rank in range(size) if (rank in behind) != has_quorum]
+    for victim in victims:
+        alone = all(hosts[rank] != hosts[victim] or rank in victims for rank in range(size) if rank != victim)
+        how = draw.choice(
+            ["kill", "exit", "exception", "kill" if alone else "stop"]
+        )  # of a stopped host nothing is known
+        where = draw.choice(["any", "any", "shrink", "agree"] if failures else ["any", "any", "agree"])
+        failures.append({"who": victim, "where": where, "how": how, "skip": draw.randrange(10) * (where == "agree")})
+        failures[-1] |= {"after": int(10 ** (draw.random() * 3.5)), "delay_s": draw.choice([0, draw.random() * 0.1])}
+    stops = any(each["how"] == "stop" for each in failures) or cut is not None
+    return {
+        "seed": seed,
+        "folder": str(folder),
+        "size": size,
+        "joiners": joiners,
+        "join_after_s": 0.5,
+        "hosts": hosts,
+        "cut": cut,
+        "slow": draw.random() < 0.3,
+        "failures": failures,
+        "excluded": excluded,
+        "timeout_s": 2 if stops else 1800,
+        "wait_s": 3,
+        "address": bed.addresses[hosts[0]],
+        "port": 29500 + seed,
+        "namespaces": [bed.holders[host].pid for host in hosts],
+    }
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CROSSREDUCE_STORM", "6"))))
+def test_the_others_go_on_on_several_hosts(tmp_path, bed, seed):
+    """Whichever ranks or hosts are lost: the others go on. If a host loses its links, the part that has the majority of
+    the ranks, or half of them with the lowest one, goes on, and the other part raises ExcludedError.
+
+    A host that was lost comes back by an invitation.
+    """
+    case = drawn_on_hosts(seed, tmp_path, bed)
+    pairs = list(itertools.combinations(range(len(bed.addresses)), 2))
+
+    def disturb():
+        for a, b in pairs:
+            if case["slow"]:
+                bed.change_rate(a, b, "50mbit")
+            if case["cut"] in (a, b) and seed % 2:
+                bed.lose(a, b)
+        if case["cut"] is not None and not seed % 2:
+            bed.isolate(case["cut"])
+
+    try:
+        run(case, disturb)
+    finally:
+        for a, b in pairs:
+            bed.mend(a, b)
+            bed.change_rate(a, b, "1gbit")
