@@ -67,9 +67,6 @@ class Ballot:
         assert self.own in self.answered or host == self.own, "host own promises first"
         if accepted is not None and accepted[0] > self._last:
             self._last, self.decision = accepted
-            self.refused |= (
-                self._last > self.number
-            )  # a ballot of an ended host, which only a later one than it replaces
         self.answered.add(host)
         if has_quorum(self.weights, self.answered, self.ended):
             self.accepting, self.answered = True, set()
