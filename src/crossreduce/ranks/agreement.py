@@ -204,7 +204,10 @@ class Agreements:
         hosts = {self._host_of[rank] for rank in members} - {self._own}
         request = self.request("status", number, electors=members)
         found: dict[int, dict[str, Json] | None] = dict(self.ask_hosts(hosts, members, request))
-        found[self._own] = self.status(number, members)
+        try:
+            found[self._own] = self.status(number, members)
+        except Overtaken:  # they have excluded this rank
+            return [rank for rank in members if rank != self._rank]
         lost = []
         for rank in members:
             host = self._host_of[rank]
