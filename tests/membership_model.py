@@ -15,8 +15,8 @@ Properties of every state:
 - agreement: hosts with living ranks know one decision of each agreement.
 - validity: its members are electors that have arrived, and the rest follows from what they brought.
 - one group: of two living ranks with decisions of which they are members, one decision has both.
-- progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with all
-  others. This is checked by one more ballot in a round of its own, from every state.
+- progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with
+  all others. One more ballot, in a round of its own, checks this from every state.
 """
 
 from __future__ import annotations
@@ -463,9 +463,7 @@ class Model:
             return
         numbers = range(1, self.scenario.numbers + 1)
         decisions = {number: [known[number] for known, _ in views] for number in numbers}
-        arrivals = [
-            arrived[place] for (_, arrived), place in zip(map(views.__getitem__, self.host_of), self.place, strict=True)
-        ]
+        arrivals = [views[self.host_of[rank]][1][self.place[rank]] for rank in range(self.size)]
         held: dict[int, Decision] = {}  # the last decision of each living rank that is a member of it
         for number in numbers:
             held_now = set()

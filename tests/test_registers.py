@@ -15,8 +15,6 @@ from crossreduce import kernels
 from crossreduce.ranks.ballots import Ballot, has_quorum
 from crossreduce.ranks.registers import Contribution, Decision, Overtaken, Registers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
-
 MANY = 200
 
 
