@@ -12,6 +12,7 @@
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
+    ├── ExcludedError      (RuntimeError) the other ranks of a group have gone on, or may go on, without this one
     ├── DriverError        (RuntimeError) a call of the CUDA driver failed; .call, .device, .code
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
@@ -101,6 +102,13 @@ class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is
 
 class PeerLostError(_RanksError, ConnectionError):
     """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
+
+
+class ExcludedError(ReductionError, RuntimeError):
+    """The other ranks of the group have gone on without this rank, or may do so; it can never come back into the group.
+
+    It can join a later form of the group as a new rank; see ``crossreduce.torch.join``.
+    """
 
 
 class DriverError(ReductionError, RuntimeError):

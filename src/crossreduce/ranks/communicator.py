@@ -29,7 +29,7 @@ from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
 from ..transports.tcp import TcpTransport
-from . import tracing
+from . import contact, tracing
 from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, planned_text
 from .exchange import Patience, PeerError
 from .host_parts import distances, lost_links, same_speeds
@@ -37,6 +37,7 @@ from .instructions import reduction_numbers
 from .membership import Hosts, renewed
 from .one_host import RankExecutable
 from .peers import InnerFailure
+from .registers import Decision
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .statistics import CountedMember
 
@@ -98,6 +99,8 @@ class Communicator(CountedMember):
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
+        self.token = ""  # names the group to other processes; empty: it is not known yet
+        self.successor: contact.Successor | None = None  # the later form of the group in which this rank goes on
         self.traced: Path | None = None  # the file to which the calls are written
         self._checks = 0  # the number of checks of the links
         self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
@@ -321,6 +324,39 @@ class Communicator(CountedMember):
                 self.transport.abort()
         self.close()
 
+    @property
+    def completed(self) -> int:
+        """How many ops of this group have succeeded here."""
+        with suppress(ValueError):  # the memory is closed
+            ended = [number for number, _, _, end in self.memory.ops(self.rank) if end is not None]
+            return max(ended, default=0)
+        return 0
+
+    def decide(self, kind: int, flag: bool, timeout_s: float) -> Decision:
+        """Agree with the other ranks on which of them are left (see ``Agreements``); if that fails, leave the group.
+
+        Raises:
+          ContextError: the group is closed, or belongs to another process.
+          ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
+        """
+        self._require_usable(threading.get_ident())
+        try:
+            return self.agreements.decide(kind, flag, self.completed, timeout_s)
+        except BaseException:  # also Ctrl-C: the others must not count on a rank that has left this call
+            self.abort()
+            raise
+
+    def succeed(self, token: str) -> None:
+        """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
+        self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
+
+    def give_up(self, error: ReductionError) -> None:
+        """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks."""
+        if not self._closed and self._broken is None and self.memory.abort_cause() is None:
+            self._abort(error)
+        if not self._closed and self.transport is not None:
+            self.transport.abort()
+
     def interrupt(self) -> None:
         """Abort the group because another operation of its transport was interrupted; that operation fails soon."""
         if not self._closed and os.getpid() == self._pid:
@@ -366,6 +402,7 @@ class Communicator(CountedMember):
             pass
 
     def _release(self) -> None:
+        contact.unregister(self.token, self.successor)
         if self.memory.fd >= 0:
             self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

@@ -35,8 +35,10 @@ from ..errors import (
 )
 from ..transports.base import Rendezvous, Transport
 from ..transports.tcp import TcpTransport
-from . import diagnostics, flight_recorder
+from . import contact, diagnostics, flight_recorder
+from .agreement import Agreements
 from .bootstrap import bootstrap
+from .contact import Place
 from .diagnostics import DOCTOR
 from .host_parts import distances, lost_links
 from .instructions import READABLE_BUFFERS
@@ -101,6 +103,7 @@ class Member(Peers):
         if len(self.hosts) > 1:
             assert self.transport is not None
             if isinstance(self.transport, TcpTransport):
+                self.agreements.know(self.transport.reached)
                 self.memory.native.carry(self.transport.connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.lost_links)
@@ -122,23 +125,31 @@ class Member(Peers):
         def slot(ranks: int) -> int:
             return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
 
-        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, slot(ranks)), self.global_ranks)
+        def nbytes(ranks: int, hosts: int) -> int:
+            return RankMemory.nbytes(ranks, slot(ranks), self.size, hosts)
+
+        found = bootstrap(self.rendezvous, nbytes, self.global_ranks)
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
             count = len(self.host)
-            self.memory = RankMemory(found.fd, self.host, self.rank, slot(count), spin_s, turns(count))
+            self.memory = RankMemory(
+                found.fd, self.host, self.rank, slot(count), self.size, len(self.hosts), spin_s, turns(count)
+            )
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error
-        own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex())
-        self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
+        own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), contact.listen())
+        infos = [json.loads(info) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
+        self.peers = [PeerInfo(pid, host, token, Place.read(place)) for pid, host, token, place in infos]
         self.token = self.peers[0].token
+        self.agreements = Agreements(self.rank, self.hosts, self.memory, self.peers, self.global_ranks, self.name)
+        contact.register(self.token, self.agreements.answer)
         about: dict[str, str | int] = {"name": self.name, "token": self.token, "version": flight_recorder.version()}
         self.memory.describe(self.global_ranks, about | {"size": self.size, "hosts": len(self.hosts)})
-        self._reads_peers = 1 < len(self.host) == self.size <= READABLE_BUFFERS and all(
-            self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
-        )
+        reads = 1 < len(self.host) == self.size <= READABLE_BUFFERS and self.memory.can_read_all()
+        # After this, every rank answers the requests of others.
+        self._reads_peers = all(self.rendezvous.all_gather(b"1" if reads else b""))
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
         # with this process's pid that is not alive is a second rank of this process.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]

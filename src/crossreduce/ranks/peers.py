@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, message
 from ..transports.base import Rendezvous, RunningCollective, Transport
 from . import diagnostics
+from .contact import Place
 from .diagnostics import DOCTOR, CallSignature
 from .exchange import PeerDisconnected, PeerError
 from .shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, is_stopped
@@ -25,11 +26,12 @@ INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether anot
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's identifies the group."""
+    """What a rank sends to all others. ``token``: rank 0's identifies the group. ``place``: where it listens."""
 
     pid: int
     hostname: str
     token: str
+    place: Place
 
 
 class InnerFailure(Exception):  # noqa: N818 - internal: the public error names the rank at fault
@@ -230,7 +232,7 @@ class Peers(StageRunner):
     def _abort_cause(self) -> ReductionError:
         """Return the error for which the group was aborted, the same on all ranks of this host.
 
-        The aborting rank may still be writing it. If that rank dies, or is late, the error names that rank.
+        The aborting rank may still be writing it. If that rank dies, is stopped or late, the error names that rank.
         """
         deadline = time.monotonic() + self.timeout_s
         while (error := self.memory.abort_cause()) is None:
@@ -238,7 +240,7 @@ class Peers(StageRunner):
             if rank is None:  # the aborting rank has just finished writing
                 continue
             alive = self.memory.alive(rank)
-            if not alive or time.monotonic() > deadline:
+            if not alive or time.monotonic() > deadline or self.memory.is_stopped(rank):
                 return self.memory.abort_cause() or (self._late([rank]) if alive else self._lost([rank], "died"))
             time.sleep(0.001)
         return error

@@ -28,7 +28,7 @@ ROUNDS: Final = 16  # of an agreement; in each round every host has one ballot
 _RING: Final = 4  # agreements in memory at a time: a rank that arrives at number k has left all up to k - 1
 _UNSET, _NOTHING, _ACCEPTED = range(3)  # the states of a register
 _STATE_BITS, _PLACE_BITS = 2, 22  # a register's word: number of the agreement, place of the rank with the value, state
-_POSITION_WORDS: Final = 4  # of a rank: the number of its agreement, kind and flag, count, unused
+_POSITION_WORDS: Final = 4  # of a rank: the number of its agreement, kind and flag, progress, unused
 _WORD: Final = 8  # bytes
 
 
@@ -36,39 +36,39 @@ class Contribution(NamedTuple):
     """What one rank brings to an agreement.
 
     ``number``: of the agreement, from 1; 0: this rank has arrived at none. ``kind``: what the rank wants to agree on; a
-    small number. ``count``: a number of which the least one is agreed on.
+    small number. ``progress``: a number of which the least one is agreed on.
     """
 
     number: int
     kind: int
     flag: bool
-    count: int  # type: ignore[assignment]  # hides a method of tuples
+    progress: int
 
 
 class Decision(NamedTuple):
     """The result of an agreement. ``members``: the ranks of the group that took part, ascending.
 
-    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``count``: the
-    least one.
+    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``progress``:
+    the least one.
     """
 
     members: tuple[int, ...]
     kind: int
     flag: bool
-    count: int  # type: ignore[assignment]  # hides a method of tuples
+    progress: int
 
     @classmethod
     def of(cls, contributions: dict[int, Contribution]) -> Decision:
         """Return the decision of ranks with these contributions.
 
         >>> Decision.of({0: Contribution(1, 0, True, 7), 2: Contribution(1, 0, True, 6)})
-        Decision(members=(0, 2), kind=0, flag=True, count=6)
+        Decision(members=(0, 2), kind=0, flag=True, progress=6)
         """
         given = contributions.values()
         same = len({each.kind for each in given}) == 1
         flag = same and all(each.flag for each in given)
-        kind, count = max(each.kind for each in given), min(each.count for each in given)
-        return cls(tuple(sorted(contributions)), kind, flag, count)
+        kind, progress = max(each.kind for each in given), min(each.progress for each in given)
+        return cls(tuple(sorted(contributions)), kind, flag, progress)
 
 
 class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the public error
@@ -110,7 +110,7 @@ class Registers:
         at = self._position(self._place)
         with self._lock:
             self._words[at + 1] = contribution.kind << 1 | contribution.flag
-            self._words[at + 2] = contribution.count
+            self._words[at + 2] = contribution.progress
             self._native.store_word(self._memory, at, contribution.number)
 
     def contribution(self, place: int) -> Contribution:
@@ -215,10 +215,10 @@ class Registers:
         """Return the decision in a register, with the ballot in which it was accepted."""
         _, word = self._state(number, register)
         at = self._slot(word >> _STATE_BITS & ((1 << _PLACE_BITS) - 1), number, register)
-        ballot, kind, count, *mask = self._words[at : at + self._value_words]
+        ballot, kind, progress, *mask = self._words[at : at + self._value_words]
         if self._state(number, register)[1] != word:
             raise Overtaken
-        return ballot, Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), count)
+        return ballot, Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), progress)
 
     def _store(self, number: int, register: int, ballot: int, decision: Decision) -> None:
         """Write a decision where a register that this rank writes will find it."""
@@ -233,7 +233,7 @@ class Registers:
             self._native.swap_word(self._memory, self._register(number, register), before, after)
         at = self._slot(self._place, number, register)
         mask = _mask_of(decision.members, self._value_words - 3)
-        for k, word in enumerate((ballot, decision.kind << 1 | decision.flag, decision.count, *mask)):
+        for k, word in enumerate((ballot, decision.kind << 1 | decision.flag, decision.progress, *mask)):
             self._words[at + k] = word
 
     def _register(self, number: int, register: int) -> int:

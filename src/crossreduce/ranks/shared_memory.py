@@ -10,6 +10,7 @@ process ends, for any reason, so other ranks can detect the end.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import time
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import kernels
-from ..errors import ReductionError, decoded, encoded
+from ..errors import ReductionError, UnsupportedError, decoded, encoded
 from .diagnostics import CallSignature
+from .registers import Registers
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
     import fcntl
@@ -44,28 +46,54 @@ class RankMemory:
     """One host's shared memory, from the view of one of its ranks.
 
     Args:
-      fd: the memory, of ``RankMemory.nbytes(len(host), slot)`` bytes; it is closed with this object.
+      fd: the memory, of at least ``RankMemory.nbytes`` bytes; it is closed with this object.
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
-      turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
+      size: the number of ranks in the group.
+      hosts: the number of hosts of the group.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
+      turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
 
-    ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``).
+    ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``);
+    ``registers`` are those for agreements (see ``agreement``).
     """
 
-    def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float, turns: int = 1) -> None:
+    def __init__(
+        self, fd: int, host: tuple[int, ...], rank: int, slot: int, size: int, hosts: int, spin_s: float, turns: int = 1
+    ) -> None:
         self.host, self.place, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
         self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
+        # The mapping has a descriptor of its own, whose end would release this process's lock: it ends in ``close``.
+        offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
+        self._mapping = self._registers = None
+        if os.fstat(fd).st_size >= offset + room:
+            self._mapping = mmap.mmap(fd, room, offset=offset)
+            self._registers = Registers(self._mapping, self.place, len(host), size, hosts)
 
     @staticmethod
-    def nbytes(ranks: int, slot: int) -> int:
-        """Return the bytes of memory that ``ranks`` ranks with slots of ``slot`` bytes share."""
-        return _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
+    def nbytes(ranks: int, slot: int, size: int, hosts: int) -> int:
+        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` on ``hosts`` hosts share.
+
+        ``slot``: bytes of each rank's slot.
+        """
+        return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size, hosts)
+
+    @property
+    def registers(self) -> Registers:
+        """The registers of this host.
+
+        Raises:
+          UnsupportedError: there is no room for them, since so many ranks of other hosts could not share memory.
+        """
+        if self._registers is None:
+            problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
+            raise UnsupportedError.of(problem, remedy="the remedy of the warning that the group's start has logged")
+        return self._registers
 
     def can_read_all(self) -> bool:
         """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
@@ -149,6 +177,11 @@ class RankMemory:
             return True
         return lock_holder(self.fd, self.host.index(rank)) is not None
 
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of another rank of this host was stopped by a signal."""
+        holder = lock_holder(self.fd, self.host.index(rank))
+        return holder is not None and is_stopped(holder)
+
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self.native.cause():
@@ -175,6 +208,9 @@ class RankMemory:
         if fd >= 0:
             self.mailboxes.close()
             self.native.close()
+            if self._registers is not None and self._mapping is not None:
+                self._registers.close()
+                self._mapping.close()
             os.close(fd)
 
     def __del__(self) -> None:
@@ -186,6 +222,12 @@ class RankMemory:
 def _mailboxes_offset(ranks: int, slot: int) -> int:
     """Return where the mailboxes begin, behind the slots: at a page."""
     return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
+
+
+def _registers_offset(ranks: int, slot: int) -> int:
+    """Return where the registers begin, behind the mailboxes: at a page."""
+    end = _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
+    return -(-end // _PAGE) * _PAGE
 
 
 def lock_holder(fd: int, place: int) -> int | None:

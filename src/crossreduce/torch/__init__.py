@@ -27,19 +27,28 @@ from _crossreduce_torch import register
 from ..errors import ArgumentError, shown
 from ..ranks.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
+from ..ranks.survivors import Reformed
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
+from .reforming import agree, committed, grow, invitation, join, shrink
 
 __all__ = [
     "NAME",
     "CollectiveStats",
     "Group",
     "HookState",
+    "Reformed",
     "Stats",
     "WaitStats",
+    "agree",
     "all_reduce_hook",
+    "committed",
+    "grow",
+    "invitation",
+    "join",
     "measure_topology",
+    "shrink",
     "stats",
 ]
 

@@ -27,6 +27,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..ranks.communicator import Communicator
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.multi_host import rail_peers
+from ..ranks.survivors import Reformed
 from ..transports import tcp
 from ..transports.base import Transport
 from ..transports.gloo import BesideGloo, lazy_options, translated
@@ -45,8 +46,13 @@ _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
+READY: Final[list[Group]] = []  # a group for which torch is to make its tables
+
+
 def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
+    if READY:
+        return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
     return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, global_ranks)
 
@@ -54,15 +60,30 @@ def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
     """A process group that reduces CPU tensors in memory that the ranks of a host share, and with gloo across hosts."""
 
+    reformed: Reformed | None = None
+    """If the group was made of an earlier one: its ranks there, and how many ops have succeeded on all of them."""
+    base_store: Any = None
+    """If the group was made of an earlier one: the store that one of its ranks serves."""
+
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int] = ()
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int] = (),
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call."""
+        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
+
+        ``watch`` is called while this waits for other ranks, and raises a ``ReductionError`` to end that.
+        """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         with reaching(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks)
+        gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks, watch)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
@@ -85,6 +106,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long ops wait for other ranks."""
+        found: timedelta = self._settings._timeout
+        return found
+
+    def close(self) -> None:
+        """Leave the group at once."""
+        self.abort()
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives and messages that this rank has started in this group."""
@@ -376,7 +407,13 @@ Group.alltoall_base = Group.all_to_all_single
 
 
 def connect(
-    store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    global_ranks: Sequence[int],
+    watch: Callable[[], None] = lambda: None,
 ) -> tuple[Any, Communicator]:
     """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
 
@@ -404,7 +441,7 @@ def connect(
             made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
-    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks)
+    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks, watch)
     communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
     return made[0], communicator
 

@@ -48,11 +48,13 @@ class TcpTransport:
 
     ``connections``: the compiled object, which a rank also gives the time that it waits for ranks of its host.
     ``unreached``: the ranks with which messages cannot be exchanged, since no connection to them could be made.
+    ``reached``: the address of each rank to which there is a connection.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
         """Use, and close, a connected socket for each rank with which messages are exchanged."""
         self.unreached = tuple(unreached)
+        self.reached = {rank: str(each.getpeername()[0]).removeprefix("::ffff:") for rank, each in sockets.items()}
         for each in sockets.values():
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,7 +123,7 @@ def connect(
         return {}
     key = secrets.token_bytes(_DIGEST)
     with contextlib.ExitStack() as stack:
-        listener = _listener() if max(others) > rank else None
+        listener = opened_listener() if max(others) > rank else None
         if listener is not None:
             stack.enter_context(listener)
         port = 0 if listener is None else listener.getsockname()[1]
@@ -179,7 +181,8 @@ def _source_for(target: str) -> str | None:
     return None
 
 
-def _listener() -> socket.socket:
+def opened_listener() -> socket.socket:
+    """Return a socket that listens at a free port of all addresses of this host."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 is disabled
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

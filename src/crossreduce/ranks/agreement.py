@@ -1,0 +1,424 @@
+"""``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
+
+Input: the memory of this rank's host, and where the ranks of other hosts listen (``contact``). Output: decisions, the
+same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
+lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
+speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
+
+Two groups that both go on are impossible: a decision needs a quorum of hosts, and a rank that is not among its members
+never gets one again. A rank that cannot reach a quorum raises an error instead of going on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from _thread import start_new_thread
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from ..errors import ExcludedError
+from . import contact
+from .ballots import Ballot
+from .contact import Ended, Json, Peer, Place
+from .peers import PeerInfo
+from .registers import Contribution, Decision, Overtaken, Registers
+from .shared_memory import RankMemory
+
+_PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
+_LOOK_S: Final = 0.02  # between two looks which ranks of the host are alive, or asks of other hosts
+_TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
+_UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
+_AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
+_STAGGER_S: Final = 0.1  # from asking some ranks of a host to asking the next ones
+_LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
+_BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
+JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
+_MOVED: Final = {"moved": True}
+
+
+class Agreements:
+    """The agreements of one group, in the view of one rank. One thread at a time calls ``decide``.
+
+    ``electors``: the ranks that take part in the next agreement. ``published``: what other ranks may ask this one for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        memory: RankMemory,
+        peers: Sequence[PeerInfo],
+        global_ranks: Sequence[int],
+        name: str,
+    ) -> None:
+        self._rank, self._hosts, self._memory, self._infos, self._name = rank, hosts, memory, peers, name
+        self._global_ranks = global_ranks
+        self.token = peers[0].token
+        self._host_of = {each: k for k, host in enumerate(hosts) for each in host}
+        self._own = self._host_of[rank]
+        self._peers = {each: Peer(peers[each].place) for each in self._host_of if self._host_of[each] != self._own}
+        self.electors: tuple[int, ...] = tuple(range(len(peers)))
+        self.number = 0  # of the latest agreement of this rank
+        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
+        self.published: dict[str, Json] = {}
+        self.last: Decision | None = None  # the decision of number ``number``
+
+    @property
+    def _registers(self) -> Registers:
+        return self._memory.registers
+
+    def know(self, addresses: Mapping[int, str]) -> None:
+        """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
+        for rank, address in addresses.items():
+            for other in self._hosts[self._host_of[rank]]:
+                if other in self._peers:
+                    self._peers[other].known = self._peers[other].known or address
+
+    def joiners(self) -> dict[str, Json]:
+        """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
+        since = time.monotonic() - JOINER_S
+        return {token: place for token, (at, place) in [*self.waiting.items()] if at > since}
+
+    def place_of(self, rank: int) -> Place:
+        """Return where a rank of the group listens."""
+        return self._infos[rank].place
+
+    def peer(self, rank: int) -> Peer:
+        """Return a rank of the group as a process to ask."""
+        found = self._peers.get(rank)
+        if found is None:
+            place = self._infos[rank].place
+            found = self._peers[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
+        return found
+
+    def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
+        """Agree with the electors on who of them has arrived here; see ``Decision`` for what else is agreed on.
+
+        ``timeout_s``: how long electors that are alive are waited for.
+
+        Raises:
+          ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
+        """
+        self.number, self.last = self.number + 1, None
+        number, began = self.number, time.monotonic()
+        electors = self.electors
+        try:
+            self._registers.arrive(Contribution(number, kind, flag, progress))
+            speaker = _Speaker(self, number, electors, timeout_s)
+            pause_s, look_at, speaks = _PAUSES_S[0], began, False
+            while (known := self._registers.decision(number)) is None:
+                now = time.monotonic()
+                if now > began + timeout_s + _BEYOND_S:
+                    raise self._no_quorum(electors, timeout_s)
+                if now >= look_at:
+                    speaks, look_at = self._speaks(number, electors), now + _LOOK_S
+                if not (speaks and speaker.speak()):
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _PAUSES_S[1])
+        except Overtaken:
+            raise self._excluded() from None
+        found = known[1]
+        self.electors, self.last = found.members, found
+        if self._rank not in found.members:
+            raise self._excluded()
+        return found
+
+    def _speaks(self, number: int, electors: Sequence[int]) -> bool:
+        """Return whether this rank speaks for its host: no lower one that has arrived can."""
+        for rank in self._hosts[self._own]:
+            if rank == self._rank:
+                return True
+            if rank in electors and self._has_arrived(rank, number) and self._is_running(rank):
+                return False
+        raise AssertionError("this rank is on its host")
+
+    def _has_arrived(self, rank: int, number: int) -> bool:
+        return self._registers.contribution(self._memory.host.index(rank)).number >= number
+
+    def _is_running(self, rank: int) -> bool:
+        return self._memory.alive(rank) and not self._memory.is_stopped(rank)
+
+    # Answers to ranks of other hosts
+
+    def answer(self, request: dict[str, Json]) -> dict[str, Json]:
+        """Answer a request of another rank; any thread calls this."""
+        what, number = request["what"], int(request.get("number", 0))
+        try:
+            if what == "published":
+                return {"value": self.published.get(str(request["key"]))}
+            if what == "join":
+                self.waiting[str(request["token"])] = time.monotonic(), request["place"]
+                return {"members": [self._infos[rank].place for rank in self.electors]}
+            if what == "waiting":
+                return {"waiting": self.joiners()}
+            if what == "result":
+                return {"decided": self._registers.decision(number)}
+            if not self._registers.follows(number, read_decided(request["previous"])):
+                return {"otherwise": True}
+            if what == "status":
+                return self.status(number, request["electors"])
+            ballot = int(request["ballot"])
+            if what == "promise":
+                return {"accepted": self._registers.promise(number, ballot, request["ended"])}
+            decision = read_decision(request["decision"])
+            if what == "accept":
+                return {"accepted": self._registers.accept(number, ballot, decision)}
+            self._registers.decide(number, ballot, decision)
+        except Overtaken:
+            return _MOVED
+        except (OSError, ValueError):  # the memory is closed
+            return contact.elsewhere(self.token, request)
+        return {}
+
+    def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
+        """Return what this host knows of an agreement, and which of its electors have arrived, are late or stopped.
+
+        ``decided``: see ``Registers.decision``.
+        """
+        decided = self._registers.decision(number)
+        arrived, late, stopped = {}, [], []
+        for place, rank in enumerate(self._memory.host):
+            if rank not in electors:
+                continue
+            given = self._registers.contribution(place)
+            if rank == self._rank or self._memory.alive(rank):
+                if given.number == number:
+                    arrived[str(rank)] = [given.kind, given.flag, given.progress]
+                elif self._memory.is_stopped(rank):
+                    stopped.append(rank)
+                else:
+                    late.append(rank)
+        return {"decided": decided, "arrived": arrived, "late": late, "stopped": stopped}
+
+    # Questions to other hosts
+
+    def lost(self, members: Sequence[int], unreached_since: dict[int, float]) -> list[int]:
+        """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no.
+
+        ``unreached_since``: of hosts that did not answer; this updates it. Their ranks are lost after some time.
+        """
+        number, now = self.number + 1, time.monotonic()
+        hosts = {self._host_of[rank] for rank in members} - {self._own}
+        request = self.request("status", number, electors=members)
+        found: dict[int, dict[str, Json] | None] = dict(self.ask_hosts(hosts, members, request))
+        found[self._own] = self.status(number, members)
+        lost = []
+        for rank in members:
+            host = self._host_of[rank]
+            if host not in found:
+                if unreached_since.setdefault(host, now) + _UNREACHED_S < time.monotonic():
+                    lost.append(rank)
+                continue
+            unreached_since.pop(host, None)
+            status = found[host] or {"arrived": {}, "late": []}
+            arrived = status.get("arrived", {}).get(str(rank))
+            if (arrived is None and rank not in status.get("late", [])) or (arrived is not None and not arrived[1]):
+                lost.append(rank)
+        return lost
+
+    def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
+        """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
+        previous = self._registers.decision(number - 1) if number > 1 else None
+        return {"what": what, "number": number, "previous": previous, **content}
+
+    def ask_hosts(
+        self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json]
+    ) -> Iterator[tuple[int, dict[str, Json] | None]]:
+        """Ask a rank of each of these hosts, and yield its answer; ``None``: all ranks have ended.
+
+        Hosts that do not answer in time are missing.
+        """
+        answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]] = SimpleQueue()
+        asked = list(hosts)
+        for host in asked:
+            ranks = [rank for rank in self._hosts[host] if rank in electors]
+            start_new_thread(self._ask_host, (host, ranks, request, answers))
+        deadline = time.monotonic() + contact.ANSWER_S + _STAGGER_S
+        for _ in asked:
+            try:
+                host, answer, known = answers.get(timeout=max(1e-3, deadline - time.monotonic()))
+            except Empty:
+                return
+            if known:
+                yield host, answer
+
+    def _ask_host(
+        self,
+        host: int,
+        ranks: Sequence[int],
+        request: dict[str, Json],
+        answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]],
+    ) -> None:
+        """Put the first answer of one of these ranks into ``answers``, or that all have ended, or that none answers.
+
+        A few ranks are asked at a time, and further ones if these do not answer soon.
+        """
+        ended, found, waiting = 0, SimpleQueue[dict[str, Json] | None](), list(ranks)
+        missing, deadline = len(ranks), time.monotonic() + contact.ANSWER_S + _STAGGER_S
+        while missing and time.monotonic() < deadline:
+            for rank in waiting[:_AT_ONCE]:
+                start_new_thread(_ask, (self._peers[rank], self.token, request, found))
+            waiting = waiting[_AT_ONCE:]
+            until = time.monotonic() + _STAGGER_S if waiting else deadline
+            due = missing - len(waiting)
+            while due and time.monotonic() < until:
+                try:
+                    answer = found.get(timeout=max(1e-3, until - time.monotonic()))
+                except Empty:
+                    break
+                if answer is not None and not answer.keys() & {"ended", "unknown"}:
+                    answers.put((host, answer, "otherwise" not in answer))
+                    return
+                missing, due = missing - 1, due - 1
+                ended += answer is not None  # it has ended, or has left the group
+        answers.put((host, None, ended == len(ranks)))
+
+    # Errors
+
+    def _excluded(self) -> ExcludedError:
+        own = self._global_ranks[self._rank]
+        problem = f'rank {own} is not in group "{self._name}" any more: the other ranks have gone on without it.'
+        return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
+
+    def _no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
+        own = self._global_ranks[self._rank]
+        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to go on: others may go on without it.'
+        hosts = Counter(self._host_of[rank] for rank in electors)
+        given = f"waited {timeout_s:g} s; this host has {hosts[self._own]} of the {len(electors)} ranks"
+        remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
+        remedy += "unless the other ranks have ended"
+        return ExcludedError.of(problem, given, remedy)
+
+
+class _Speaker:
+    """What the speaker of a host does in one agreement."""
+
+    def __init__(self, group: Agreements, number: int, electors: tuple[int, ...], timeout_s: float) -> None:
+        self._group, self._number, self._electors = group, number, electors
+        self._began = time.monotonic()
+        self._until = self._began + timeout_s
+        self._weights = Counter(group._host_of[rank] for rank in electors)
+        self._others = [host for host in self._weights if host != group._own]
+        self._turn = sorted(self._weights).index(group._own)
+        self._ask_at = self._began + _TURN_S * self._turn
+        self._unreached_since: dict[int, float] = {}
+        self._ended: set[int] = set()  # the hosts on which no elector lives any more
+        self._ready_at = 0.0
+        self._round = 0
+
+    def speak(self) -> bool:
+        """Do one step towards a decision; return whether the registers should be looked at at once."""
+        now = time.monotonic()
+        if self._others and now < self._ask_at:
+            return False
+        self._ask_at = now + _LOOK_S
+        contributions = self._ready()
+        if contributions is None:
+            return False
+        if self._turn:  # a host before this one will speak, unless it cannot
+            self._ready_at = self._ready_at or now
+            lower = {host for host in self._weights if host < self._group._own}
+            if now < self._ready_at + 2 * _TURN_S * self._turn and lower & {
+                self._group._host_of[rank] for rank in contributions
+            }:
+                return False
+        return self._vote(Decision.of(contributions))
+
+    def _ready(self) -> dict[int, Contribution] | None:
+        """Return the contributions of the ranks that have arrived, if the others need not be waited for any more."""
+        group, number = self._group, self._number
+        request = group.request("status", number, electors=self._electors)
+        found: dict[int, dict[str, Json] | None] = dict(group.ask_hosts(self._others, self._electors, request))
+        found[group._own] = group.status(number, self._electors)
+        contributions, late, now = {}, False, time.monotonic()
+        for host in self._weights:
+            if host not in found:
+                since = self._unreached_since.setdefault(host, self._began)
+                late |= now < min(since + _UNREACHED_S, self._until)
+                continue
+            self._unreached_since[host] = now
+            status = found[host]
+            if status is None:
+                self._ended.add(host)
+                continue
+            if "moved" in status:
+                raise Overtaken
+            if status["decided"] is not None:
+                decided = read_decided(status["decided"])
+                if decided is None or group._registers.decide(number, *decided):
+                    return None
+            late |= bool(status["late"]) and now < self._until
+            for rank, (kind, flag, progress) in status["arrived"].items():
+                contributions[int(rank)] = Contribution(number, kind, flag, progress)
+        return None if late else contributions
+
+    def _vote(self, decision: Decision) -> bool:
+        """Try to make a decision final; return whether it is."""
+        group, number, own = self._group, self._number, self._group._own
+        registers = group._registers
+        ballot = Ballot(self._round * len(group._hosts) + own, own, decision, self._weights, self._ended)
+        self._round += 1
+        if ballot.number >= registers.ballots:
+            raise group._no_quorum(self._electors, self._until - self._began)
+        if not ballot.accepting:
+            ballot.promised(own, registers.promise(number, ballot.number, ballot.ended))
+            request = group.request("promise", number, ballot=ballot.number, ended=sorted(ballot.ended))
+            for host, answer in self._answers(request):
+                if ballot.accepting or ballot.refused:
+                    break
+                ballot.promised(host, read_decided(answer["accepted"]))
+        if ballot.accepting and not ballot.refused:
+            ballot.accepted(own, registers.accept(number, ballot.number, ballot.decision))
+            request = group.request("accept", number, ballot=ballot.number, decision=ballot.decision)
+            for host, answer in self._answers(request):
+                if ballot.final or ballot.refused:
+                    break
+                ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
+        if not ballot.final:
+            there = ballot.answered | self._ended
+            unreached = [since for host, since in self._unreached_since.items() if host not in there]
+            if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
+                raise group._no_quorum(self._electors, time.monotonic() - self._began)
+            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
+            return False
+        registers.decide(number, ballot.number, ballot.decision)
+        told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
+        for host in self._others:
+            for rank in self._electors:
+                if group._host_of[rank] == host:
+                    start_new_thread(_ask, (group._peers[rank], group.token, told, SimpleQueue()))
+        return True
+
+    def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield the answers of other hosts to a vote.
+
+        A rank that has gone on already tells only those that ask for the status what was decided.
+        """
+        others = [host for host in self._others if host not in self._ended]
+        for host, answer in self._group.ask_hosts(others, self._electors, request) if others else ():
+            if answer is None:
+                self._ended.add(host)
+            elif "moved" not in answer:
+                yield host, answer
+
+
+def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:
+    """Put a rank's answer into ``answers``; ``None``: there is none."""
+    try:
+        answers.put(peer.ask(token, request))
+    except Ended:
+        answers.put({"ended": True})
+
+
+def read_decision(given: Sequence[Json]) -> Decision:
+    """Return a decision that was sent as JSON."""
+    members, kind, flag, progress = given
+    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))
+
+
+def read_decided(given: Sequence[Json] | None) -> tuple[int, Decision] | None:
+    """Return a decision that was sent as JSON with its ballot, or ``None``."""
+    return None if given is None else (int(given[0]), read_decision(given[1]))

@@ -1,0 +1,248 @@
+"""``Contact``: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
+
+Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
+process has one listening socket and one thread, from its first group to the end of its last one. Both ends of a
+connection prove that they know the key of the process, which is sent to the ranks of its groups only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+from ..transports import tcp
+
+ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
+_UNKNOWN_S: Final = 2.0  # how long a program that connects may take to send its request
+_MOST_BYTES: Final = 1 << 20
+_DIGEST: Final = 16
+_LENGTH: Final = struct.Struct("<I")
+_ANSWERING: Final = 32  # threads that answer at the same time; further requests wait
+
+Json = Any
+Answer = Callable[[dict[str, Json]], dict[str, Json]]
+
+
+class Place(NamedTuple):
+    """Where a process listens: its addresses, in the order in which to try them, and its key."""
+
+    addresses: tuple[str, ...]
+    port: int
+    key: str
+
+    @classmethod
+    def read(cls, given: Sequence[Json]) -> Place:
+        """Return a place that was sent as JSON."""
+        addresses, port, key = given
+        return cls(tuple(addresses), int(port), str(key))
+
+
+class Successor(NamedTuple):
+    """The later form of a group: its token, and the number and the result of the agreement that formed it."""
+
+    token: str
+    number: int
+    decision: Json
+
+
+class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
+    """The system of the other process answers that nothing listens at its place, so that process has ended."""
+
+
+class _Listener:
+    """The listening socket of this process. Groups register under their tokens."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.key = secrets.token_bytes(_DIGEST)
+        self.answers: dict[str, Answer] = {}
+        self.joining = 0  # groups that are being made
+        self._socket = tcp.opened_listener()
+        self.place = Place(tuple(tcp.addresses()), self._socket.getsockname()[1], self.key.hex())
+        self._free = threading.BoundedSemaphore(_ANSWERING)
+        self._closed = False
+        start_new_thread(self._run, ())  # no Thread, whose end Python would await when it exits
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.01)  # such as too many open files
+                continue
+            self._free.acquire()
+            try:
+                start_new_thread(self._answer, (connection,))
+            except RuntimeError:  # too many threads
+                connection.close()
+                self._free.release()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            with connection, suppress(OSError, ValueError, EOFError):
+                connection.settimeout(_UNKNOWN_S)
+                request = _receive(connection, self.key, b"request")
+                token = str(request.pop("group", ""))
+                answer = self.answers.get(token)
+                _send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
+        finally:
+            self._free.release()
+
+    def close(self) -> None:
+        """Stop to listen: from now on other processes are told that this one has ended."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def close_after_fork(self) -> None:
+        """Close the socket in a forked process: while it is open, others do not notice the end of the parent."""
+        self._socket.close()
+
+
+_lock = threading.Lock()
+_open: list[_Listener] = []  # at most one
+_successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
+_MOST_SUCCESSORS: Final = 4096
+
+
+def listen() -> Place:
+    """Return where this process listens, from now on until ``unregister`` ends its last group.
+
+    Raises:
+      OSError: this process cannot listen.
+    """
+    with _lock:
+        if not _open:
+            _open.append(_Listener())
+        _open[0].joining += 1
+        return _open[0].place
+
+
+def register(token: str, answer: Answer) -> None:
+    """Let ``answer`` answer the requests to the group ``token``."""
+    with _lock:
+        _open[0].answers[token] = answer
+        _open[0].joining -= 1
+
+
+def unregister(token: str, successor: Successor | None = None) -> None:
+    """End what ``listen`` began; the process stops to listen with its last group. ``token`` "": it did not register.
+
+    ``successor``: the later form of the group in which this process goes on; later requests are told so.
+    """
+    with _lock:
+        if successor is not None:
+            _successors[token] = successor
+            if len(_successors) > _MOST_SUCCESSORS:
+                del _successors[next(iter(_successors))]
+        if _open and _open[0].process == os.getpid():
+            if _open[0].answers.pop(token, None) is None:
+                _open[0].joining -= 1
+            if not _open[0].answers and not _open[0].joining:
+                _open.pop().close()
+
+
+def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
+    """Return the answer to a request to a group that this process is not in, or not any more."""
+    found = _successors.get(token)
+    if found is None:
+        return {"unknown": True}
+    if request["what"] == "status" and request["number"] == found.number:
+        return {"decided": found.decision, "arrived": {}, "late": [], "stopped": []}
+    while (later := _successors.get(found.token)) is not None:
+        found = later
+    return {"moved": found.token}
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    while _open:
+        _open.pop().close_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Peer:
+    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'.
+
+    ``refused``: whether nothing listened at any of its addresses when it was last asked.
+    """
+
+    def __init__(self, place: Place, known: str = "") -> None:
+        self.place, self.known, self.refused = place, known, False
+
+    def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
+        """Return the answer to a request to a group; ``None``: there is none in time.
+
+        Raises:
+          Ended: the process has ended.
+        """
+        key, deadline = bytes.fromhex(self.place.key), time.monotonic() + timeout_s
+        others = [address for address in self.place.addresses if address != self.known]
+        self.refused = True
+        for address in [self.known, *others] if self.known else others:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self.refused = False
+                break
+            share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
+            try:
+                with socket.create_connection((address, self.place.port), share_s) as connection:
+                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                    _send(connection, key, b"request", {"group": token, **request})
+                    answer = _receive(connection, key, b"answer")
+            except ConnectionRefusedError:
+                if address == self.known:
+                    raise Ended from None
+            except (OSError, ValueError, EOFError):
+                self.refused = False
+            else:
+                self.known, self.refused = address, False
+                return answer
+        return None
+
+
+def _send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, Json]) -> None:
+    body = json.dumps(content).encode()
+    connection.sendall(_LENGTH.pack(len(body)) + _proof(key, role, body) + body)
+
+
+def _receive(connection: socket.socket, key: bytes, role: bytes) -> dict[str, Json]:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > _MOST_BYTES:
+        raise ValueError("the message is too long")
+    proof, body = _exactly(connection, _DIGEST), _exactly(connection, length)
+    if not secrets.compare_digest(proof, _proof(key, role, body)):
+        raise ValueError("the sender does not know the key")
+    content: dict[str, Json] = json.loads(body)
+    return content
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    got = bytearray()
+    while len(got) < count:
+        part = connection.recv(count - len(got))
+        if not part:
+            raise EOFError
+        got += part
+    return bytes(got)
+
+
+def _proof(key: bytes, role: bytes, body: bytes) -> bytes:
+    return blake2b(role + body, key=key, digest_size=_DIGEST).digest()

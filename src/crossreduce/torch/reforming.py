@@ -1,0 +1,230 @@
+"""``shrink``, ``grow``, ``join`` and ``agree``: process groups that go on when ranks are lost, or that let new ones in.
+
+Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
+ranks serves, and ``Reformed``. The protocol is in ``ranks.survivors``; here a store, gloo and torch's own tables of
+groups are made to follow.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, shown
+from ..ranks import survivors
+from ..ranks.contact import Place
+from ..ranks.survivors import SHRINK_S, Reformed
+from .forming import Forming
+from .group import READY, Group
+from .joining import Joiner
+
+_BACKEND: Final = "crossreduce"
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
+Result = TypeVar("Result")
+
+
+def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool:
+    """Return whether ``flag`` is true on all ranks of a group: the same answer on all that survive this call.
+
+    All ranks call it together, also after an op of the group has failed. Ranks that have died do not count. See
+    ``committed`` for training steps.
+
+    Args:
+      flag: what this rank brings.
+      group: a process group of this backend; ``None``: the default group.
+      timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group for
+        good. ``None``: the timeout of the group.
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+      ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
+    """
+    found = group_of(group)
+    answers: list[bool] = []
+    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), timeout_s))  # noqa: E731
+    found.queue.run(function, [], asynchronous=False)
+    return answers[0]
+
+
+def committed(
+    step: Callable[[], Result],
+    changed: Callable[[Reformed], None] = lambda _: None,
+    *,
+    timeout_s: float = SHRINK_S,
+) -> Result:
+    """Run a training step until it has succeeded on all ranks that are left of the default group.
+
+    If ranks are lost, the others shrink the group and repeat the step. So ``step`` computes gradients and reduces them,
+    but changes nothing that a repetition needs; what follows, such as ``optimizer.step()``, is done by all ranks or by
+    none::
+
+        loss = crossreduce.torch.committed(forward_and_backward, wrap_again)
+        optimizer.step()
+
+    Args:
+      step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
+      changed: called with the result of ``shrink`` before the step is repeated, such as to make
+        ``DistributedDataParallel`` again.
+      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as long
+        as the group's timeout.
+    Returns:
+      What ``step`` returned.
+    Raises:
+      ExcludedError: as for ``shrink``.
+      Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
+    """
+    while True:
+        result, done = [], True
+        try:
+            result.append(step())
+        except (PeerLostError, CollectiveTimeout):
+            done = False
+        if agree(done, timeout_s=None if done else timeout_s) and result:
+            return result[0]
+        made = shrink(timeout_s=timeout_s)
+        assert made.reformed is not None
+        changed(made.reformed)
+
+
+def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
+    """Form a group of the ranks that are left of a group, after a ``PeerLostError`` or ``CollectiveTimeout``.
+
+    All ranks that are left call it; a call of the group that another rank is in fails as soon as one rank calls this.
+    The new group has ranks 0, 1, ... in the order of the earlier ones. If it was the default group, the new one becomes
+    the default group: ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups made from the earlier one are
+    closed, and ``DistributedDataParallel`` and device meshes have to be made again. What a lost rank had not sent is
+    gone: repeat the step that failed.
+
+    Args:
+      group: a process group of this backend, also one whose ops fail; ``None``: the default group.
+      timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
+        excluded for good. Ranks that have ended are not waited for.
+    Returns:
+      The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
+      many ops of the earlier group have succeeded on all of them.
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
+        than half, or half with the lowest one, unless all others have ended.
+    """
+    found = group_of(group)
+    made, reformed = survivors.shrink(found.communicator, Forming(found, grows=False), timeout_s)
+    return _replaced(found, made, reformed)
+
+
+def grow(timeout_s: float = SHRINK_S) -> Group | None:
+    """Let the processes into the default group that have called ``join``; all ranks of the group call it together.
+
+    The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
+    group, as with ``shrink``. The new ranks know nothing yet: broadcast the parameters and the state of the optimizer
+    from rank 0.
+
+    Args:
+      timeout_s: how long ranks of the group are waited for, in seconds.
+    Returns:
+      The new group; ``None``, on all ranks: no process waits, and the group stays as it is.
+    Raises:
+      ArgumentError: there is no default group, or it has another backend.
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+      ReductionError: the new group could not be formed.
+    """
+    found = group_of(None)
+    made, reformed = survivors.grow(found.communicator, Forming(found, grows=True), timeout_s)
+    return None if made is None else _replaced(found, made, reformed)
+
+
+def invitation(group: Any = None) -> str:
+    """Return a text with which a new process can ``join`` a group, by any channel that keeps it secret.
+
+    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+    processes is in it.
+    """
+    found = group_of(group)
+    agreements = found.communicator.agreements
+    own, size = found.rank(), found.size()
+    ranks = [own, *(rank for rank in range(0, size, -(-size // _INVITING)) if rank != own)]
+    return json.dumps([found.communicator.token, [agreements.place_of(rank) for rank in ranks]])
+
+
+def join(invited: str, timeout_s: float = 60.0) -> Group:
+    """Join the group of an ``invitation`` when its ranks next call ``grow``; the group becomes the default group.
+
+    Args:
+      invited: what ``invitation`` returned on any rank of the group.
+      timeout_s: how long this waits for ``grow``, in seconds.
+    Returns:
+      The group, with this process as one of the last ranks.
+    Raises:
+      ArgumentError: this is no invitation, or this process has a default group already.
+      CollectiveTimeout: the ranks did not call ``grow`` in time.
+      PeerLostError: no rank of the group can be reached any more.
+    """
+    if dist.is_initialized():
+        remedy = "torch.distributed.destroy_process_group() first"
+        raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
+    try:
+        token, places = json.loads(invited)
+        joiner = Joiner(str(token), [Place.read(place) for place in places])
+    except (TypeError, ValueError) as error:
+        raise ArgumentError.of("this is not an invitation.", shown(invited), "what invitation() returned") from error
+    try:
+        made = joiner.join(timeout_s)
+    finally:
+        joiner.close()
+    _install(made)
+    return made
+
+
+# torch's tables of groups
+
+
+def group_of(group: Any) -> Group:
+    """Return a group of this backend; ``None``: the default group.
+
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        remedy = f'torch.distributed.init_process_group("{_BACKEND}")'
+        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
+    if not isinstance(found, Group):
+        remedy = f'a process group of the backend "{_BACKEND}"'
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
+    return found
+
+
+def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
+    """Put a group in the place of an earlier one, which is destroyed."""
+    made.reformed = reformed
+    old.communicator.succeed(made.communicator.token)
+    if old is dist.group.WORLD:
+        dist.destroy_process_group()
+        _install(made)
+        return made
+    numbers = [old.communicator.global_ranks[rank] for rank in reformed.members]
+    made.communicator.global_ranks = tuple(numbers)
+    dist.destroy_process_group(old)
+    tables: Any = dist.distributed_c10d
+    READY.append(made)
+    name = f"{old.group_name} reformed"
+    tables._new_process_group_helper(
+        made.size(), made.rank(), numbers, dist.Backend(_BACKEND), made.base_store, name, timeout=made.timeout
+    )
+    tables._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
+    return made
+
+
+def _install(made: Group) -> None:
+    """Make a group the default group."""
+    if sys.excepthook.__qualname__.startswith("init_process_group."):  # torch's, which knows the earlier rank
+        names = sys.excepthook.__code__.co_freevars
+        cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))
+        sys.excepthook = cells["old_hook"].cell_contents
+    READY.append(made)
+    dist.init_process_group(
+        _BACKEND, store=made.base_store, rank=made.rank(), world_size=made.size(), timeout=made.timeout
+    )
