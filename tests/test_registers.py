@@ -25,11 +25,11 @@ def made(ranks=2, size=None, hosts=2, memory=None, place=0):
     return Registers(memory, place, ranks, size, hosts)
 
 
-def decision(*members, kind=0, flag=True, count=0):
-    return Decision(members, kind, flag, count)
+def decision(*members, kind=0, flag=True, progress=0):
+    return Decision(members, kind, flag, progress)
 
 
-ONE, OTHER = decision(0, 1, count=1), decision(2, kind=3, flag=False, count=2**63)
+ONE, OTHER = decision(0, 1, progress=1), decision(2, kind=3, flag=False, progress=2**63)
 
 
 # One process
@@ -119,11 +119,11 @@ def test_agreements_that_follow_each_other_share_memory():
     for number in range(1, 21):
         assert host.decision(number) is None
         for ballot in range(host.ballots):
-            wanted = decision(number % 4, count=100 * number + ballot)
+            wanted = decision(number % 4, progress=100 * number + ballot)
             assert host.accept(number, ballot, wanted) == wanted
         assert host.promise(number, host.ballots) == (host.ballots - 1, wanted)
-        assert host.decide(number, 1, decision(count=number))
-        assert host.decision(number) == (1, decision(count=number))
+        assert host.decide(number, 1, decision(progress=number))
+        assert host.decision(number) == (1, decision(progress=number))
 
 
 @pytest.mark.parametrize("call", ["promise", "accept", "decide", "decision", "follows"])
@@ -138,7 +138,7 @@ def test_a_rank_that_is_left_behind_is_told(call):
     registers.decide(host, 1, ONE)
     before = bytes(memory)
     arguments = {"promise": (late, 1), "decision": (late,), "follows": (late + 1, (0, ONE))}.get(call, (late, 0, ONE))
-    with pytest.raises(Overtaken, match=""):
+    with pytest.raises(Overtaken, match=r"^$"):
         getattr(registers, call)(*arguments)
     assert bytes(memory) == before
 
@@ -147,16 +147,16 @@ def test_the_last_decisions_are_kept():
     """A host that is at an agreement still has the decisions of the three before."""
     host = made()
     for number in range(1, 10):
-        host.decide(number, 0, decision(count=number))
+        host.decide(number, 0, decision(progress=number))
         for earlier in range(max(1, number - 3), number):
-            assert host.decision(earlier) == (0, decision(count=earlier))
+            assert host.decision(earlier) == (0, decision(progress=earlier))
 
 
 def test_a_slot_is_not_reused_under_a_reader():
     """A rank that reads an old decision while another one writes a new one to the same place gets ``Overtaken``."""
     memory = bytearray(Registers.nbytes(1, 1, 1))
     reader, writer = made(1, 1, 1, memory), made(1, 1, 1, memory)
-    writer.accept(1, 0, decision(0, count=1))
+    writer.accept(1, 0, decision(0, progress=1))
 
     class Interrupted:
         """Loads words; after the first one, another process stores a new value, but has not accepted it yet."""
@@ -167,11 +167,11 @@ def test_a_slot_is_not_reused_under_a_reader():
             found = kernels.native().load_word(memory, index)
             if self.first:
                 self.first = False
-                writer._store(5, 0, 0, decision(0, count=2))
+                writer._store(5, 0, 0, decision(0, progress=2))
             return found
 
     reader._native = Interrupted()
-    with pytest.raises(Overtaken, match=""):
+    with pytest.raises(Overtaken, match=r"^$"):
         reader._value(1, 0)
 
 
@@ -213,7 +213,7 @@ def test_contributions_of_all_ranks(ranks):
 
 
 def test_a_decision_follows_from_contributions():
-    """Its flag is true if all are and all kinds are equal; its kind is the greatest one, and its count the least."""
+    """Its flag is true if all are and all kinds are equal; its kind is the greatest one, and its progress the least."""
     given = {3: Contribution(1, 2, True, 9), 1: Contribution(1, 2, True, 7)}
     assert Decision.of(given) == Decision((1, 3), 2, True, 7)
     assert Decision.of(given | {0: Contribution(1, 2, False, 8)}) == Decision((0, 1, 3), 2, False, 7)
@@ -238,7 +238,7 @@ def test_registers_are_a_map_that_is_written_once(calls):
     """Any calls give the results of a dict that has the first value of each ballot and of each host that decides."""
     host, written, final = made(hosts=3), {}, []
     for call, ballot, ended, flag in calls:
-        given = decision(count=ballot + 10 * flag)
+        given = decision(progress=ballot + 10 * flag)
         if call == "promise":
             proof = {ended} if ended < 3 else set()
             ruled_out = {key for key in range(host.ballots) if key < ballot or key % 3 in proof}
