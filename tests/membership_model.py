@@ -1,27 +1,28 @@
-"""A model of how ranks agree on who is left: all runs of a small group, with crashes, lost, late and doubled messages.
+"""A model of how ranks agree on who is left: all runs of a small group, with crashes and with lost or late messages.
 
-``Model(scenario).check()`` visits every reachable state of a scenario and raises ``Violation``, with the steps that lead
-to it, for the first state that breaks a property. The registers and ballots of the library run in it; each call is
-computed once for each content of a host's memory. Only the driver around them, the network and the failures are a model:
+``Model(scenario).check()`` visits every state that a scenario can reach. It raises ``Violation``, with the shortest run
+that leads there, for the first state that breaks a property. The registers, ballots and quorums are the library's; each
+call is computed once for each content of a host's memory. The driver, the network and the failures are a model:
 
-- A message is never removed. So it may be late, doubled, or overtaken by others, and no step has to take it: lost.
-- An answer stays with the leader that waits for it, also when the host that sent it ends.
+- A message stays for ever: it may be received late, several times, after later ones, or never (lost, or a partition).
+- An answer stays with the leader that waits for it, also when the host that sent it has ended.
 - A rank ends between any two steps. A host has ended when all its electors have.
-- A leader's steps on its own host happen at once with the event that causes them: no other process can tell.
-- Parts of a call: a rank that ends during a call has written what an earlier call writes (``test_registers.py``).
+- A leader's steps on its own host happen at once with the event that causes them; others cannot tell.
+- Calls are not divided: a rank that ends within one leaves what a shorter call leaves (``test_registers.py``).
 
 Properties of every state:
 
-- agreement: hosts with living ranks know the same decision of an agreement.
-- validity: members are electors that have arrived, and the rest follows from what they brought.
-- one group: of two living ranks that know decisions with themselves as members, one decision has both.
-- progress: if the hosts of a quorum reach each other from now on, and nobody ends, then these decide, without a
-  contradiction to what is known anywhere.
+- agreement: hosts with living ranks know one decision of each agreement.
+- validity: its members are electors that have arrived, and the rest follows from what they brought.
+- one group: of two living ranks with decisions of which they are members, one decision has both.
+- progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with
+  all others. One more ballot, in a round of its own, checks this from every state.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import combinations, product
@@ -40,11 +41,16 @@ IDLE = -1  # instead of a ballot or an answer
 class Scenario(NamedTuple):
     """What may happen.
 
-    ``hosts``: the number of ranks on each. ``ballots``: (rank, round) of those that may start, in the rank's order.
-    ``most``: at most so many of them start in a run. ``crashes``: at most so many ranks end; with ``power``, hosts.
-    ``late``: ranks that arrive in the course of the run; all others have arrived before. ``numbers``: of agreements.
-    ``proposals``: a leader proposes "all" that have arrived, or its "own" host's of these; or "some", which is either of
-    these, those that live, or itself; or "any" of those that have arrived.
+    Args:
+      hosts: the number of ranks on each host.
+      ballots: (rank, round) of the ballots that may start, each once for an agreement, in any order of the ranks.
+      most: how many ballots start in a run, at most.
+      crashes: how many ranks end, at most; with ``power``, how many hosts.
+      late: ranks that arrive in the course of the run. All others have arrived before.
+      numbers: of agreements.
+      power: whether all ranks of a host end at the same time.
+      proposals: of which ranks a leader proposes a decision. "all": that have arrived; "own": of its host; "some":
+        either of these, those that live, or itself only; "any": of any that have arrived, itself included.
     """
 
     hosts: tuple[int, ...]
@@ -132,7 +138,8 @@ class Model:
         self._ballot_of: list[Ballot] = []
         self._calls: dict[Any, tuple[int, Any]] = {}
         self._checked: set[Any] = set()  # states, as far as properties depend on them
-        self._derived: set[tuple[int, Decision]] = set()  # decisions that follow from what their members brought
+        self._agreed: set[Any] = set()  # the same for the properties of what is known
+        self._views: dict[tuple[int, int], Any] = {}
 
     # The search
 
@@ -251,7 +258,7 @@ class Model:
         """Return the ranks that take part in the agreement after ``previous``."""
         return tuple(range(self.size)) if previous is None else previous[1].members
 
-    def proofs(self, own: int, ended: frozenset[int]) -> list[frozenset[int]]:  # noqa: ARG002 - for subclasses
+    def proofs(self, own: int, ended: frozenset[int]) -> list[frozenset[int]]:
         """Return what a leader on host ``own`` may know of hosts that have ended."""
         return [frozenset(), ended] if ended else [ended]
 
@@ -292,7 +299,9 @@ class Model:
         given = self._contributions(state.memories, living.number, {*electors, rank})
         weights = Counter(self.host_of[each] for each in electors)
         ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
-        for members, proof, round_ in product(self._proposals(state, rank, set(given)), self.proofs(own, ended), rounds):
+        for members, proof, round_ in product(
+            self._proposals(state, rank, set(given)), self.proofs(own, ended), rounds
+        ):
             decision = Decision.of({each: given[each] for each in members})
             ballot = self.ballot(round_ * len(self.hosts) + own, own, decision, weights, proof)
             step = f"rank {rank} starts ballot {ballot.number} of {living.number} for {list(decision.members)}"
@@ -374,7 +383,7 @@ class Model:
         """Return the hosts that a leader sends a request to."""
         return [host for host in self.hosts if host != self.host_of[request.leader] or not self.own_first(request.what)]
 
-    def own_first(self, what: str) -> bool:  # noqa: ARG002 - for subclasses
+    def own_first(self, what: str) -> bool:
         """Return whether a leader does on its own host first what it asks of others."""
         return True
 
@@ -448,41 +457,52 @@ class Model:
             self._progress(state)
 
     def _agreement(self, state: State) -> None:
-        held: dict[int, Decision] = {}  # the last decision that a living rank knows, if it is a member
-        for number in range(1, self.scenario.numbers + 1):
-            known = set()
-            for host in self.hosts:
-                found = self._known(state.memories, host, number)
-                if found is None:
+        views = tuple(map(self._view, self.hosts, state.memories))
+        key = views, tuple(rank is not None for rank in state.ranks)
+        if key in self._agreed:
+            return
+        numbers = range(1, self.scenario.numbers + 1)
+        decisions = {number: [known[number] for known, _ in views] for number in numbers}
+        arrivals = [views[self.host_of[rank]][1][self.place[rank]] for rank in range(self.size)]
+        held: dict[int, Decision] = {}  # the last decision of each living rank that is a member of it
+        for number in numbers:
+            held_now = set()
+            for host, decision in enumerate(decisions[number]):
+                if decision is None:
                     continue
-                previous = self._known(state.memories, host, number - 1) if number > 1 else None
-                if number > 1 and previous is None:
+                before = decisions[number - 1][host] if number > 1 else None
+                if number > 1 and before is None:
                     raise Violation(f"validity: host {host} knows the decision of {number}, but not of the one before")
-                electors = tuple(range(self.size)) if number == 1 else previous[1].members
-                self._valid(state, number, found[1], electors)
+                electors = range(self.size) if before is None else before.members
+                self._valid(number, decision, electors, arrivals)
                 for rank in electors:
                     if self.host_of[rank] == host and state.ranks[rank] is not None:
-                        known.add(found[1])
-                        if rank in found[1].members:
-                            held[rank] = found[1]
-                        elif number > 1:
-                            held.pop(rank, None)
-            if len(known) > 1:
-                raise Violation(f"agreement: number {number} has the decisions {sorted(known)}")
+                        held_now.add(decision)
+                        held.pop(rank, None)
+                        if rank in decision.members:
+                            held[rank] = decision
+            if len(held_now) > 1:
+                raise Violation(f"agreement: number {number} has the decisions {sorted(held_now)}")
         for a, b in combinations(held, 2):
             if a not in held[b].members and b not in held[a].members:
                 raise Violation(f"one group: rank {a} has {held[a]}, rank {b} has {held[b]}")
+        self._agreed.add(key)
 
-    def _valid(self, state: State, number: int, decision: Decision, electors: tuple[int, ...]) -> None:
-        given = {rank: self.contribution(rank, number) for rank in decision.members}
-        for rank in given:
-            host = self.host_of[rank]
-            arrived = self._call(host, state.memories[host], "contribution", self.place[rank])[1].number >= number
-            if rank not in electors or not arrived:
+    def _view(self, host: int, memory: int) -> tuple[tuple[Decision | None, ...], tuple[int, ...]]:
+        """Return the decisions that a host knows, from number 1 at place 1, and at which agreement its ranks are."""
+        if (host, memory) not in self._views:
+            memories = {host: memory}
+            known = [self._known(memories, host, number) for number in range(1, self.scenario.numbers + 1)]
+            arrived = [self._call(host, memory, "contribution", k)[1].number for k in range(self.scenario.hosts[host])]
+            self._views[host, memory] = (None, *(found and found[1] for found in known)), tuple(arrived)
+        return self._views[host, memory]
+
+    def _valid(self, number: int, decision: Decision, electors, arrivals: list[int]) -> None:
+        for rank in decision.members:
+            if rank not in electors or arrivals[rank] < number:
                 raise Violation(f"validity: number {number} has the decision {decision} with rank {rank}")
-        if (number, decision) not in self._derived and decision != Decision.of(given):
+        if decision != Decision.of({rank: self.contribution(rank, number) for rank in decision.members}):
             raise Violation(f"validity: number {number} has the decision {decision}")
-        self._derived.add((number, decision))
 
     def _progress(self, state: State) -> None:
         """Let hosts that are a quorum do what is left, one after the other, without failures."""
@@ -494,7 +514,7 @@ class Model:
     def _settled(self, state: State, reachable: tuple[int, ...], number: int) -> None:
         """Raise ``Violation`` unless hosts that reach each other finish an agreement, and the later ones."""
         for host in reachable:
-            if self._known(state.memories, host, number) is not None:
+            if self._view(host, state.memories[host])[0][number] is not None:
                 continue
             previous = self._known(state.memories, host, number - 1) if number > 1 else None
             electors = range(self.size) if number == 1 else previous[1].members if previous else ()
@@ -515,13 +535,13 @@ class Model:
                 state = state._replace(memories=_put(state.memories, own, memory))
                 if told:
                     return state
-        if state.ranks[rank].number < number:
-            state = self._arrived(state, rank, number)
         weights = Counter(self.host_of[each] for each in electors)
         ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
         others = [host for host in reachable if host in weights and host != own and host not in ended]
         if not (has_quorum(weights, {own, *others}) or (ended and has_quorum(weights, {own, *others}, ended))):
             return state
+        if state.ranks[rank].number < number:
+            state = self._arrived(state, rank, number)
         decision = Decision.of({rank: self.contribution(rank, number)})
         weights = Counter(self.host_of[each] for each in self.electors(previous))
         ballot = self.ballot(self.scenario.rounds * len(self.hosts) + own, own, decision, weights, ended)
@@ -554,8 +574,31 @@ def _put(values: tuple, place: int, value: Any) -> tuple:
     return (*values[:place], value, *values[place + 1 :])
 
 
-# Scenarios of the tests, with the number of states.
+# Scenarios of the tests, with the number of states: a change that makes the model search less changes it.
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
-    "two hosts": (Scenario((1, 1), rounds((0, 1), 2), most=3, crashes=1, late=(1,)), 4197),
-    "one host": (Scenario((4,), rounds((0, 1), 2), most=2, crashes=2, late=(1, 3)), 530),
+    "4": (Scenario((4,), rounds(range(4), 2), most=2, crashes=2, late=(1, 3)), 1016),
+    "1+1": (Scenario((1, 1), rounds((0, 1), 2), most=3, crashes=1, late=(1,)), 4197),
+    "2+2": (Scenario((2, 2), rounds((0, 2, 3), 1), most=2, crashes=2, late=(1,)), 16638),
+    "3+1": (Scenario((3, 1), rounds((0, 1, 3), 1), most=2, crashes=2, late=(2,)), 11158),
+    "1+1+1": (Scenario((1, 1, 1), rounds(range(3), 1), most=2, proposals="any"), 30193),
+    "1+1+1, a rank ends": (Scenario((1, 1, 1), rounds(range(3), 1), most=2, crashes=1, proposals="own"), 18748),
+    "2+1+1, a host ends": (Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=2, crashes=1, power=True), 30879),
+    "1+1+1+1": (Scenario((1, 1, 1, 1), ((1, 0), (2, 0)), most=2, proposals="own"), 40037),
+    "1+1, twice": (Scenario((1, 1), rounds((0, 1), 1), most=4, crashes=1, numbers=2, late=(1,)), 7166),
+    "1+1+1, twice": (Scenario((1, 1, 1), ((0, 0),), most=2, crashes=1, numbers=2, late=(2,), proposals="all"), 3212),
 }
+
+# Larger ones, which ``python tests/membership_model.py`` searches, with what that took on one slow core.
+LARGE: dict[str, Scenario] = {
+    "2+2, three ends": Scenario((2, 2), rounds(range(4), 2), most=3, crashes=3, late=(1,)),
+    "1+1+1+1, a rank ends": Scenario((1, 1, 1, 1), ((0, 0), (3, 0)), most=2, crashes=1, proposals="own"),
+    "1+1, five ballots": Scenario((1, 1), rounds((0, 1), 3), most=5, crashes=1, late=(1,)),
+    "2+1+1, three ballots": Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=3, crashes=1, power=True, proposals="own"),
+    "1+1+1, three ballots": Scenario((1, 1, 1), rounds(range(3), 1), most=3, crashes=1, proposals="own"),
+    "2+2, twice": Scenario((2, 2), rounds((0, 2), 1), most=3, crashes=2, numbers=2, power=True, proposals="all"),
+}
+
+if __name__ == "__main__":
+    for name, scenario in LARGE.items():
+        began = time.process_time()
+        print(f"{name}: {Model(scenario).check():,} states in {time.process_time() - began:.0f} s", flush=True)

@@ -11,7 +11,7 @@ from membership_model import SCENARIOS, Model, Scenario, Violation, rounds
 
 from crossreduce.ranks import ballots, registers
 from crossreduce.ranks.ballots import Ballot, has_quorum
-from crossreduce.ranks.registers import Decision, Registers
+from crossreduce.ranks.registers import Registers
 
 # Host 0 has half of the ranks, so it decides alone, and its end leaves two hosts that must agree without it.
 SURVIVORS = Scenario((2, 1, 1), ((0, 0), (2, 0), (3, 0)), most=2, crashes=1, power=True)
@@ -35,13 +35,19 @@ def test_random_runs_have_the_properties(hosts):
     scenario = Scenario(
         hosts, rounds(range(size), 3), most=9, crashes=size - 1, late=(size - 1,), numbers=2, proposals="any"
     )
-    Model(scenario).wander(Random(0), walks=30, length=120)
+    Model(scenario).wander(Random(0), walks=100, length=120)
 
 
 def broken(scenario, wrong, **changes):
     """Check that a model with ``changes`` violates a property in some run of a scenario: ``wrong``."""
     with pytest.raises(Violation, match=wrong):
         type("Broken", (Model,), changes)(scenario).check()
+
+
+def broken_run(scenario, wrong, steps, **changes):
+    """Check the same of one run: a search would take long to find it."""
+    with pytest.raises(Violation, match=wrong):
+        type("Broken", (Model,), changes)(scenario).follow(line.strip() for line in steps.strip().splitlines())
 
 
 def broken_quorum(scenario, wrong, rule):
@@ -56,7 +62,9 @@ def broken_quorum(scenario, wrong, rule):
 def test_only_one_of_two_halves_may_decide():
     """If half of the ranks were enough, both hosts of two would decide."""
     broken_quorum(
-        TWO, "agreement", lambda weights, answered, ended=(): 2 * sum(map(weights.get, answered)) >= sum(weights.values())
+        TWO,
+        "agreement",
+        lambda weights, answered, ended=(): 2 * sum(map(weights.get, answered)) >= sum(weights.values()),
     )
 
 
@@ -66,8 +74,8 @@ def test_a_minority_cannot_decide():
 
 
 def test_ranks_that_ended_are_not_subtracted_from_the_majority():
-    """If a majority of the ranks that live were enough, one of two survivors would decide, while the other one, which it
-    cannot reach, has been told another decision by a host that has ended since."""
+    """If a majority of the ranks that live were enough, one of two survivors would decide, while the other one has been
+    told another decision by a host that has ended since; the two need not reach each other for that."""
 
     def rule(weights, answered, ended=()):
         living = {host: count for host, count in weights.items() if host not in ended}
@@ -186,7 +194,22 @@ def test_survivors_rule_out_later_ballots_of_ended_hosts():
     """If survivors ruled out only earlier ballots, a host could accept in a later one of an ended host after they have
     decided, and a third ballot would take that for the last decision."""
     scenario = Scenario((1, 1, 3), ((2, 0), (0, 0), (1, 1)), most=3, crashes=1, power=True, proposals="own")
-    broken(scenario, "agreement", registers=Accepting)
+    steps = """
+        rank 2 starts ballot 2 of 1 for [2, 3, 4]
+        host 2 ends
+        rank 0 starts ballot 0 of 1 for [0], since hosts [2] have ended
+        host 1 receives promise of 1, ballot 0
+        rank 0 reads the answer of host 1
+        host 1 receives accept of 1, ballot 0
+        rank 0 reads the answer of host 1
+        host 1 receives accept of 1, ballot 2
+        rank 1 starts ballot 4 of 1 for [1], since hosts [2] have ended
+        host 0 receives promise of 1, ballot 4
+        rank 1 reads the answer of host 0
+        host 0 receives accept of 1, ballot 4
+        rank 1 reads the answer of host 0
+    """
+    broken_run(scenario, "agreement", steps, registers=Accepting)
 
 
 def test_other_electors_are_not_answered():
@@ -334,5 +357,4 @@ def test_a_leader_asks_its_own_host_to_promise_first():
         host 3 receives accept of 1, ballot 10
         rank 2 reads the answer of host 3
     """
-    with pytest.raises(Violation, match="agreement"):
-        type("Broken", (Model,), {"ballot": Bold, "own_first": lambda self, what: what != "promise"})(scenario).follow([line.strip() for line in steps.splitlines() if line.strip()])
+    broken_run(scenario, "agreement", steps, ballot=Bold, own_first=lambda self, what: what != "promise")
