@@ -15,7 +15,7 @@ import random
 import time
 from _thread import start_new_thread
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -25,13 +25,15 @@ from .ballots import Ballot
 from .contact import Ended, Json, Peer, Place
 from .peers import PeerInfo
 from .registers import BALLOTS, Contribution, Decision, Overtaken
-from .shared_memory import RankMemory, is_stopped
+from .shared_memory import RankMemory
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
 _LOOK_S: Final = 0.02  # between two looks which ranks of the host are alive, or asks of other hosts
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
+_STAGGER_S: Final = 0.1  # from asking some ranks of a host to asking the next ones
+_LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
 _BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
 JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
 _MOVED: Final = {"moved": True}
@@ -61,10 +63,9 @@ class Agreements:
         self._peers = {each: Peer(peers[each].place) for each in self._host_of if self._host_of[each] != self._own}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
         self.number = 0  # of the latest agreement of this rank
-        self.waiting: dict[
-            str, tuple[float, Json]
-        ] = {}  # processes that want to join: when they last asked, their place
+        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
+        self.last: Decision | None = None  # the decision of number ``number``
 
     def know(self, addresses: Mapping[int, str]) -> None:
         """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
@@ -98,7 +99,7 @@ class Agreements:
         Raises:
           ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
         """
-        self.number += 1
+        self.number, self.last = self.number + 1, None
         number, began = self.number, time.monotonic()
         electors = self.electors
         try:
@@ -107,7 +108,7 @@ class Agreements:
             pause_s, look_at, speaks = _PAUSES_S[0], began, False
             while (found := self._registers.decision(number)) is None:
                 now = time.monotonic()
-                if now > began + timeout_s + _BEYOND_S + speaker.extra_s:
+                if now > began + timeout_s + _BEYOND_S:
                     raise self._no_quorum(electors, timeout_s)
                 if now >= look_at:
                     speaks, look_at = self._speaks(number, electors), now + _LOOK_S
@@ -116,7 +117,7 @@ class Agreements:
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
         except Overtaken:
             raise self._excluded() from None
-        self.electors = found.members
+        self.electors, self.last = found.members, found
         if self._rank not in found.members:
             raise self._excluded()
         return found
@@ -134,7 +135,7 @@ class Agreements:
         return self._registers.contribution(self._memory.host.index(rank)).number >= number
 
     def _is_running(self, rank: int) -> bool:
-        return self._memory.alive(rank) and not is_stopped(self._infos[rank].pid)
+        return self._memory.alive(rank) and not self._memory.is_stopped(rank)
 
     # Answers to ranks of other hosts
 
@@ -158,8 +159,10 @@ class Agreements:
             if what == "accept":
                 return {"accepted": self._registers.accept(number, int(request["ballot"]), decision)}
             self._registers.decide(number, decision)
-        except (Overtaken, OSError, ValueError):  # a ValueError: the memory is closed
+        except Overtaken:
             return _MOVED
+        except (OSError, ValueError):  # the memory is closed
+            return contact.elsewhere(self.token, request)
         return {}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
@@ -173,7 +176,7 @@ class Agreements:
             if rank == self._rank or self._memory.alive(rank):
                 if given.number == number:
                     arrived[str(rank)] = [given.kind, given.flag, given.progress]
-                elif is_stopped(self._infos[rank].pid):
+                elif self._memory.is_stopped(rank):
                     stopped.append(rank)
                 else:
                     late.append(rank)
@@ -181,42 +184,50 @@ class Agreements:
 
     # Questions to other hosts
 
-    def lost(self, members: Sequence[int]) -> list[int]:
-        """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no."""
-        number = self.number + 1
-        found: dict[int, dict[str, Json] | None] = {self._own: self.status(number, members)}
+    def lost(self, members: Sequence[int], unreached_since: dict[int, float]) -> list[int]:
+        """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no.
+
+        ``unreached_since``: of hosts that did not answer; this updates it. Their ranks are lost after some time.
+        """
+        number, now = self.number + 1, time.monotonic()
         hosts = {self._host_of[rank] for rank in members} - {self._own}
-        if hosts:
-            found |= self.ask_hosts(hosts, members, {"what": "status", "number": number, "electors": members})
+        request = {"what": "status", "number": number, "electors": members}
+        found: dict[int, dict[str, Json] | None] = dict(self.ask_hosts(hosts, members, request))
+        found[self._own] = self.status(number, members)
         lost = []
         for rank in members:
-            if (host := self._host_of[rank]) in found:
-                status = found[host] or {"arrived": {}, "late": []}
-                arrived = status.get("arrived", {}).get(str(rank))
-                if (arrived is None and rank not in status.get("late", [])) or (arrived is not None and not arrived[1]):
+            host = self._host_of[rank]
+            if host not in found:
+                if unreached_since.setdefault(host, now) + _UNREACHED_S < time.monotonic():
                     lost.append(rank)
+                continue
+            unreached_since.pop(host, None)
+            status = found[host] or {"arrived": {}, "late": []}
+            arrived = status.get("arrived", {}).get(str(rank))
+            if (arrived is None and rank not in status.get("late", [])) or (arrived is not None and not arrived[1]):
+                lost.append(rank)
         return lost
 
     def ask_hosts(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json]
-    ) -> dict[int, dict[str, Json] | None]:
-        """Ask a rank of each of these hosts. Those that do not answer are missing; ``None``: all ranks have ended."""
+    ) -> Iterator[tuple[int, dict[str, Json] | None]]:
+        """Ask a rank of each of these hosts, and yield its answer; ``None``: all ranks have ended.
+
+        Hosts that do not answer in time are missing.
+        """
         answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]] = SimpleQueue()
         asked = list(hosts)
         for host in asked:
             ranks = [rank for rank in self._hosts[host] if rank in electors]
             start_new_thread(self._ask_host, (host, ranks, request, answers))
-        found: dict[int, dict[str, Json] | None] = {}
-        deadline = time.monotonic() + contact.ANSWER_S * (1 + len(electors) // _AT_ONCE)
-        while len(asked) and time.monotonic() < deadline:
+        deadline = time.monotonic() + contact.ANSWER_S + _STAGGER_S
+        for _ in asked:
             try:
                 host, answer, known = answers.get(timeout=max(1e-3, deadline - time.monotonic()))
             except Empty:
-                break
-            asked.remove(host)
+                return
             if known:
-                found[host] = answer
-        return found
+                yield host, answer
 
     def _ask_host(
         self,
@@ -225,18 +236,27 @@ class Agreements:
         request: dict[str, Json],
         answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]],
     ) -> None:
-        """Put the first answer of one of these ranks into ``answers``, or that all have ended, or that none answers."""
-        ended = 0
-        for start in range(0, len(ranks), _AT_ONCE):
-            batch = ranks[start : start + _AT_ONCE]
-            found: SimpleQueue[dict[str, Json] | None] = SimpleQueue()
-            for rank in batch:
+        """Put the first answer of one of these ranks into ``answers``, or that all have ended, or that none answers.
+
+        A few ranks are asked at a time, and further ones if these do not answer soon.
+        """
+        ended, found, waiting = 0, SimpleQueue[dict[str, Json] | None](), list(ranks)
+        missing, deadline = len(ranks), time.monotonic() + contact.ANSWER_S + _STAGGER_S
+        while missing and time.monotonic() < deadline:
+            for rank in waiting[:_AT_ONCE]:
                 start_new_thread(_ask, (self._peers[rank], self.token, request, found))
-            for _ in batch:
-                answer = found.get()
+            waiting = waiting[_AT_ONCE:]
+            until = time.monotonic() + _STAGGER_S if waiting else deadline
+            due = missing - len(waiting)
+            while due and time.monotonic() < until:
+                try:
+                    answer = found.get(timeout=max(1e-3, until - time.monotonic()))
+                except Empty:
+                    break
                 if answer is not None and not answer.keys() & {"ended", "unknown"}:
                     answers.put((host, answer, True))
                     return
+                missing, due = missing - 1, due - 1
                 ended += answer is not None  # it has ended, or has left the group
         answers.put((host, None, ended == len(ranks)))
 
@@ -271,7 +291,6 @@ class _Speaker:
         self._unreached_since: dict[int, float] = {}
         self._ready_at = 0.0
         self._round = 0
-        self.extra_s = 0.0
 
     def speak(self) -> bool:
         """Do one step towards a decision; return whether the registers should be looked at at once."""
@@ -279,7 +298,7 @@ class _Speaker:
         if self._others and now < self._ask_at:
             return False
         self._ask_at = now + _LOOK_S
-        contributions = self._ready(now)
+        contributions = self._ready()
         if contributions is None:
             return False
         if self._turn:  # a host before this one will speak, unless it cannot
@@ -291,14 +310,13 @@ class _Speaker:
                 return False
         return self._vote(Decision.of(contributions))
 
-    def _ready(self, now: float) -> dict[int, Contribution] | None:
+    def _ready(self) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more."""
         group, number = self._group, self._number
         request = {"what": "status", "number": number, "electors": self._electors}
-        found: dict[int, dict[str, Json] | None] = {group._own: group.status(number, self._electors)}
-        if self._others:
-            found |= group.ask_hosts(self._others, self._electors, request)
-        contributions, late = {}, False
+        found: dict[int, dict[str, Json] | None] = dict(group.ask_hosts(self._others, self._electors, request))
+        found[group._own] = group.status(number, self._electors)
+        contributions, late, now = {}, False, time.monotonic()
         for host in self._weights:
             if host not in found:
                 since = self._unreached_since.setdefault(host, self._began)
@@ -329,22 +347,30 @@ class _Speaker:
         if not ballot.accepting:
             ballot.promised(group._own, group._registers.promise(number, ballot.number))
             request: dict[str, Any] = {"what": "promise", "number": number, "ballot": ballot.number}
-            for host, answer in self._answers(request).items():
+            for host, answer in self._answers(request):
                 if answer is None:
                     ballot.lost(host)
                 else:
                     accepted = answer["accepted"]
                     ballot.promised(host, accepted and (accepted[0], read_decision(accepted[1])))
+                if ballot.accepting:
+                    break
         if ballot.accepting:
             ballot.accepted(group._own, group._registers.accept(number, ballot.number, ballot.decision))
             request = {"what": "accept", "number": number, "ballot": ballot.number, "decision": ballot.decision}
             if not ballot.refused and not ballot.final:
-                for host, answer in self._answers(request).items():
+                for host, answer in self._answers(request):
                     if answer is None:
                         ballot.lost(host)
                     else:
                         ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
+                    if ballot.final or ballot.refused:
+                        break
         if not ballot.final:
+            there = ballot.answered | ballot.ended
+            unreached = [since for host, since in self._unreached_since.items() if host not in there]
+            if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
+                raise group._no_quorum(self._electors, time.monotonic() - self._began)
             time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
             return False
         group._registers.decide(number, ballot.decision)
@@ -355,12 +381,14 @@ class _Speaker:
                     start_new_thread(_ask, (group._peers[rank], group.token, told, SimpleQueue()))
         return True
 
-    def _answers(self, request: dict[str, Json]) -> dict[int, dict[str, Json] | None]:
-        """Return the answers of other hosts to a request; ``None``: all ranks of the host have ended."""
-        found = self._group.ask_hosts(self._others, self._electors, request) if self._others else {}
-        if any(answer is not None and "moved" in answer for answer in found.values()):
-            raise Overtaken
-        return found
+    def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json] | None]]:
+        """Yield the answers of other hosts to a vote; ``None``: all ranks of the host have ended.
+
+        A rank that has gone on already tells only those that ask for the status what was decided.
+        """
+        for host, answer in self._group.ask_hosts(self._others, self._electors, request):
+            if answer is None or "moved" not in answer:
+                yield host, answer
 
 
 def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:

@@ -37,6 +37,7 @@ from .instructions import reduction_numbers
 from .membership import Hosts, renewed
 from .one_host import RankExecutable
 from .peers import InnerFailure
+from .registers import Decision
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .statistics import CountedMember
 
@@ -99,7 +100,7 @@ class Communicator(CountedMember):
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
         self.token = ""  # names the group to other processes; empty: it is not known yet
-        self.successor = ""  # the token of the later form of the group in which this rank goes on
+        self.successor: contact.Successor | None = None  # the later form of the group in which this rank goes on
         self.traced: Path | None = None  # the file to which the calls are written
         self._checks = 0  # the number of checks of the links
         self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
@@ -330,6 +331,24 @@ class Communicator(CountedMember):
             ended = [number for number, _, _, end in self.memory.ops(self.rank) if end is not None]
             return max(ended, default=0)
         return 0
+
+    def decide(self, kind: int, flag: bool, timeout_s: float) -> Decision:
+        """Agree with the other ranks on which of them are left (see ``Agreements``); if that fails, leave the group.
+
+        Raises:
+          ContextError: the group is closed, or belongs to another process.
+          ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
+        """
+        self._require_usable(threading.get_ident())
+        try:
+            return self.agreements.decide(kind, flag, self.completed, timeout_s)
+        except BaseException:  # also Ctrl-C: the others must not count on a rank that has left this call
+            self.abort()
+            raise
+
+    def succeed(self, token: str) -> None:
+        """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
+        self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
         """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks."""

@@ -47,6 +47,14 @@ class Place(NamedTuple):
         return cls(tuple(addresses), int(port), str(key))
 
 
+class Successor(NamedTuple):
+    """The later form of a group: its token, and the number and the result of the agreement that formed it."""
+
+    token: str
+    number: int
+    decision: Json
+
+
 class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
     """The system of the other process answers that nothing listens at its place, so that process has ended."""
 
@@ -88,7 +96,7 @@ class _Listener:
                 request = _receive(connection, self.key, b"request")
                 token = str(request.pop("group", ""))
                 answer = self.answers.get(token)
-                _send(connection, self.key, b"answer", answer(request) if answer else _elsewhere(token))
+                _send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
         finally:
             self._free.release()
 
@@ -106,7 +114,7 @@ class _Listener:
 
 _lock = threading.Lock()
 _open: list[_Listener] = []  # at most one
-_successors: dict[str, str] = {}  # tokens of groups that this process has left, to those of their later forms
+_successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
 _MOST_SUCCESSORS: Final = 4096
 
 
@@ -130,13 +138,13 @@ def register(token: str, answer: Answer) -> None:
         _open[0].joining -= 1
 
 
-def unregister(token: str, successor: str = "") -> None:
+def unregister(token: str, successor: Successor | None = None) -> None:
     """End what ``listen`` began; the process stops to listen with its last group. ``token`` "": it did not register.
 
-    ``successor``: the token of a later form of the group, in which this process goes on; later requests are told so.
+    ``successor``: the later form of the group in which this process goes on; later requests are told so.
     """
     with _lock:
-        if successor:
+        if successor is not None:
             _successors[token] = successor
             if len(_successors) > _MOST_SUCCESSORS:
                 del _successors[next(iter(_successors))]
@@ -147,12 +155,16 @@ def unregister(token: str, successor: str = "") -> None:
                 _open.pop().close()
 
 
-def _elsewhere(token: str) -> dict[str, Json]:
+def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
     """Return the answer to a request to a group that this process is not in, or not any more."""
-    moved = _successors.get(token)
-    while moved in _successors:
-        moved = _successors[moved]
-    return {"unknown": True} if moved is None else {"moved": moved}
+    found = _successors.get(token)
+    if found is None:
+        return {"unknown": True}
+    if request["what"] == "status" and request["number"] == found.number:
+        return {"decided": found.decision, "arrived": {}, "late": [], "stopped": []}
+    while (later := _successors.get(found.token)) is not None:
+        found = later
+    return {"moved": found.token}
 
 
 def _after_fork() -> None:
@@ -167,10 +179,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class Peer:
-    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'."""
+    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'.
+
+    ``refused``: whether nothing listened at any of its addresses when it was last asked.
+    """
 
     def __init__(self, place: Place, known: str = "") -> None:
-        self.place, self.known = place, known
+        self.place, self.known, self.refused = place, known, False
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group; ``None``: there is none in time.
@@ -180,9 +195,11 @@ class Peer:
         """
         key, deadline = bytes.fromhex(self.place.key), time.monotonic() + timeout_s
         others = [address for address in self.place.addresses if address != self.known]
+        self.refused = True
         for address in [self.known, *others] if self.known else others:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                self.refused = False
                 break
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
@@ -194,9 +211,9 @@ class Peer:
                 if address == self.known:
                     raise Ended from None
             except (OSError, ValueError, EOFError):
-                continue
+                self.refused = False
             else:
-                self.known = address
+                self.known, self.refused = address, False
                 return answer
         return None
 

@@ -232,7 +232,7 @@ class Peers(StageRunner):
     def _abort_cause(self) -> ReductionError:
         """Return the error for which the group was aborted, the same on all ranks of this host.
 
-        The aborting rank may still be writing it. If that rank dies, or is late, the error names that rank.
+        The aborting rank may still be writing it. If that rank dies, is stopped or late, the error names that rank.
         """
         deadline = time.monotonic() + self.timeout_s
         while (error := self.memory.abort_cause()) is None:
@@ -240,7 +240,7 @@ class Peers(StageRunner):
             if rank is None:  # the aborting rank has just finished writing
                 continue
             alive = self.memory.alive(rank)
-            if not alive or time.monotonic() > deadline:
+            if not alive or time.monotonic() > deadline or self.memory.is_stopped(rank):
                 return self.memory.abort_cause() or (self._late([rank]) if alive else self._lost([rank], "died"))
             time.sleep(0.001)
         return error

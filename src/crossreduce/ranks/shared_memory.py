@@ -159,6 +159,11 @@ class RankMemory:
             return True
         return lock_holder(self.fd, self.host.index(rank)) is not None
 
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of another rank of this host was stopped by a signal."""
+        holder = lock_holder(self.fd, self.host.index(rank))
+        return holder is not None and is_stopped(holder)
+
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self.native.cause():

@@ -14,7 +14,7 @@ from ..errors import ContextError, PeerLostError, ReductionError, message, rank_
 from .communicator import Communicator
 from .diagnostics import UNUSABLE
 
-AGREE, SHRINK, FORMED, GROW = range(4)  # the kinds of agreements
+AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision has the greatest one
 SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for, if the caller does not say
 _TRIES: Final = 20  # how often a group is formed again because it failed
 _WATCH_S: Final = 0.05  # between two looks at the other ranks while a group is formed
@@ -56,7 +56,7 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
     """
     electors = group.agreements.electors
     limit_s = group.timeout_s if timeout_s is None else timeout_s
-    decision = group.agreements.decide(AGREE, flag, group.completed, limit_s)
+    decision = group.decide(AGREE, flag, limit_s)
     missing = sorted(set(electors) - set(decision.members))
     if missing:
         group.give_up(_missing(group, missing))
@@ -89,6 +89,9 @@ def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Grou
     """Form a new group of the ranks of an intact one, and perhaps others; see ``shrink``.
 
     If no other ranks are there, ``form`` returns ``None``, on all ranks, and the group is kept.
+
+    Raises:
+      PeerLostError: other ranks shrink the group.
     """
     return _reform(group, GROW, form, timeout_s)
 
@@ -96,7 +99,10 @@ def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Grou
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
     failure: ReductionError | None = None
     for _ in range(_TRIES):
-        decision = group.agreements.decide(kind, True, group.completed, timeout_s)
+        decision = group.decide(kind, True, timeout_s)
+        if decision.kind != kind:
+            problem = f'other ranks of group "{group.name}" shrink it. {UNUSABLE}'
+            raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
         if not decision.flag:  # other ranks have called something else, and are told so
             continue
         found, made, failure = Reformed(decision.members, decision.progress), None, None
@@ -105,7 +111,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
         except ReductionError as error:
             failure = error
         try:
-            formed = group.agreements.decide(FORMED, failure is None, 0, timeout_s)
+            formed = group.decide(FORMED, failure is None, timeout_s)
         except BaseException:
             if made is not None:
                 made.close()
@@ -127,11 +133,12 @@ class _Watch:
 
     def __init__(self, group: Communicator, members: Sequence[int]) -> None:
         self._group, self._members, self._next = group, members, 0.0
+        self._unreached_since: dict[int, float] = {}
 
     def __call__(self) -> None:
         if (now := time.monotonic()) < self._next:
             return
-        lost = self._group.agreements.lost(self._members)
+        lost = self._group.agreements.lost(self._members, self._unreached_since)
         self._next = now + _WATCH_S
         if lost:
             raise _missing(self._group, lost)

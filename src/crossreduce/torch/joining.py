@@ -16,7 +16,7 @@ from ..ranks import contact
 from ..ranks.agreement import read_decision
 from ..ranks.contact import Ended, Json, Peer, Place
 from ..ranks.survivors import FORMED, Reformed
-from .forming import PAUSE_S, connected, formed
+from .forming import PAUSE_S, Guard, connected, formed
 from .group import Group
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -72,13 +72,11 @@ class Joiner:
         request = {"what": "join", "token": self._token, "place": self._own}
         ended = 0
         for place in list(self._places):
-            try:
-                answer = Peer(place).ask(self._group, request)
-            except Ended:
-                answer = {"unknown": True}
-            if answer is None:
+            peer = Peer(place)
+            answer = peer.ask(self._group, request)
+            if answer is None and not peer.refused:
                 continue
-            if "unknown" in answer:
+            if answer is None or "unknown" in answer:
                 ended += 1
             elif "moved" in answer:
                 self._group = answer["moved"]
@@ -102,8 +100,9 @@ class Joiner:
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connected(leader.known, offer["port"], timeout)
-        return formed(store, offer["rank"], offer["size"], timeout, offer["name"], watch)
+        with Guard(watch, offer["port"]) as guard:
+            store = connected(leader.known, offer["port"], timeout, guard.check)
+            return formed(store, offer["rank"], offer["size"], timeout, offer["name"], guard.check)
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""

@@ -23,6 +23,7 @@ from .group import READY, Group
 from .joining import Joiner
 
 _BACKEND: Final = "crossreduce"
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 Result = TypeVar("Result")
 
 
@@ -67,7 +68,8 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again.
-      timeout_s: as for ``shrink``.
+      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as long
+        as the group's timeout.
     Returns:
       What ``step`` returned.
     Raises:
@@ -81,7 +83,7 @@ def committed(
         except (PeerLostError, CollectiveTimeout) as error:
             done = False
             _end_calls(error)
-        if agree(done, timeout_s=timeout_s) and result:
+        if agree(done, timeout_s=None if done else timeout_s) and result:
             return result[0]
         made = shrink(timeout_s=timeout_s)
         assert made.reformed is not None
@@ -141,11 +143,14 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
 def invitation(group: Any = None) -> str:
     """Return a text with which a new process can ``join`` a group, by any channel that keeps it secret.
 
-    It names this rank. It stays valid when the group shrinks or grows, as long as this process is in it.
+    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+    processes is in it.
     """
     found = group_of(group)
     agreements = found.communicator.agreements
-    return json.dumps([found.communicator.token, [agreements.place_of(found.rank())]])
+    own, size = found.rank(), found.size()
+    ranks = [own, *(rank for rank in range(0, size, -(-size // _INVITING)) if rank != own)]
+    return json.dumps([found.communicator.token, [agreements.place_of(rank) for rank in ranks]])
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
@@ -209,7 +214,7 @@ def _end_calls(error: ReductionError) -> None:
 def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
     """Put a group in the place of an earlier one, which is destroyed."""
     made.reformed = reformed
-    old.communicator.successor = made.communicator.token
+    old.communicator.succeed(made.communicator.token)
     if old is dist.group.WORLD:
         dist.destroy_process_group()
         _install(made)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import struct
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +50,7 @@ class StoreRendezvous:
         """
         self._watch = watch
         with reaching(store):
-            self._store, self._connection = _with_own_connection(store, timeout_s)
+            self._store, self._connection = _with_own_connection(store, timeout_s, watch)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._calls = 0
@@ -172,19 +174,45 @@ class StoreRendezvous:
         return None
 
 
-def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | None]:
+def beside(function: Callable[[], Any], watch: Callable[[], None]) -> Any:
+    """Return what ``function`` returns, or raise its ``RuntimeError``. It runs in a thread, and blocks no signal.
+
+    ``watch`` is called meanwhile. What it raises ends the wait for ``function``.
+    """
+    results: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((function(), None))
+        except RuntimeError as error:
+            results.put((None, error))
+
+    start_new_thread(run, ())  # no Thread, whose end Python would await when it exits
+    while True:
+        try:
+            result, error = results.get(timeout=_PAUSES_S[1])
+        except queue.Empty:
+            watch()
+            continue
+        if error is not None:
+            raise error
+        return result
+
+
+def _with_own_connection(store: Any, timeout_s: float, watch: Callable[[], None]) -> tuple[Any, int | None]:
     """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
     takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer.
+    ``watch`` is called while the connection is made, and may raise to end that.
     """
     if not hasattr(store, "clone"):
         return store, None
     before, opened = store.timeout, _sockets()
     try:
         store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
-        own = store.clone()
+        own = beside(store.clone, watch)
     except RuntimeError as error:
         if "pure virtual" in str(error):  # a store that is written in Python
             return store, None
@@ -199,6 +227,14 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | None]
                 _limit_waits(descriptor, timeout_s)
                 return own, descriptor
     return own, None
+
+
+def end_connections(port: int) -> None:
+    """End the connections of this process to other processes' ``port``: waits for data of them fail."""
+    for descriptor in _sockets().values():
+        with contextlib.suppress(OSError, IndexError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[1] == port:
+                found.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[str, int]:

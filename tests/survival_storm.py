@@ -1,0 +1,229 @@
+"""One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
+
+A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
+keep what they have committed. ``Shared`` is memory that the processes and the test share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
+from crossreduce.torch import reforming
+
+MOST = 16  # processes
+SIZES = (1, 300, 20_000, 400_000)
+GROW_EVERY = 6  # steps
+FAILURES = ("kill", "stop", "exit", "exception")
+_NEWNET = 0x40000000  # CLONE_NEWNET
+
+
+class Failure(BaseException):
+    """A failure of the program, at any place: no code of the library may take it for an error of its own."""
+
+
+class Shared:
+    """Counters of each process, and whether the storm ends."""
+
+    def __init__(self):
+        self._memory = mmap.mmap(-1, 8 * (MOST + 1))
+
+    def __getitem__(self, process):
+        """Return how many steps a process has committed."""
+        return struct.unpack_from("<q", self._memory, 8 * process)[0]
+
+    def __setitem__(self, process, count):
+        struct.pack_into("<q", self._memory, 8 * process, count)
+
+    @property
+    def ends(self):
+        """Whether the storm ends; the processes then agree on the last step."""
+        return bool(self[MOST])
+
+    def end(self):
+        self[MOST] = 1
+
+
+class Process:
+    """A process of the storm; see ``lives``."""
+
+    def __init__(self, number, case, shared):
+        self.number, self.case, self.shared = number, case, shared
+        self.folder = Path(case["folder"])
+        self.step_number = self.total = 0
+        self.known, self.ends = number < case["size"], False  # whether the state is known; whether the last step ran
+        self.synchronise = False
+        self.records, self.delays, self.slowest = [], [], {}
+        self.detected_at = None
+        self.failures = [each for each in case["failures"] if each["who"] == number]
+        for what in ("agree", "shrink", "grow", "join"):
+            setattr(reforming, what, self.wrapped(what, getattr(reforming, what)))
+
+    def wrapped(self, what, function):
+        """Return a function that measures ``function``, and perhaps lets this process fail in it."""
+
+        def call(*arguments, **options):
+            failure = next((each for each in self.failures if each["where"] == what), None)
+            began = time.monotonic()
+            try:
+                if failure is None or failure["skip"]:
+                    if failure is not None:
+                        failure["skip"] -= 1
+                    return function(*arguments, **options)
+                self.failures.remove(failure)
+                self.fail_after(failure)
+                try:
+                    return function(*arguments, **options)
+                finally:
+                    if sys.getprofile() is not None:  # it has not failed yet
+                        sys.setprofile(None)
+                        fail(failure["how"])
+            finally:
+                self.slowest[what] = max(self.slowest.get(what, 0), time.monotonic() - began)
+
+        return call
+
+    def fail_after(self, failure):
+        """Let this process fail when functions of the library have called others so often as ``failure`` has it."""
+        left = failure["after"]
+
+        def count(frame, event, _):
+            nonlocal left
+            if event in ("call", "c_call", "c_return") and "crossreduce" in frame.f_code.co_filename:
+                left -= 1
+                if left <= 0:
+                    sys.setprofile(None)
+                    fail(failure["how"])
+
+        sys.setprofile(count)
+
+    def begin(self):
+        case = self.case
+        if self.known:
+            timeout = timedelta(seconds=case["timeout_s"])
+            where = f"tcp://{case['address']}:{case['port']}"
+            dist.init_process_group("crossreduce", where, rank=self.number, world_size=case["size"], timeout=timeout)
+            partial, whole = self.folder / f"partial{self.number}", self.folder / f"invitation{self.number}"
+            partial.write_text(reforming.invitation())
+            partial.rename(whole)
+            Path(self.folder, f"ready{self.number}").touch()
+            return
+        time.sleep(case["join_after_s"])
+        while True:
+            for path in sorted(self.folder.glob("invitation*")):
+                with suppress(PeerLostError):
+                    reforming.join(path.read_text(), timeout_s=60)
+                    self.synchronise = True
+                    return
+
+    def step(self):
+        """Make random collectives; return the ranks that took part, as bits, and whether the storm ends."""
+        size = dist.get_world_size()
+        if self.synchronise:
+            state = torch.tensor([self.known, self.step_number, self.total])
+            dist.broadcast(state, 0)
+            assert state[0], "the lowest rank has no state"
+            self.step_number, self.total = map(int, state[1:])
+        draw = random.Random(self.step_number)
+        x = torch.tensor([1 << self.number, self.shared.ends], dtype=torch.int64)
+        big = torch.full([draw.choice(SIZES)], 1 + self.number, dtype=torch.float32)
+        works = []
+        if draw.random() < 0.5:
+            works.append(dist.all_reduce(big, async_op=draw.random() < 0.5))
+        if draw.random() < 0.2:
+            parts = [torch.empty_like(big) for _ in range(size)]
+            works.append(dist.all_gather(parts, big.clone(), async_op=draw.random() < 0.5))
+        if draw.random() < 0.2:
+            dist.barrier()
+        dist.all_reduce(x)
+        for work in works:
+            if work is not None:
+                work.wait()
+        if self.detected_at is not None:
+            self.delays.append(time.monotonic() - self.detected_at)
+            self.detected_at = None
+        return int(x[0]), bool(x[1])
+
+    def detecting(self):
+        try:
+            return self.step()
+        except (PeerLostError, CollectiveTimeout):
+            self.detected_at = self.detected_at or time.monotonic()
+            raise
+
+    def train(self):
+        while not self.ends:
+            mask, ends = reforming.committed(self.detecting, lambda _: None)
+            self.known, self.synchronise, self.ends = True, False, ends
+            self.total += mask
+            self.records.append((self.step_number, mask, self.total))
+            self.step_number += 1
+            self.shared[self.number] += 1
+            if self.case["joiners"] and self.step_number % GROW_EVERY == 0 and reforming.grow() is not None:
+                self.synchronise = True
+
+    def run(self):
+        """Train until the end; return what this process has committed, and how it ended."""
+        end = "done"
+        try:
+            self.begin()
+            self.train()
+        except ExcludedError as error:
+            end = f"excluded: {error}"
+        if end == "done" and dist.is_initialized():
+            dist.destroy_process_group()
+        return {"records": self.records, "delays": self.delays, "slowest": self.slowest, "end": end}
+
+
+def fail(how):
+    if how == "exit":
+        sys.exit(5)
+    if how == "exception":
+        raise Failure("a failure of the program")
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def fail_on_signal():
+    signal.signal(signal.SIGUSR1, lambda *_: fail("exit"))
+    signal.signal(signal.SIGUSR2, lambda *_: fail("exception"))
+
+
+def enter(namespace):
+    """Let this process see the network of another process."""
+    with Path(f"/proc/{namespace}/ns/net").open() as opened:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(opened.fileno(), _NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def lives(rendezvous, case, shared):
+    """One process of a storm. The signal SIGQUIT makes it write where its threads are."""
+    torch.set_num_threads(1)
+    fail_on_signal()
+    output = Path(case["folder"], f"output{rendezvous.rank}")
+    with output.open("w") as opened:
+        faulthandler.register(signal.SIGQUIT, opened)
+        if case["namespaces"]:
+            enter(case["namespaces"][rendezvous.rank])
+        try:
+            return Process(rendezvous.rank, case, shared).run()
+        except BaseException:
+            opened.write(traceback.format_exc())
+            raise
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
