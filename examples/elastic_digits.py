@@ -1,7 +1,7 @@
 """Train a classifier of handwritten digits on ranks of which two are killed, while two new processes join.
 
-The program starts the ranks, kills two of them at random moments, and starts two new processes, which join with an
-invitation. ``crossreduce.torch.committed`` repeats the step in which a rank died, among those that are left, and
+The program starts the ranks, kills two of them at random moments, and lets two new processes join with an invitation.
+``crossreduce.torch.committed`` repeats the step in which a rank died, among those that are left, and
 ``crossreduce.torch.grow`` lets the new processes in. Every batch is divided among the current ranks.
 
 Then the program trains again, undisturbed, with the same number of ranks in each step. The losses of both runs must be
@@ -100,10 +100,10 @@ def train(pipe, store, rank, ranks):
     go_on(pipe, training, is_new=False)
 
 
-def train_later(pipe, invitation):
-    """Be a process that joins."""
+def train_later(pipe):
+    """Be a process that joins when it is sent an invitation."""
     training = Training()  # before it joins, since the other ranks wait for it from then on
-    crossreduce.torch.join(invitation)
+    crossreduce.torch.join(pipe.recv())
     go_on(pipe, training, is_new=True)
 
 
@@ -151,6 +151,7 @@ class Ranks:
         process.start()
         other.close()
         self.running[pipe] = process
+        return pipe
 
     def messages(self):
         """Yield messages with their pipes until all processes have ended.
@@ -180,6 +181,7 @@ def disturbed(replicas, seed, folder):
     report = {"happened": [], "losses": [], "sizes": [], "seconds": [], "accuracy": set()}
     for rank in range(replicas):
         ranks.start(train, f"{folder}/store", rank, replicas)
+    spare = [ranks.start(train_later) for event in events if event == "join"]
     for pipe, message in ranks.messages():
         if isinstance(message, str):
             invitations[pipe] = message
@@ -198,7 +200,7 @@ def disturbed(replicas, seed, folder):
             if waiting and step >= waiting[0][0]:
                 _, event = waiting.pop(0)
                 if event == "join":
-                    ranks.start(train_later, invitations[chance.choice(living)])
+                    spare.pop().send(invitations[chance.choice(living)])
                 else:
                     time.sleep(chance.uniform(0, 0.01))  # so that it may hit any part of a step
                     victim = chance.choice(living)
