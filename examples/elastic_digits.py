@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 
@@ -114,8 +115,8 @@ def go_on(pipe, training, is_new):
     while step < STEPS:
         if is_new or (step % OPEN_EVERY == 0 and crossreduce.torch.grow() is not None):
             is_new = False
-            step = crossreduce.torch.committed(lambda: training.receive(step))
-        loss = crossreduce.torch.committed(lambda: training.backward(step))
+            step = crossreduce.torch.committed(partial(training.receive, step))
+        loss = crossreduce.torch.committed(partial(training.backward, step))
         training.optimizer.step()  # here all ranks that are left have the same gradients
         pipe.send((step, dist.get_world_size(), loss))
         step += 1

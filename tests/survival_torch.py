@@ -1,23 +1,16 @@
 """The program of tests/test_survival_torch.py: ranks die, and the others go on in the same processes.
 
-``python survival_torch.py FOLDER`` imports torch once, and forks the ranks of each case. Each rank writes a report,
-``{"failed": traceback or None}``, to FOLDER/<case> <rank>.json; the ranks that the case kills write none.
+For its arguments and reports see ``forked_torch``.
 
 The oracle of the training cases is one process that trains on whole batches. The ranks split each batch evenly, so it
 does not matter for the oracle how many they are. All numbers are float64, so that rounding differences are tiny.
 """
 
-import json
-import os
-import signal
-import sys
 import time
-import traceback
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_torch import Cases, die
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,22 +23,7 @@ from crossreduce import ArgumentError, ContextError, PeerLostError
 BATCH = 12  # samples of a step; 1, 2, 3, 4 ranks have equally many
 STEPS = 6
 DEADLY = 2  # the step in which ranks die
-SECONDS = 100.0  # for one case
-CASES = {}
-
-
-def case(ranks, killed):
-    """Register a case: the number of ranks, and those that it kills."""
-
-    def add(function):
-        CASES[function.__name__] = ranks, killed, function
-        return function
-
-    return add
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+CASES = Cases()
 
 
 def batch(step):
@@ -209,32 +187,32 @@ def train(kind, killed):
     expect_trained(trainer.parameters())
 
 
-@case(4, (1, 2))
-def plain():
+@CASES.add(4, killed=(1, 2))
+def plain(_):
     """Two of four ranks die at once in a loop that reduces each gradient itself."""
     train(Plain, (1, 2))
 
 
-@case(4, (0,))
-def ddp():
+@CASES.add(4, killed=(0,))
+def ddp(_):
     """Rank 0 dies, and with it the store of the rendezvous, under DDP."""
     train(Ddp, (0,))
 
 
-@case(4, (1, 3))
-def fsdp_replicated():
+@CASES.add(4, killed=(1, 3))
+def fsdp_replicated(_):
     """Two of four whole replicas of FSDP2 die."""
     train(Replicated, (1, 3))
 
 
-@case(4, (3,))
-def hsdp():
+@CASES.add(4, killed=(3,))
+def hsdp(_):
     """A rank of the second of two replicas of FSDP2 dies; its neighbour and the whole replica go on as three shards."""
     train(Hsdp, (3,))
 
 
-@case(3, (1,))
-def subgroups():
+@CASES.add(3, killed=(1,))
+def subgroups(_):
     """Groups that were made before a shrink of the default group are closed, with an error that says so."""
     pair, world = dist.new_group([0, 2]), dist.group.WORLD
     x = torch.ones(5)
@@ -256,8 +234,8 @@ def subgroups():
     assert x.tolist() == [2.0] * 5
 
 
-@case(4, (3,))
-def one_subgroup():
+@CASES.add(4, killed=(3,))
+def one_subgroup(_):
     """A sub-group shrinks alone: the default group keeps its ranks, and the new group their numbers."""
     threes = dist.new_group([0, 2, 3])
     if dist.get_rank() == 3:
@@ -276,8 +254,8 @@ def one_subgroup():
     assert dist.get_world_size() == 3
 
 
-@case(4, (1,))
-def waits_in_a_subgroup():
+@CASES.add(4, killed=(1,))
+def waits_in_a_subgroup(_):
     """Ranks that wait in a sub-group for one that has noticed the loss in another group go on with it, at once."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [2, 3])]
     begun = time.monotonic()
@@ -296,8 +274,8 @@ def waits_in_a_subgroup():
     assert time.monotonic() - begun < 8, "less than the timeouts of shrink, 10 s, and of the groups, 20 s"
 
 
-@case(3, (2,))
-def completed():
+@CASES.add(3, killed=(2,))
+def completed(_):
     """All survivors agree on how many ops have succeeded on all of them, and on a flag."""
     for _ in range(4):
         dist.all_reduce(torch.ones(3))
@@ -315,46 +293,5 @@ def leave_and_join():
     crossreduce.torch.join("nonsense")
 
 
-# Running the cases
-
-
-def child(name, rank, folder):
-    """Run a case on one rank, write its report, and end without exit handlers of the parent."""
-    ranks, _, function = CASES[name]
-    failed = None
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "crossreduce", f"file://{folder}/{name}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
-        )
-        function()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException:
-        failed = traceback.format_exc()
-    finally:
-        Path(folder, f"{name} {rank}.json").write_text(json.dumps({"failed": failed}))
-        os._exit(0)
-
-
-def run(name, folder):
-    """Run a case; kill ranks that take too long."""
-    ranks, _, _ = CASES[name]
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if not pid:
-            child(name, rank, folder)
-        pids.append(pid)
-    deadline = time.monotonic() + SECONDS
-    while pids:
-        if time.monotonic() > deadline:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-        time.sleep(0.02)
-
-
 if __name__ == "__main__":
-    for name in sys.argv[2:] or CASES:
-        run(name, sys.argv[1])
+    CASES.main()

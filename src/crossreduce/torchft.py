@@ -1,7 +1,7 @@
 """A process group for torchft, which makes it again whenever replica groups come or go.
 
-Input: torchft's calls, of its ``Manager`` or of ``configure`` and ``reconfigure``. Output: a ``crossreduce.torch.Group``
-of the current replica groups. The quorum is torchft's; see ``crossreduce.torch.shrink`` for groups that need none.
+Input: torchft's calls, of its ``Manager`` or of ``configure`` and ``reconfigure``. Output: a group of the current
+replica groups. The quorum is that of torchft's lighthouse; ``crossreduce.torch.shrink`` needs no lighthouse.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ except ImportError as error:
 class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
     """The process group to pass to torchft: ``Manager(pg=ProcessGroupCrossreduce(timeout=timedelta(seconds=10)))``.
 
-    If a replica group is lost, calls on the others raise a ``PeerLostError`` within a second, which the manager handles;
-    a step is then repeated with those that are left. Each rank needs a process of its own.
+    If a replica group is lost, calls on the others raise a ``PeerLostError`` within a second. The manager then discards
+    the step, and makes the group again with those that are left. Each rank needs a process of its own.
 
     Args:
       timeout: how long a call, and the making of the group, wait for other replica groups.
