@@ -590,12 +590,12 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 # Larger ones, which ``python tests/membership_model.py`` searches, with what that took on one slow core.
 LARGE: dict[str, Scenario] = {
-    "2+2, three ends": Scenario((2, 2), rounds(range(4), 2), most=3, crashes=3, late=(1,)),
-    "1+1+1+1, a rank ends": Scenario((1, 1, 1, 1), ((0, 0), (3, 0)), most=2, crashes=1, proposals="own"),
     "1+1, five ballots": Scenario((1, 1), rounds((0, 1), 3), most=5, crashes=1, late=(1,)),
-    "2+1+1, three ballots": Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=3, crashes=1, power=True, proposals="own"),
-    "1+1+1, three ballots": Scenario((1, 1, 1), rounds(range(3), 1), most=3, crashes=1, proposals="own"),
     "2+2, twice": Scenario((2, 2), rounds((0, 2), 1), most=3, crashes=2, numbers=2, power=True, proposals="all"),
+    "1+1+1, three ballots": Scenario((1, 1, 1), rounds(range(3), 1), most=3, proposals="own"),
+    "2+1+1, three ballots": Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=3, crashes=1, power=True, proposals="own"),
+    "1+1+1+1, a rank ends": Scenario((1, 1, 1, 1), ((0, 0), (3, 0)), most=2, crashes=1, proposals="own"),
+    "2+2, three ends": Scenario((2, 2), rounds(range(4), 2), most=3, crashes=3, late=(1,)),
 }
 
 if __name__ == "__main__":
