@@ -512,6 +512,16 @@ def test_a_ballot_that_a_host_has_ruled_out_is_refused():
     assert not ballot.final
 
 
+def test_a_ballot_is_final_when_its_own_host_has_accepted():
+    """A quorum of other hosts is not enough: the own host's register has the one decision of the ballot."""
+    ballot = Ballot(0, 0, ONE, {0: 1, 1: 1, 2: 1})
+    ballot.accepted(1, ONE)
+    ballot.accepted(2, ONE)
+    assert not ballot.final
+    ballot.accepted(0, ONE)
+    assert ballot.final
+
+
 def test_a_second_rank_of_a_host_counts_what_the_first_one_has_begun():
     """If another rank of the host has begun the same ballot with another decision, that one counts."""
     ballot = Ballot(1, 1, ONE, {0: 1, 1: 2})

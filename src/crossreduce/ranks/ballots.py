@@ -44,7 +44,7 @@ class Ballot:
     Args:
       number: see ``Registers``. A rank uses each number once.
       weights: the number of ranks that vote on each host.
-      ended: all hosts of which the caller knows that they have ended. The attribute ``ended``, which the caller gives to
+      ended: all hosts that have ended, as far as the caller knows. The attribute ``ended``, which the caller gives to
         ``Registers.promise``, is empty if the other hosts are a quorum.
     """
 

@@ -123,7 +123,7 @@ class Registers:
     # Ballots
 
     def promise(self, number: int, ballot: int, ended: Collection[int] = ()) -> tuple[int, Decision] | None:
-        """Rule out from now on to accept in an earlier ballot, and to accept or decide in ballots of the hosts ``ended``.
+        """Rule out from now on that this host accepts in an earlier ballot, or anything of ballots of hosts ``ended``.
 
         Return the last decision that was accepted or decided in one of these ballots, with its ballot.
 
