@@ -389,10 +389,9 @@ class _Speaker:
             return False
         registers.decide(number, ballot.number, ballot.decision)
         told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
-        for host in self._others:
-            for rank in self._electors:
-                if group._host_of[rank] == host:
-                    start_new_thread(_ask, (group._peers[rank], group.token, told, SimpleQueue()))
+        members = {group._host_of[rank] for rank in ballot.decision.members}
+        for _ in group.ask_hosts([host for host in self._others if host in members], self._electors, told):
+            pass  # this waits for them: if this process ended at once, they could decide something else without it
         return True
 
     def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json]]]:
