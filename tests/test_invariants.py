@@ -54,6 +54,7 @@ FLOORS = (
     ("trees",),
     ("strategy",),
     ("torch", "jax", "tensorflow", "mpi"),
+    ("torchft",),
     ("cli",),
     ("__main__",),
 )

@@ -74,7 +74,13 @@ def test_the_reference_has_the_public_interface():
     expected = list(crossreduce.__all__)
     for module in ("tensorflow", "jax", "torch", "trace"):
         expected += [f"{module}.{name}" for name in public(module)]
-    expected += ["mpi.join", "mpi.MpiGroup", "kernels.instruction_set", "kernels.threads"]
+    expected += [
+        "torchft.ProcessGroupCrossreduce",
+        "mpi.join",
+        "mpi.MpiGroup",
+        "kernels.instruction_set",
+        "kernels.threads",
+    ]
     assert sorted(found) == sorted(expected)
 
 

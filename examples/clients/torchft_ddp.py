@@ -10,24 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torchft import DistributedDataParallel, Manager, Optimizer, coordination
-from torchft.process_group import ProcessGroupWrapper
 
-from crossreduce.torch import Group
-
-
-class ProcessGroupCrossreduce(ProcessGroupWrapper):
-    """A process group that torchft makes again whenever replica groups come or go."""
-
-    def _create_pg(self, store, rank, world_size):
-        return Group(store, rank, world_size, self._timeout, f"torchft {self._uuid}")
-
-    def shutdown(self):
-        if self._pg is not None:
-            self._pg.shutdown()
-        super().shutdown()
-
-    def getBackendName(self):  # noqa: N802 - torch's name
-        return "torchft-crossreduce"
+from crossreduce.torchft import ProcessGroupCrossreduce
 
 
 def train(replica, lighthouse):

@@ -332,6 +332,13 @@ class Communicator(CountedMember):
             return max(ended, default=0)
         return 0
 
+    @property
+    def failure(self) -> ReductionError | None:
+        """The error for which the group was aborted, which further calls raise; ``None``: it was not."""
+        with suppress(ValueError):  # the memory is closed
+            return self._broken or self.memory.abort_cause()
+        return None
+
     def decide(self, kind: int, flag: bool, timeout_s: float) -> Decision:
         """Agree with the other ranks on which of them are left (see ``Agreements``); if that fails, leave the group.
 

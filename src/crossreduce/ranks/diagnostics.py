@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ..errors import message, rank_list
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
-UNUSABLE: Final = "The group cannot be used again. Restart the job."
+UNUSABLE: Final = "The group cannot be used again: call crossreduce.torch.shrink, or restart the job."
 NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -153,12 +153,12 @@ def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str
     ``ranks``: for each lost rank where it was. ``how``: "died", "left", "died or left" or "was interrupted". If there
     was no call, its text is empty.
 
-    >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))
-    rank 3 died during op 17, barrier, of group "world". The group cannot be used again. Restart the job.
+    >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))  # doctest: +ELLIPSIS
+    rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call crossreduce.torch.shr...
       given: rank 3: pid 4711 on host a
       try:   read the last output of rank 3; crossreduce doctor DIR shows the last calls of each rank
-    >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(0, ""), "world").splitlines()[0])
-    rank 3 died before the first op of group "world". The group cannot be used again. Restart the job.
+    >>> lost_text({3: "pid 4711 on host a"}, CallSignature(0, ""), "world").partition(". ")[0]
+    'rank 3 died before the first op of group "world"'
     """
     assert ranks, "no rank was lost"
     if len(ranks) > 1:

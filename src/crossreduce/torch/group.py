@@ -34,7 +34,7 @@ from ..transports.gloo import BesideGloo, lazy_options, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
-from .op_queue import Finished, Message, OpQueue, Works, exclude_from_compile
+from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile
 from .profiling import entry, is_profiled, lasting
 from .rendezvous import CancellableStore, ConnectionStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
@@ -106,6 +106,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
+
+    def __repr__(self) -> str:
+        """Return the group's name, as torch shows it in errors about a group that it does not know any more."""
+        return f'<crossreduce group "{self.queue.name}"{f" was destroyed: {REMEDY}" if self.queue.is_closed else ""}>'
 
     @property
     def timeout(self) -> timedelta:

@@ -105,7 +105,7 @@ class Joiner:
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""
-        request = {"what": "status", "number": offer["number"], "electors": []}
+        request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
             try:
@@ -117,7 +117,7 @@ class Joiner:
             elif "moved" in answer:
                 return made is not None and answer["moved"] == made.communicator.token
             elif answer["decided"] is not None:
-                decision = read_decision(answer["decided"])
+                decision = read_decision(answer["decided"][1])
                 return decision.flag and decision.kind == FORMED
             else:
                 return None

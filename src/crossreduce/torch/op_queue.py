@@ -26,6 +26,7 @@ from ..errors import CollectiveTimeout, ContextError, ReductionError
 from ..ranks.communicator import Communicator
 from ..threads import start_thread
 
+REMEDY: Final = "make it again: shrink, grow and destroy_process_group end all earlier groups"
 _WAIT_S: Final = 0.5  # the longest wait before a signal is handled that the system did not deliver during a wait
 
 
@@ -299,7 +300,7 @@ class OpQueue:
     def require_open(self) -> None:
         """Raise ``ContextError`` if the group was destroyed, or belongs to the process this one was forked from."""
         if self._refusal is not None:
-            raise ContextError.of(self._refusal, f'group "{self.name}"', "make a new group in this process")
+            raise ContextError.of(self._refusal, f'group "{self.name}"', REMEDY)
 
     def run_next(self) -> bool:
         """Run the next op and return whether there may be more."""
@@ -328,6 +329,11 @@ class OpQueue:
         if threading.current_thread() is self._thread:
             while not work.is_completed():
                 self.run_next()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether new ops are refused."""
+        return self._refusal is not None
 
     @property
     def is_forked(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, shown
+from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message, shown
 from ..ranks import survivors
 from ..ranks.contact import Place
 from ..ranks.survivors import SHRINK_S, Reformed
@@ -81,8 +81,9 @@ def committed(
         result, done = [], True
         try:
             result.append(step())
-        except (PeerLostError, CollectiveTimeout):
+        except (PeerLostError, CollectiveTimeout) as error:
             done = False
+            _end_calls(error)
         if agree(done, timeout_s=None if done else timeout_s) and result:
             return result[0]
         made = shrink(timeout_s=timeout_s)
@@ -112,6 +113,9 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
         than half, or half with the lowest one, unless all others have ended.
     """
     found = group_of(group)
+    if found is dist.group.WORLD:
+        problem = "a rank shrinks the default group, which ends all groups."
+        _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
     made, reformed = survivors.shrink(found.communicator, Forming(found, grows=False), timeout_s)
     return _replaced(found, made, reformed)
 
@@ -187,6 +191,7 @@ def group_of(group: Any) -> Group:
 
     Raises:
       ArgumentError: there is no default group, or the group has another backend.
+      ContextError: the group was destroyed.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
@@ -195,7 +200,16 @@ def group_of(group: Any) -> Group:
     if not isinstance(found, Group):
         remedy = f'a process group of the backend "{_BACKEND}"'
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
+    found.queue.require_open()
     return found
+
+
+def _end_calls(error: ReductionError) -> None:
+    """Make the calls of all groups of this process fail on all their ranks: some may wait there for this rank."""
+    tables: Any = dist.distributed_c10d
+    for group in list(tables._world.pg_map):
+        if isinstance(group, Group):
+            group.communicator.give_up(error)
 
 
 def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:

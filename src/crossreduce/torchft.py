@@ -1,0 +1,56 @@
+"""A process group for torchft, which makes it again whenever replica groups come or go.
+
+Input: torchft's calls, of its ``Manager`` or of ``configure`` and ``reconfigure``. Output: a group of the current
+replica groups. The quorum is that of torchft's lighthouse; ``crossreduce.torch.shrink`` needs no lighthouse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import BackendError, ContextError
+from .torch import Group
+
+try:
+    from torchft.process_group import ProcessGroupWrapper
+except ImportError as error:
+    problem = f"crossreduce.torchft needs torchft, but torchft cannot be imported: {error}."
+    raise BackendError.of(problem, remedy="pip install torchft") from error
+
+
+class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
+    """The process group to pass to torchft: ``Manager(pg=ProcessGroupCrossreduce(timeout=timedelta(seconds=10)))``.
+
+    If a replica group is lost, calls on the others raise a ``PeerLostError`` within a second. The manager then discards
+    the step, and makes the group again with those that are left. Each rank needs a process of its own.
+
+    Args:
+      timeout: how long a call, and the making of the group, wait for other replica groups.
+    """
+
+    _aborted: Exception | None = None
+
+    def errored(self) -> Exception | None:
+        """Return the error for which the group has to be made again; ``None``: it is intact."""
+        return self._aborted if self._pg is None else self._pg.communicator.failure
+
+    def abort(self, errored: bool = True) -> None:
+        """Leave the group at once; pending calls on all ranks fail. ``errored``: whether ``errored`` reports that."""
+        if errored:
+            self._aborted = self.errored() or ContextError.of("the process group was aborted.", remedy="reconfigure it")
+        super().abort(errored=errored)
+
+    def shutdown(self) -> None:
+        """Leave the group when its pending calls have ended."""
+        if self._pg is not None:
+            self._pg.shutdown()
+        super().shutdown()
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name under which ``register`` registers the group."""
+        return "torchft-crossreduce"
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Group:
+        """Make the group of the current replica groups; torchft calls this."""
+        self._aborted = None
+        return Group(store, rank, world_size, self._timeout, "torchft")
