@@ -105,6 +105,12 @@ class Bed:
         for host, there in ((a, b), (b, a))[: 1 + both]:
             self._do(host, ["ip", "route", "replace", "unreachable", self.addresses[there] + "/32"])
 
+    def mend(self, a, b):
+        """Undo ``lose``."""
+        for host, there in ((a, b), (b, a)):
+            route = [self.addresses[there] + "/32", "dev", f"link{there - (there > host)}", "src", self.addresses[host]]
+            self._do(host, ["ip", "route", "replace", *route])
+
     def change_rate(self, a, b, rate):
         """Give the link between two hosts another rate, in both directions."""
         for host, there in ((a, b), (b, a)):

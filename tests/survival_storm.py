@@ -168,7 +168,7 @@ class Process:
 
     def train(self):
         while not self.ends:
-            mask, ends = reforming.committed(self.detecting, lambda _: None)
+            mask, ends = reforming.committed(self.detecting, timeout_s=self.case["wait_s"])
             self.known, self.synchronise, self.ends = True, False, ends
             self.total += mask
             self.records.append((self.step_number, mask, self.total))

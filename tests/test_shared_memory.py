@@ -447,19 +447,19 @@ def test_long_texts_that_differ_at_the_end_still_differ():
 
 def test_a_rank_is_alive_until_its_process_ends(fd):
     """Other ranks detect a process by its lock, which the operating system releases however the process ends."""
-    os.ftruncate(fd, RankMemory.nbytes(2, SLOT))
+    os.ftruncate(fd, RankMemory.nbytes(2, SLOT, 8, 1))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            other = RankMemory(os.dup(fd), (4, 7), 7, SLOT, 0.0)
+            other = RankMemory(os.dup(fd), (4, 7), 7, SLOT, 8, 1, 0.0)
             other.record_leaving()
             os.write(writer, b"x")
             time.sleep(60)
         finally:
             os._exit(1)
     assert os.read(reader, 1) == b"x"
-    memory = RankMemory(os.dup(fd), (4, 7), 4, SLOT, 0.0)
+    memory = RankMemory(os.dup(fd), (4, 7), 4, SLOT, 8, 1, 0.0)
     assert memory.alive(4)
     assert memory.alive(7)
     assert memory.last_call(7).text == LEFT

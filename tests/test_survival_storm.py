@@ -3,6 +3,7 @@
 CROSSREDUCE_STORM=200 in the environment runs 200 storms instead of a few.
 """
 
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import namespaces
 import pytest
 import torch  # noqa: F401 - the ranks are forked with it
 from ranks import Died, ranks
@@ -38,8 +40,8 @@ def is_down(pid):
     return state(pid) in "ZTX"
 
 
-def wait_until(true, what):
-    deadline = time.monotonic() + LIMIT_S
+def wait_until(true, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -80,16 +82,18 @@ def drawn(seed, folder):
         "address": "127.0.0.1",
         "port": free_port(),
         "namespaces": None,
+        "excluded": [],
+        "wait_s": 10,
     }
 
 
-def storm(case, shared):
-    """Return a function that lets the processes of a storm fail."""
+def storm(case, shared, disturb=lambda: None):
+    """Return a function that lets the processes of a storm fail; ``disturb`` is called at the same time."""
     draw = random.Random(case["seed"])
     size, folder = case["size"], Path(case["folder"])
     total = size + case["joiners"]
     victims = {each["who"] for each in case["failures"]}
-    others = [process for process in range(total) if process not in victims]
+    others = [process for process in range(total) if process not in victims and process not in case["excluded"]]
 
     def begun(pids):
         try:
@@ -105,15 +109,22 @@ def storm(case, shared):
             raise AssertionError("\n".join([str(error), json.dumps(case), *texts])) from None
 
     def storm_through(pids):
-        wait_until(lambda: all(Path(folder, f"ready{each}").exists() for each in range(size)), "the ranks do not begin")
+        ready = [folder / f"ready{process}" for process in range(size)]
+        wait_until(lambda: all(path.exists() for path in ready), "the ranks do not begin", 60)
         time.sleep(draw.random() * 0.3)
+        disturb()
         for each in case["failures"]:
             if each["where"] == "any":
                 if each["who"] >= size:  # when it joins
                     time.sleep(case["join_after_s"])
                 time.sleep(each["delay_s"])
                 os.kill(pids[each["who"]], SIGNALS[each["how"]])
+        time.sleep(1)
+        for each in case["failures"]:
+            if not is_down(pids[each["who"]]):  # it was not in the call in which it was to fail
+                os.kill(pids[each["who"]], SIGNALS[each["how"]])
         wait_until(lambda: all(is_down(pids[victim]) for victim in victims), "victims are alive")
+        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off go on", 30)
         counts = [shared[process] for process in others]
         wait_until(
             lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
@@ -136,7 +147,10 @@ def check(case, found):
     steps = {}
     for process, one in enumerate(found):
         how = victims.get(process)
-        if how is None:
+        if process in case["excluded"]:
+            assert isinstance(one, dict), (note, process, one, getattr(one, "__notes__", ""))
+            assert one["end"].startswith("excluded"), (note, process, one["end"])
+        elif how is None:
             assert isinstance(one, dict), (note, process, one, getattr(one, "__notes__", ""))
             assert one["end"] == "done", (note, process, one["end"])
         elif how in ("exit", "exception"):
@@ -157,22 +171,104 @@ def check(case, found):
         assert total == before + mask, (note, number, results)
         before = total
         assert all(mask >> process & 1 for process in results), (note, number, results)
-    return [one for process, one in enumerate(found) if process not in victims]
+    return [one for process, one in enumerate(found) if process not in victims and process not in case["excluded"]]
+
+
+def run(case, disturb=lambda: None):
+    """Run a storm, and require that all who are left have gone on."""
+    shared, total = Shared(), case["size"] + case["joiners"]
+    environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
+    begun = storm(case, shared, disturb)
+    found = ranks(total, lives, case, shared, check=False, begun=begun, timeout_s=120, environment=environment)
+    rest = check(case, found)
+    if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
+        figures = {key: [one[key] for one in rest] for key in ("delays", "slowest")}
+        with Path(log).open("a") as opened:
+            opened.write(json.dumps({"case": case, **figures}) + "\n")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_others_go_on(tmp_path, seed):
     """Whichever ranks die, stop or raise, wherever: the others go on with the same results on all of them, none of
     them hangs, and a rank that was stopped is excluded, or still in the group."""
-    case, shared = drawn(seed, tmp_path), Shared()
-    total = case["size"] + case["joiners"]
-    found = ranks(total, lives, case, shared, check=False, begun=storm(case, shared), timeout_s=3 * LIMIT_S)
-    rest = check(case, found)
-    if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
-        with Path(log).open("a") as opened:
-            figures = {
-                "case": case,
-                "delays": [one["delays"] for one in rest],
-                "slowest": [one["slowest"] for one in rest],
-            }
-            opened.write(json.dumps(figures) + "\n")
+    run(drawn(seed, tmp_path))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def bed(request):
+    """Two or three hosts."""
+    if reason := namespaces.available():
+        pytest.skip(f"network namespaces: {reason}")
+    with namespaces.hosts(request.param) as made:
+        yield made
+
+
+def drawn_on_hosts(seed, folder, bed):
+    """Return a random storm on hosts: ranks or all ranks of a host are lost, or a host's links are cut."""
+    draw = random.Random(seed)
+    count = len(bed.addresses)
+    hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
+    size, joiners = len(hosts), 0
+    what, failures, excluded, cut = ("ranks", "host", "cut")[seed % 3], [], [], None
+    if what == "ranks":
+        victims = draw.sample(range(size), draw.randint(1, size - 1))
+    elif what == "host":
+        lost, joiners = draw.randrange(count), 1
+        victims = [rank for rank in range(size) if hosts[rank] == lost]
+        hosts.append(lost)  # the host comes back
+    else:
+        victims, cut = [], draw.randrange(count)
+        behind = [rank for rank in range(size) if hosts[rank] == cut]
+        has_quorum = 2 * len(behind) > size or (2 * len(behind) == size and cut == 0)
+        excluded = [rank for rank in range(size) if (rank in behind) != has_quorum]
+    for victim in victims:
+        alone = all(hosts[rank] != hosts[victim] or rank in victims for rank in range(size) if rank != victim)
+        how = draw.choice(
+            ["kill", "exit", "exception", "kill" if alone else "stop"]
+        )  # of a stopped host nothing is known
+        where = draw.choice(["any", "any", "shrink", "agree"] if failures else ["any", "any", "agree"])
+        failures.append({"who": victim, "where": where, "how": how, "skip": draw.randrange(10) * (where == "agree")})
+        failures[-1] |= {"after": int(10 ** (draw.random() * 3.5)), "delay_s": draw.choice([0, draw.random() * 0.1])}
+    stops = any(each["how"] == "stop" for each in failures) or cut is not None
+    return {
+        "seed": seed,
+        "folder": str(folder),
+        "size": size,
+        "joiners": joiners,
+        "join_after_s": 0.5,
+        "hosts": hosts,
+        "cut": cut,
+        "slow": draw.random() < 0.3,
+        "failures": failures,
+        "excluded": excluded,
+        "timeout_s": 2 if stops else 1800,
+        "wait_s": 3,
+        "address": bed.addresses[hosts[0]],
+        "port": 29500 + seed,
+        "namespaces": [bed.holders[host].pid for host in hosts],
+    }
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CROSSREDUCE_STORM", "6"))))
+def test_the_others_go_on_on_several_hosts(tmp_path, bed, seed):
+    """Whichever ranks or hosts are lost: the others go on. If a host loses its links, the part that has the majority of
+    the ranks, or half of them with the lowest one, goes on, and the other part raises ExcludedError.
+
+    A host that was lost comes back by an invitation.
+    """
+    case = drawn_on_hosts(seed, tmp_path, bed)
+    pairs = list(itertools.combinations(range(len(bed.addresses)), 2))
+
+    def disturb():
+        for a, b in pairs:
+            if case["slow"]:
+                bed.change_rate(a, b, "50mbit")
+            if case["cut"] in (a, b):
+                bed.lose(a, b)
+
+    try:
+        run(case, disturb)
+    finally:
+        for a, b in pairs:
+            bed.mend(a, b)
+            bed.change_rate(a, b, "1gbit")

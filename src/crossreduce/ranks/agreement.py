@@ -17,14 +17,14 @@ from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 from ..errors import ExcludedError
 from . import contact
 from .ballots import Ballot
 from .contact import Ended, Json, Peer, Place
 from .peers import PeerInfo
-from .registers import BALLOTS, Contribution, Decision, Overtaken
+from .registers import Contribution, Decision, Overtaken, Registers
 from .shared_memory import RankMemory
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
@@ -56,7 +56,6 @@ class Agreements:
     ) -> None:
         self._rank, self._hosts, self._memory, self._infos, self._name = rank, hosts, memory, peers, name
         self._global_ranks = global_ranks
-        self._registers = memory.registers
         self.token = peers[0].token
         self._host_of = {each: k for k, host in enumerate(hosts) for each in host}
         self._own = self._host_of[rank]
@@ -66,6 +65,10 @@ class Agreements:
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
         self.last: Decision | None = None  # the decision of number ``number``
+
+    @property
+    def _registers(self) -> Registers:
+        return self._memory.registers
 
     def know(self, addresses: Mapping[int, str]) -> None:
         """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
@@ -106,7 +109,7 @@ class Agreements:
             self._registers.arrive(Contribution(number, kind, flag, progress))
             speaker = _Speaker(self, number, electors, timeout_s)
             pause_s, look_at, speaks = _PAUSES_S[0], began, False
-            while (found := self._registers.decision(number)) is None:
+            while (known := self._registers.decision(number)) is None:
                 now = time.monotonic()
                 if now > began + timeout_s + _BEYOND_S:
                     raise self._no_quorum(electors, timeout_s)
@@ -117,6 +120,7 @@ class Agreements:
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
         except Overtaken:
             raise self._excluded() from None
+        found = known[1]
         self.electors, self.last = found.members, found
         if self._rank not in found.members:
             raise self._excluded()
@@ -150,15 +154,19 @@ class Agreements:
                 return {"members": [self._infos[rank].place for rank in self.electors]}
             if what == "waiting":
                 return {"waiting": self.joiners()}
+            if what == "result":
+                return {"decided": self._registers.decision(number)}
+            if not self._registers.follows(number, read_decided(request["previous"])):
+                return {"otherwise": True}
             if what == "status":
                 return self.status(number, request["electors"])
+            ballot = int(request["ballot"])
             if what == "promise":
-                accepted = self._registers.promise(number, int(request["ballot"]))
-                return {"accepted": accepted and [accepted[0], accepted[1]]}
+                return {"accepted": self._registers.promise(number, ballot, request["ended"])}
             decision = read_decision(request["decision"])
             if what == "accept":
-                return {"accepted": self._registers.accept(number, int(request["ballot"]), decision)}
-            self._registers.decide(number, decision)
+                return {"accepted": self._registers.accept(number, ballot, decision)}
+            self._registers.decide(number, ballot, decision)
         except Overtaken:
             return _MOVED
         except (OSError, ValueError):  # the memory is closed
@@ -166,7 +174,10 @@ class Agreements:
         return {}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
-        """Return what this host knows of an agreement, and which of its electors have arrived, are late or stopped."""
+        """Return what this host knows of an agreement, and which of its electors have arrived, are late or stopped.
+
+        ``decided``: see ``Registers.decision``.
+        """
         decided = self._registers.decision(number)
         arrived, late, stopped = {}, [], []
         for place, rank in enumerate(self._memory.host):
@@ -191,9 +202,12 @@ class Agreements:
         """
         number, now = self.number + 1, time.monotonic()
         hosts = {self._host_of[rank] for rank in members} - {self._own}
-        request = {"what": "status", "number": number, "electors": members}
+        request = self.request("status", number, electors=members)
         found: dict[int, dict[str, Json] | None] = dict(self.ask_hosts(hosts, members, request))
-        found[self._own] = self.status(number, members)
+        try:
+            found[self._own] = self.status(number, members)
+        except Overtaken:  # they have excluded this rank
+            return [rank for rank in members if rank != self._rank]
         lost = []
         for rank in members:
             host = self._host_of[rank]
@@ -207,6 +221,11 @@ class Agreements:
             if (arrived is None and rank not in status.get("late", [])) or (arrived is not None and not arrived[1]):
                 lost.append(rank)
         return lost
+
+    def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
+        """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
+        previous = self._registers.decision(number - 1) if number > 1 else None
+        return {"what": what, "number": number, "previous": previous, **content}
 
     def ask_hosts(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json]
@@ -254,7 +273,7 @@ class Agreements:
                 except Empty:
                     break
                 if answer is not None and not answer.keys() & {"ended", "unknown"}:
-                    answers.put((host, answer, True))
+                    answers.put((host, answer, "otherwise" not in answer))
                     return
                 missing, due = missing - 1, due - 1
                 ended += answer is not None  # it has ended, or has left the group
@@ -289,6 +308,7 @@ class _Speaker:
         self._turn = sorted(self._weights).index(group._own)
         self._ask_at = self._began + _TURN_S * self._turn
         self._unreached_since: dict[int, float] = {}
+        self._ended: set[int] = set()  # the hosts on which no elector lives any more
         self._ready_at = 0.0
         self._round = 0
 
@@ -313,7 +333,7 @@ class _Speaker:
     def _ready(self) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more."""
         group, number = self._group, self._number
-        request = {"what": "status", "number": number, "electors": self._electors}
+        request = group.request("status", number, electors=self._electors)
         found: dict[int, dict[str, Json] | None] = dict(group.ask_hosts(self._others, self._electors, request))
         found[group._own] = group.status(number, self._electors)
         contributions, late, now = {}, False, time.monotonic()
@@ -324,13 +344,15 @@ class _Speaker:
                 continue
             self._unreached_since[host] = now
             status = found[host]
-            if status is None:  # all have ended
+            if status is None:
+                self._ended.add(host)
                 continue
             if "moved" in status:
                 raise Overtaken
             if status["decided"] is not None:
-                group._registers.decide(number, read_decision(status["decided"]))
-                return None
+                decided = read_decided(status["decided"])
+                if decided is None or group._registers.decide(number, *decided):
+                    return None
             late |= bool(status["late"]) and now < self._until
             for rank, (kind, flag, progress) in status["arrived"].items():
                 contributions[int(rank)] = Contribution(number, kind, flag, progress)
@@ -338,56 +360,50 @@ class _Speaker:
 
     def _vote(self, decision: Decision) -> bool:
         """Try to make a decision final; return whether it is."""
-        group, number = self._group, self._number
-        hosts = len(group._hosts)
-        ballot = Ballot(self._round * hosts + group._own, group._own, decision, self._weights)
+        group, number, own = self._group, self._number, self._group._own
+        registers = group._registers
+        ballot = Ballot(self._round * len(group._hosts) + own, own, decision, self._weights, self._ended)
         self._round += 1
-        if ballot.number >= BALLOTS:
+        if ballot.number >= registers.ballots:
             raise group._no_quorum(self._electors, self._until - self._began)
         if not ballot.accepting:
-            ballot.promised(group._own, group._registers.promise(number, ballot.number))
-            request: dict[str, Any] = {"what": "promise", "number": number, "ballot": ballot.number}
+            ballot.promised(own, registers.promise(number, ballot.number, ballot.ended))
+            request = group.request("promise", number, ballot=ballot.number, ended=sorted(ballot.ended))
             for host, answer in self._answers(request):
-                if answer is None:
-                    ballot.lost(host)
-                else:
-                    accepted = answer["accepted"]
-                    ballot.promised(host, accepted and (accepted[0], read_decision(accepted[1])))
-                if ballot.accepting:
+                if ballot.accepting or ballot.refused:
                     break
-        if ballot.accepting:
-            ballot.accepted(group._own, group._registers.accept(number, ballot.number, ballot.decision))
-            request = {"what": "accept", "number": number, "ballot": ballot.number, "decision": ballot.decision}
-            if not ballot.refused and not ballot.final:
-                for host, answer in self._answers(request):
-                    if answer is None:
-                        ballot.lost(host)
-                    else:
-                        ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
-                    if ballot.final or ballot.refused:
-                        break
+                ballot.promised(host, read_decided(answer["accepted"]))
+        if ballot.accepting and not ballot.refused:
+            ballot.accepted(own, registers.accept(number, ballot.number, ballot.decision))
+            request = group.request("accept", number, ballot=ballot.number, decision=ballot.decision)
+            for host, answer in self._answers(request):
+                if ballot.final or ballot.refused:
+                    break
+                ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
         if not ballot.final:
-            there = ballot.answered | ballot.ended
+            there = ballot.answered | self._ended
             unreached = [since for host, since in self._unreached_since.items() if host not in there]
             if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
                 raise group._no_quorum(self._electors, time.monotonic() - self._began)
             time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
             return False
-        group._registers.decide(number, ballot.decision)
-        told = {"what": "decided", "number": number, "decision": ballot.decision}
-        for host in self._others:
-            for rank in self._electors:
-                if group._host_of[rank] == host:
-                    start_new_thread(_ask, (group._peers[rank], group.token, told, SimpleQueue()))
+        registers.decide(number, ballot.number, ballot.decision)
+        told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
+        members = {group._host_of[rank] for rank in ballot.decision.members}
+        for _ in group.ask_hosts([host for host in self._others if host in members], self._electors, told):
+            pass  # this waits for them: if this process ended at once, they could decide something else without it
         return True
 
-    def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json] | None]]:
-        """Yield the answers of other hosts to a vote; ``None``: all ranks of the host have ended.
+    def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield the answers of other hosts to a vote.
 
         A rank that has gone on already tells only those that ask for the status what was decided.
         """
-        for host, answer in self._group.ask_hosts(self._others, self._electors, request):
-            if answer is None or "moved" not in answer:
+        others = [host for host in self._others if host not in self._ended]
+        for host, answer in self._group.ask_hosts(others, self._electors, request) if others else ():
+            if answer is None:
+                self._ended.add(host)
+            elif "moved" not in answer:
                 yield host, answer
 
 
@@ -403,3 +419,8 @@ def read_decision(given: Sequence[Json]) -> Decision:
     """Return a decision that was sent as JSON."""
     members, kind, flag, progress = given
     return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))
+
+
+def read_decided(given: Sequence[Json] | None) -> tuple[int, Decision] | None:
+    """Return a decision that was sent as JSON with its ballot, or ``None``."""
+    return None if given is None else (int(given[0]), read_decision(given[1]))

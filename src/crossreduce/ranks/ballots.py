@@ -11,27 +11,25 @@ from collections.abc import Collection, Mapping
 from .registers import Decision
 
 
-def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Collection[int]) -> bool:
+def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Collection[int] = ()) -> bool:
     """Return whether so many hosts have answered that no others can decide anything else.
 
     Args:
       weights: the number of ranks that vote on each host. Hosts without any have no entry.
       answered: the hosts that have answered.
-      ended: the hosts on which certainly no rank lives any more.
+      ended: hosts on which certainly no rank that votes lives any more, if the ballot counts without them.
 
-    It needs hosts with more than half of the ranks; or with half of them, the lowest host included; or all hosts that
-    have not ended. Any two such sets have a host in common, unless all hosts of the earlier one have ended.
+    A quorum is hosts with more than half of the ranks; or with half of them, the lowest host included. Any two such
+    sets have a host in common. A ballot that counts without ended hosts needs all others.
 
     >>> two = {0: 2, 1: 2}
-    >>> has_quorum(two, {0}, set()), has_quorum(two, {1}, set()), has_quorum(two, {1}, {0})
+    >>> has_quorum(two, {0}), has_quorum(two, {1}), has_quorum(two, {1}, {0})
     (True, False, True)
-    >>> has_quorum({0: 1, 1: 1, 2: 1}, {1, 2}, set()), has_quorum({0: 1, 1: 1, 2: 1}, {2}, {0})
+    >>> has_quorum({0: 1, 1: 1, 2: 1}, {1, 2}), has_quorum({0: 1, 1: 1, 2: 1}, {2}, {0})
     (True, False)
     """
-    if not answered:
-        return False
-    if all(host in answered or host in ended for host in weights):
-        return True
+    if ended:
+        return all(host in answered or host in ended for host in weights)
     ranks = 2 * sum(weights.get(host, 0) for host in answered)
     total = sum(weights.values())
     return ranks > total or (ranks == total and min(weights) in answered)
@@ -40,26 +38,38 @@ def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Col
 class Ballot:
     """A ballot of host ``own`` for ``decision``, unless hosts have accepted another one before.
 
-    The caller asks hosts to promise (unless ``accepting``), then host ``own`` and after it the others to accept, passes
-    on their answers, and asks no more when this is ``final`` or ``refused``.
+    The caller asks host ``own`` and after it the others to promise (unless ``accepting``), then in the same order to
+    accept, passes on their answers, and asks no more when this is ``final`` or ``refused``.
+
+    Args:
+      number: see ``Registers``. A rank uses each number once.
+      weights: the number of ranks that vote on each host.
+      ended: all hosts that have ended, as far as the caller knows. The attribute ``ended``, which the caller gives to
+        ``Registers.promise``, is empty if the other hosts are a quorum.
     """
 
-    def __init__(self, number: int, own: int, decision: Decision, weights: Mapping[int, int]) -> None:
+    def __init__(
+        self, number: int, own: int, decision: Decision, weights: Mapping[int, int], ended: Collection[int] = ()
+    ) -> None:
         self.number, self.own, self.decision, self.weights = number, own, decision, weights
-        self.accepting = number == 0  # no host can have accepted anything before
+        living = weights.keys() - set(ended)
+        self.ended = frozenset[int]() if has_quorum(weights, living) else frozenset(ended)
+        # In ballot 0 no host can have accepted anything before, but an ended host may have made a later ballot final.
+        self.accepting = number == 0 and not self.ended
         self.final = self.refused = False
         self.answered: set[int] = set()  # in the current phase
-        self.ended: set[int] = set()
         self._last = -1  # the ballot of the last decision that a host has accepted
 
     def promised(self, host: int, accepted: tuple[int, Decision] | None) -> None:
         """A host has promised; ``accepted``: see ``Registers.promise``."""
         if self.accepting:
             return
+        assert self.own in self.answered or host == self.own, "host own promises first"
         if accepted is not None and accepted[0] > self._last:
             self._last, self.decision = accepted
         self.answered.add(host)
-        self._count()
+        if has_quorum(self.weights, self.answered, self.ended):
+            self.accepting, self.answered = True, set()
 
     def accepted(self, host: int, decision: Decision | None) -> None:
         """A host has accepted ``decision`` in this ballot; ``None``: it has promised not to.
@@ -73,17 +83,4 @@ class Ballot:
             self.decision = decision
         assert decision == self.decision, "a ballot has one decision"
         self.answered.add(host)
-        self._count()
-
-    def lost(self, host: int) -> None:
-        """All ranks of a host have certainly ended."""
-        self.ended.add(host)
-        self._count()
-
-    def _count(self) -> None:
-        if self.own not in self.answered or not has_quorum(self.weights, self.answered, self.ended):
-            return
-        if self.accepting:
-            self.final = True
-        else:
-            self.accepting, self.answered = True, set()
+        self.final = self.own in self.answered and has_quorum(self.weights, self.answered, self.ended)

@@ -34,6 +34,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
+_MOST_ALONE: Final = 8  # how many hosts the shared memory is made for at least
 _MESSAGES: Final = 128  # sent before any is read: the buffer of a socket has room for 278, and two batches may be in it
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
 
@@ -64,7 +65,7 @@ class _HostInfo(NamedTuple):
 
 
 def bootstrap(
-    rendezvous: Rendezvous, nbytes: Callable[[int], int], global_ranks: Sequence[int] | None = None
+    rendezvous: Rendezvous, nbytes: Callable[[int, int], int], global_ranks: Sequence[int] | None = None
 ) -> BootstrapResult:
     """Find out which ranks share a host, and share memory with them, on Linux. All ranks call it together.
 
@@ -72,7 +73,8 @@ def bootstrap(
 
     Args:
       rendezvous: where the ranks meet.
-      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
+      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the most
+        hosts that there may be.
       global_ranks: the ranks' numbers in messages; ``None``: 0, 1, ...
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
@@ -87,7 +89,9 @@ def bootstrap(
         _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
         infos = [_HostInfo(*info) for info in received]
         ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
-        size, fd, problem, name = nbytes(len(ranks)), -1, "", ""
+        # If the ranks of a host cannot share memory, each of them counts as a host.
+        most_hosts = max(_MOST_ALONE, len({tuple(info.identity) for info in infos}))
+        size, fd, problem, name = nbytes(len(ranks), most_hosts), -1, "", ""
         try:
             try:
                 if rank == ranks[0]:
@@ -127,7 +131,7 @@ def bootstrap(
             if any(problems[other] for other in ranks):
                 if fd >= 0:
                     os.close(fd)
-                fd, size = -1, nbytes(1)
+                fd, size = -1, nbytes(1, rendezvous.size)
                 try:
                     fd = _memory(size)
                 except OSError as error:

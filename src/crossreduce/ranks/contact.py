@@ -93,10 +93,10 @@ class _Listener:
         try:
             with connection, suppress(OSError, ValueError, EOFError):
                 connection.settimeout(_UNKNOWN_S)
-                request = _receive(connection, self.key, b"request")
+                request = receive(connection, self.key, b"request")
                 token = str(request.pop("group", ""))
                 answer = self.answers.get(token)
-                _send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
+                send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
         finally:
             self._free.release()
 
@@ -205,8 +205,8 @@ class Peer:
             try:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
                     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                    _send(connection, key, b"request", {"group": token, **request})
-                    answer = _receive(connection, key, b"answer")
+                    send(connection, key, b"request", {"group": token, **request})
+                    answer = receive(connection, key, b"answer")
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
@@ -218,12 +218,19 @@ class Peer:
         return None
 
 
-def _send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, Json]) -> None:
+def send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, Json]) -> None:
+    """Send a message in a role, such as that of a request, with a proof that the sender knows the key."""
     body = json.dumps(content).encode()
     connection.sendall(_LENGTH.pack(len(body)) + _proof(key, role, body) + body)
 
 
-def _receive(connection: socket.socket, key: bytes, role: bytes) -> dict[str, Json]:
+def receive(connection: socket.socket, key: bytes, role: bytes) -> dict[str, Json]:
+    """Return a message that was sent in a role.
+
+    Raises:
+      ValueError: the sender does not know the key.
+      OSError, EOFError: the connection has ended.
+    """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if length > _MOST_BYTES:
         raise ValueError("the message is too long")

@@ -125,14 +125,17 @@ class Member(Peers):
         def slot(ranks: int) -> int:
             return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
 
-        found = bootstrap(
-            self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, slot(ranks), self.size), self.global_ranks
-        )
+        def nbytes(ranks: int, hosts: int) -> int:
+            return RankMemory.nbytes(ranks, slot(ranks), self.size, hosts)
+
+        found = bootstrap(self.rendezvous, nbytes, self.global_ranks)
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
             count = len(self.host)
-            self.memory = RankMemory(found.fd, self.host, self.rank, slot(count), self.size, spin_s, turns(count))
+            self.memory = RankMemory(
+                found.fd, self.host, self.rank, slot(count), self.size, len(self.hosts), spin_s, turns(count)
+            )
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error

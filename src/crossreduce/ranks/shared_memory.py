@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import kernels
-from ..errors import ReductionError, decoded, encoded
+from ..errors import ReductionError, UnsupportedError, decoded, encoded
 from .diagnostics import CallSignature
 from .registers import Registers
 
@@ -46,11 +46,12 @@ class RankMemory:
     """One host's shared memory, from the view of one of its ranks.
 
     Args:
-      fd: the memory, of ``RankMemory.nbytes(len(host), slot)`` bytes; it is closed with this object.
+      fd: the memory, of at least ``RankMemory.nbytes`` bytes; it is closed with this object.
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
       size: the number of ranks in the group.
+      hosts: the number of hosts of the group.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
       turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
 
@@ -59,7 +60,7 @@ class RankMemory:
     """
 
     def __init__(
-        self, fd: int, host: tuple[int, ...], rank: int, slot: int, size: int, spin_s: float, turns: int = 1
+        self, fd: int, host: tuple[int, ...], rank: int, slot: int, size: int, hosts: int, spin_s: float, turns: int = 1
     ) -> None:
         self.host, self.place, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
@@ -68,14 +69,31 @@ class RankMemory:
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
         # The mapping has a descriptor of its own, whose end would release this process's lock: it ends in ``close``.
-        offset = _registers_offset(len(host), slot)
-        self._mapping = mmap.mmap(fd, Registers.nbytes(len(host), size), offset=offset)
-        self.registers = Registers(self._mapping, self.place, len(host), size)
+        offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
+        self._mapping = self._registers = None
+        if os.fstat(fd).st_size >= offset + room:
+            self._mapping = mmap.mmap(fd, room, offset=offset)
+            self._registers = Registers(self._mapping, self.place, len(host), size, hosts)
 
     @staticmethod
-    def nbytes(ranks: int, slot: int, size: int) -> int:
-        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` share; ``slot``: of each rank."""
-        return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size)
+    def nbytes(ranks: int, slot: int, size: int, hosts: int) -> int:
+        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` on ``hosts`` hosts share.
+
+        ``slot``: bytes of each rank's slot.
+        """
+        return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size, hosts)
+
+    @property
+    def registers(self) -> Registers:
+        """The registers of this host.
+
+        Raises:
+          UnsupportedError: there is no room for them, since so many ranks of other hosts could not share memory.
+        """
+        if self._registers is None:
+            problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
+            raise UnsupportedError.of(problem, remedy="the remedy of the warning that the group's start has logged")
+        return self._registers
 
     def can_read_all(self) -> bool:
         """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
@@ -190,8 +208,9 @@ class RankMemory:
         if fd >= 0:
             self.mailboxes.close()
             self.native.close()
-            self.registers.close()
-            self._mapping.close()
+            if self._registers is not None and self._mapping is not None:
+                self._registers.close()
+                self._mapping.close()
             os.close(fd)
 
     def __del__(self) -> None:

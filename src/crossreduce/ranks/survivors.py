@@ -50,12 +50,13 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
     Args:
       group: all its ranks call this together, also after an op has failed.
       flag: what this rank brings.
-      timeout_s: how long ranks that are alive are waited for; ``None``: the group's timeout.
+      timeout_s: how long ranks that are alive are waited for; ``None``: ``SHRINK_S`` longer than the group's timeout,
+        since a rank may come from an op in which it has waited for a lost rank so long.
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
     """
     electors = group.agreements.electors
-    limit_s = group.timeout_s if timeout_s is None else timeout_s
+    limit_s = group.timeout_s + SHRINK_S if timeout_s is None else timeout_s
     decision = group.decide(AGREE, flag, limit_s)
     missing = sorted(set(electors) - set(decision.members))
     if missing:

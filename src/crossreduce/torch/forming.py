@@ -6,28 +6,22 @@ an error, if another rank is lost meanwhile. The ranks find each other through `
 
 from __future__ import annotations
 
-import threading
 import time
-from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final, Self
+from typing import Final
 
 import torch.distributed as dist
 
-from ..errors import PeerLostError, ReductionError, message
+from ..errors import PeerLostError, message
 from ..ranks.contact import Ended, Peer, Place
-from ..ranks.membership import renewed
 from ..ranks.survivors import Reformed
 from .group import Group
-from .rendezvous import OWN_STORES, beside, end_connections
+from .peer_store import PeerStore
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
-_WATCH_S: Final = 0.02  # between two looks whether a group can still be formed
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
-_CONNECT: Final = timedelta(seconds=5)  # how long a connection to a store may take
 
 
 class Forming:
@@ -48,19 +42,16 @@ class Forming:
             self._joiners = self._waiting(members) if self._grows else {}
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                store = served(old.timeout)
+                store = PeerStore(bytes.fromhex(self._agreements.place_of(old.rank()).key))
                 self._admit(members, store.port)
-            port, address = 0 if store is None else store.port, ""
-            self._agreements.published[key] = [size, port]
+            self._agreements.published[key] = [size, 0 if store is None else store.port]
         else:
-            peer, store = self._agreements.peer(members[0]), None
+            peer = self._agreements.peer(members[0])
             size, port = self._asked(peer, key, watch)
-            address = peer.known
-        if not port:
+            store = connected(peer, port, watch) if port else None
+        if store is None:
             return None
-        with Guard(lambda: self._check(watch), port) as guard:
-            store = store or connected(address, port, old.timeout, guard.check)
-            return formed(store, rank, size, old.timeout, old.communicator.name, guard.check)
+        return formed(store, rank, size, old.timeout, old.communicator.name, lambda: self._check(watch))
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
@@ -118,44 +109,6 @@ class Forming:
         raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
 
 
-class Guard:
-    """Looks, in a thread, whether a group can still be formed; if not, it ends this process's connections to the store.
-
-    So a rank does not wait, in the store's own code, for a process that was stopped. ``watch``: raises a
-    ``ReductionError`` if the group cannot be formed. ``port``: of the store. All uses of the store are in a ``with``
-    block, which raises the error of ``watch`` in any case.
-    """
-
-    def __init__(self, watch: Callable[[], None], port: int) -> None:
-        self._watch, self._port = watch, port
-        self._failure: ReductionError | None = None
-        self._left = threading.Event()
-
-    def __enter__(self) -> Self:
-        start_new_thread(self._run, ())  # no Thread, whose start Ctrl-C may interrupt
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._left.set()  # before the check: from now on, the thread ends no connection after a failure
-        if kind is None or issubclass(kind, ReductionError):
-            self.check()
-
-    def check(self) -> None:
-        """Raise the error of ``watch``, if it has raised one."""
-        if self._failure is not None:
-            raise renewed(self._failure)
-
-    def _run(self) -> None:
-        with suppress(ValueError):  # the earlier group was closed: the new one is formed, or has failed
-            while self._failure is None and not self._left.wait(_WATCH_S):
-                try:
-                    self._watch()
-                except ReductionError as error:
-                    self._failure = error
-        while not self._left.wait(_WATCH_S):  # again and again, since torch may connect once more
-            end_connections(self._port)
-
-
 def answers(peer: Peer, token: str) -> bool:
     """Return whether a process that wants to join answers."""
     try:
@@ -164,33 +117,22 @@ def answers(peer: Peer, token: str) -> bool:
         return False
 
 
-def served(timeout: timedelta) -> Any:
-    """Return a store that this process serves, at a free port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    OWN_STORES.add(store.port)
-    return store
-
-
-def connected(address: str, port: int, timeout: timedelta, watch: Callable[[], None]) -> Any:
-    """Return the store that another process serves; ``watch`` is called meanwhile, and raises to end that.
+def connected(peer: Peer, port: int, watch: Callable[[], None]) -> PeerStore:
+    """Return the store that another process serves; ``watch`` is called while it does not answer.
 
     Raises:
       PeerLostError: it cannot be reached.
     """
-    limit = min(timeout, _CONNECT)
-    make = partial(dist.TCPStore, address, port, is_master=False, wait_for_workers=False, timeout=limit)
     try:
-        store = beside(make, watch)
-    except RuntimeError as error:
+        return PeerStore(bytes.fromhex(peer.place.key), peer.known, port, watch)
+    except OSError as error:
         problem = "the store of the new group cannot be reached."
-        raise PeerLostError(message(problem, f"{address}: {error}", "call shrink again")) from None
-    store.set_timeout(timeout)
-    OWN_STORES.add(port)
-    return store
+        raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
 
 
-def formed(store: Any, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None]) -> Group:
+def formed(store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None]) -> Group:
     """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
+    store.set_timeout(timeout)
     made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, watch=watch)
-    made.base_store = store
+    made.base_store, store.watch = store, lambda: None
     return made

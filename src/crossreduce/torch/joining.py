@@ -16,7 +16,7 @@ from ..ranks import contact
 from ..ranks.agreement import read_decision
 from ..ranks.contact import Ended, Json, Peer, Place
 from ..ranks.survivors import FORMED, Reformed
-from .forming import PAUSE_S, Guard, connected, formed
+from .forming import PAUSE_S, connected, formed
 from .group import Group
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -100,13 +100,12 @@ class Joiner:
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        with Guard(watch, offer["port"]) as guard:
-            store = connected(leader.known, offer["port"], timeout, guard.check)
-            return formed(store, offer["rank"], offer["size"], timeout, offer["name"], guard.check)
+        store = connected(leader, offer["port"], watch)
+        return formed(store, offer["rank"], offer["size"], timeout, offer["name"], watch)
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""
-        request = {"what": "status", "number": offer["number"], "electors": []}
+        request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
             try:
@@ -118,7 +117,7 @@ class Joiner:
             elif "moved" in answer:
                 return made is not None and answer["moved"] == made.communicator.token
             elif answer["decided"] is not None:
-                decision = read_decision(answer["decided"])
+                decision = read_decision(answer["decided"][1])
                 return decision.flag and decision.kind == FORMED
             else:
                 return None

@@ -37,7 +37,7 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       flag: what this rank brings.
       group: a process group of this backend; ``None``: the default group.
       timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group for
-        good. ``None``: the timeout of the group.
+        good. ``None``: 10 s longer than the timeout of the group, since a rank may come from an op that timed out.
     Raises:
       ArgumentError: there is no default group, or the group has another backend.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
@@ -68,8 +68,8 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again.
-      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as long
-        as the group's timeout.
+      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as
+        ``agree`` does by default.
     Returns:
       What ``step`` returned.
     Raises:

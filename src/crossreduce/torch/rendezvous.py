@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import struct
 import threading
 import time
-from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +21,11 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
+from .peer_store import PeerStore
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
-OWN_STORES: Final[set[int]] = set()  # the ports of stores that a rank serves, not a launcher
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
 
 
@@ -50,7 +48,7 @@ class StoreRendezvous:
         """
         self._watch = watch
         with reaching(store):
-            self._store, self._connection = _with_own_connection(store, timeout_s, watch)
+            self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._calls = 0
@@ -174,45 +172,22 @@ class StoreRendezvous:
         return None
 
 
-def beside(function: Callable[[], Any], watch: Callable[[], None]) -> Any:
-    """Return what ``function`` returns, or raise its ``RuntimeError``. It runs in a thread, and blocks no signal.
-
-    ``watch`` is called meanwhile. What it raises ends the wait for ``function``.
-    """
-    results: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((function(), None))
-        except RuntimeError as error:
-            results.put((None, error))
-
-    start_new_thread(run, ())  # no Thread, whose end Python would await when it exits
-    while True:
-        try:
-            result, error = results.get(timeout=_PAUSES_S[1])
-        except queue.Empty:
-            watch()
-            continue
-        if error is not None:
-            raise error
-        return result
-
-
-def _with_own_connection(store: Any, timeout_s: float, watch: Callable[[], None]) -> tuple[Any, int | None]:
+def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
     """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
-    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer.
-    ``watch`` is called while the connection is made, and may raise to end that.
+    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer. A
+    ``PeerStore`` needs none of that.
     """
     if not hasattr(store, "clone"):
         return store, None
+    if isinstance(found := _base(store), PeerStore):
+        return store, found
     before, opened = store.timeout, _sockets()
     try:
         store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
-        own = beside(store.clone, watch)
+        own = store.clone()
     except RuntimeError as error:
         if "pure virtual" in str(error):  # a store that is written in Python
             return store, None
@@ -229,14 +204,6 @@ def _with_own_connection(store: Any, timeout_s: float, watch: Callable[[], None]
     return own, None
 
 
-def end_connections(port: int) -> None:
-    """End the connections of this process to other processes' ``port``: waits for data of them fail."""
-    for descriptor in _sockets().values():
-        with contextlib.suppress(OSError, IndexError), socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[1] == port:
-                found.shutdown(socket.SHUT_RDWR)
-
-
 def _sockets() -> dict[str, int]:
     """Return the descriptors of this process's sockets, by their names in the system; empty if it has no list."""
     found = {}
@@ -247,9 +214,11 @@ def _sockets() -> dict[str, int]:
     return {link: descriptor for link, descriptor in found.items() if link.startswith("socket:")}
 
 
-def _limit_waits(connection: int | None, seconds: float) -> None:
+def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
     """Let each wait for data of a connection fail after some seconds."""
-    if connection is not None:
+    if isinstance(connection, PeerStore):
+        connection.limit_s = seconds
+    elif connection is not None:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -265,7 +234,7 @@ def _base(store: Any) -> Any:
 def _owner(store: Any) -> int | None:
     """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
     base = _base(store)
-    served = isinstance(base, dist.TCPStore) and (not _has_launcher() or base.port in OWN_STORES)
+    served = isinstance(base, PeerStore) or (isinstance(base, dist.TCPStore) and not _has_launcher())
     return 0 if served else None
 
 

@@ -1,0 +1,541 @@
+"""Registers and ballots: what is written once stays, whichever threads and processes write at the same time."""
+
+import mmap
+import os
+import pickle
+import random
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossreduce import kernels
+from crossreduce.ranks.ballots import Ballot, has_quorum
+from crossreduce.ranks.registers import Contribution, Decision, Overtaken, Registers
+
+MANY = 200
+
+
+def made(ranks=2, size=None, hosts=2, memory=None, place=0):
+    """Return registers in new memory, or in one that is given."""
+    size = size or ranks * hosts
+    memory = bytearray(Registers.nbytes(ranks, size, hosts)) if memory is None else memory
+    return Registers(memory, place, ranks, size, hosts)
+
+
+def decision(*members, kind=0, flag=True, progress=0):
+    return Decision(members, kind, flag, progress)
+
+
+ONE, OTHER = decision(0, 1, progress=1), decision(2, kind=3, flag=False, progress=2**63)
+
+
+# One process
+
+
+def test_the_first_decision_in_a_ballot_stays():
+    """``accept`` returns the decision that was accepted first in this ballot; other ballots are independent."""
+    host = made()
+    assert host.accept(1, 0, ONE) == ONE
+    assert host.accept(1, 0, OTHER) == ONE
+    assert host.accept(1, 1, OTHER) == OTHER
+
+
+def test_a_promise_rules_out_earlier_ballots():
+    """After a promise, no earlier ballot is accepted; the ballot itself and later ones are."""
+    host = made()
+    assert host.promise(1, 2) is None
+    assert [host.accept(1, ballot, ONE) for ballot in range(4)] == [None, None, ONE, ONE]
+
+
+def test_a_promise_returns_the_last_accepted_decision():
+    """``promise`` returns the accepted decision of the last earlier ballot."""
+    host = made()
+    host.accept(1, 0, ONE)
+    host.accept(1, 3, OTHER)
+    assert [host.promise(1, ballot) for ballot in (0, 1, 3, 4, 9)] == [None, (0, ONE), (0, ONE), (3, OTHER), (3, OTHER)]
+
+
+def test_a_promise_without_ended_hosts_rules_out_all_their_ballots():
+    """After a promise without host 1, no ballot of host 1 is accepted, and it tells no decision."""
+    host = made(hosts=3)
+    assert host.promise(1, 0, {1}) is None
+    assert [host.accept(1, ballot, ONE) for ballot in range(6)] == [ONE, None, ONE, ONE, None, ONE]
+    assert not host.decide(1, 4, ONE)
+    assert host.decision(1) is None
+    assert host.decide(1, 3, ONE)
+
+
+def test_a_promise_returns_what_ended_hosts_have_decided():
+    """A promise without host 1 returns what a later ballot of it has decided, or has asked to accept."""
+    host = made(hosts=3)
+    host.accept(1, 0, ONE)
+    host.decide(1, 7, OTHER)
+    assert host.promise(1, 1) == (0, ONE)
+    assert host.promise(1, 1, {1}) == (7, OTHER)
+    other = made(hosts=3)
+    other.accept(1, 4, ONE)
+    assert other.promise(1, 0, {1}) == (4, ONE)
+    assert other.promise(1, 0, {0, 2}) is None
+
+
+def test_a_decision_stays():
+    """The first decision that is told is final, and ``decision`` returns it with its ballot."""
+    host = made()
+    assert host.decision(1) is None
+    assert host.decide(1, 5, ONE)
+    assert host.decide(1, 6, OTHER)
+    assert host.decision(1) == (5, ONE)
+
+
+def test_a_plain_promise_does_not_rule_out_a_decision():
+    """A host that has promised a later ballot, to a leader that counts on all hosts, can be told a decision."""
+    host = made()
+    host.promise(1, 9)
+    assert host.decide(1, 0, ONE)
+    assert host.decision(1) == (0, ONE)
+
+
+def test_electors_follow_from_the_decision_before():
+    """A host answers requests of an agreement if it has, or is told now, the same decision of the one before."""
+    host = made()
+    assert host.follows(1, None)
+    assert not host.follows(2, None)
+    assert host.follows(2, (3, ONE))
+    assert host.decision(1) == (3, ONE)
+    assert host.follows(2, (4, ONE))
+    assert not host.follows(2, (4, OTHER))
+    ruled_out = made()
+    ruled_out.promise(1, 0, {1})
+    assert not ruled_out.follows(2, (3, ONE))
+    assert ruled_out.follows(2, (2, ONE))
+
+
+def test_agreements_that_follow_each_other_share_memory():
+    """Twenty agreements in a row keep no ballot, contribution or decision of an earlier one."""
+    host = made()
+    for number in range(1, 21):
+        assert host.decision(number) is None
+        for ballot in range(host.ballots):
+            wanted = decision(number % 4, progress=100 * number + ballot)
+            assert host.accept(number, ballot, wanted) == wanted
+        assert host.promise(number, host.ballots) == (host.ballots - 1, wanted)
+        assert host.decide(number, 1, decision(progress=number))
+        assert host.decision(number) == (1, decision(progress=number))
+
+
+@pytest.mark.parametrize("call", ["promise", "accept", "decide", "decision", "follows"])
+def test_a_rank_that_is_left_behind_is_told(call):
+    """A rank of an agreement whose memory a later one uses gets ``Overtaken``, and changes nothing."""
+    host, late = 9, 5
+    memory = bytearray(Registers.nbytes(2, 4, 2))
+    registers = made(memory=memory)
+    for ballot in range(registers.ballots):
+        registers.accept(host, ballot, ONE)
+    registers.decide(host, 0, ONE)
+    registers.decide(host, 1, ONE)
+    before = bytes(memory)
+    arguments = {"promise": (late, 1), "decision": (late,), "follows": (late + 1, (0, ONE))}.get(call, (late, 0, ONE))
+    with pytest.raises(Overtaken, match=r"^$"):
+        getattr(registers, call)(*arguments)
+    assert bytes(memory) == before
+
+
+def test_the_last_decisions_are_kept():
+    """A host that is at an agreement still has the decisions of the three before."""
+    host = made()
+    for number in range(1, 10):
+        host.decide(number, 0, decision(progress=number))
+        for earlier in range(max(1, number - 3), number):
+            assert host.decision(earlier) == (0, decision(progress=earlier))
+
+
+def test_a_slot_is_not_reused_under_a_reader():
+    """A rank that reads an old decision while another one writes a new one to the same place gets ``Overtaken``."""
+    memory = bytearray(Registers.nbytes(1, 1, 1))
+    reader, writer = made(1, 1, 1, memory), made(1, 1, 1, memory)
+    writer.accept(1, 0, decision(0, progress=1))
+
+    class Interrupted:
+        """Loads words; after the first one, another process stores a new value, but has not accepted it yet."""
+
+        first = True
+
+        def load_word(self, memory, index):
+            found = kernels.native().load_word(memory, index)
+            if self.first:
+                self.first = False
+                writer._store(5, 0, 0, decision(0, progress=2))
+            return found
+
+    reader._native = Interrupted()
+    with pytest.raises(Overtaken, match=r"^$"):
+        reader._value(1, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 128, MANY])
+def test_decisions_of_any_size(size):
+    """A decision of any ranks of a group of up to 200 is returned as it was given."""
+    host = made(size, size, 1, place=size - 1)
+    chosen = random.Random(size)
+    for ballot in range(8):
+        members = tuple(rank for rank in range(size) if chosen.random() < ballot / 7)
+        given = Decision(members, ballot, ballot % 2 == 0, chosen.getrandbits(64))
+        assert host.accept(1, ballot, given) == given
+        assert made(size, size, 1, host._memory).promise(1, ballot + 1) == (ballot, given)
+
+
+@pytest.mark.parametrize("hosts", [1, 3, 64, MANY])
+def test_every_ballot_has_a_register_of_its_own(hosts):
+    """With up to 200 hosts, each of which has ballots in 16 rounds, no register is used twice."""
+    host = made(1, hosts, hosts)
+    assert host.ballots == 16 * hosts
+    used = {host._register(number, register) for number in range(1, 5) for register in range(host._final + 1)}
+    assert used == set(range(host._position(0)))
+    assert host.accept(1, host.ballots - 1, decision(0)) == decision(0)
+    assert host.decide(1, host.ballots - 1, decision(0))
+    assert host.promise(2, host.ballots, set(range(hosts))) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, MANY])
+def test_contributions_of_all_ranks(ranks):
+    """Each rank's contribution is that of its last arrival; before the first one its number is 0."""
+    memory = bytearray(Registers.nbytes(ranks, ranks, 1))
+    hosts = [made(ranks, ranks, 1, memory, place) for place in range(ranks)]
+    assert {hosts[0].contribution(place) for place in range(ranks)} == {Contribution(0, 0, False, 0)}
+    for number in (1, 2):
+        for place, host in enumerate(hosts):
+            host.arrive(Contribution(number, place, place % 3 == 0, 2**64 - 1 - place))
+    for place in range(ranks):
+        assert hosts[-1 - place].contribution(place) == Contribution(2, place, place % 3 == 0, 2**64 - 1 - place)
+
+
+def test_a_decision_follows_from_contributions():
+    """Its flag is true if all are and all kinds are equal; its kind is the greatest one, and its progress the least."""
+    given = {3: Contribution(1, 2, True, 9), 1: Contribution(1, 2, True, 7)}
+    assert Decision.of(given) == Decision((1, 3), 2, True, 7)
+    assert Decision.of(given | {0: Contribution(1, 2, False, 8)}) == Decision((0, 1, 3), 2, False, 7)
+    assert Decision.of(given | {0: Contribution(1, 4, True, 8)}) == Decision((0, 1, 3), 4, False, 7)
+
+
+def test_memory_that_is_too_small():
+    """Registers do not accept memory of fewer bytes than ``nbytes``."""
+    with pytest.raises((ValueError, TypeError), match=r"memory|length|multiple"):
+        made(memory=bytearray(Registers.nbytes(2, 4, 2) - 1))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["promise", "accept", "decide"]), st.integers(0, 5), st.integers(0, 3), st.booleans()
+        ),
+        max_size=12,
+    )
+)
+def test_registers_are_a_map_that_is_written_once(calls):
+    """Any calls give the results of a dict that has the first value of each ballot and of each host that decides."""
+    host, written, final = made(hosts=3), {}, []
+    for call, ballot, ended, flag in calls:
+        given = decision(progress=ballot + 10 * flag)
+        if call == "promise":
+            proof = {ended} if ended < 3 else set()
+            ruled_out = {key for key in range(host.ballots) if key < ballot or key % 3 in proof}
+            ruled_out |= {("host", each) for each in proof}
+            found = [written.setdefault(key, None) for key in ruled_out]
+            wanted = max((each for each in found if each is not None), default=None)
+            assert host.promise(1, ballot, proof) == wanted
+        elif call == "accept":
+            first = written.setdefault(ballot, (ballot, given))
+            assert host.accept(1, ballot, given) == (first and first[1])
+        else:
+            first = written.setdefault(("host", ballot % 3), (ballot, given))
+            final += [first] if first else []
+            assert host.decide(1, ballot, given) == bool(final)
+        assert host.decision(1) == (final[0] if final else None)
+
+
+@given(st.integers(0, 2), st.sets(st.integers(0, 2)), st.integers(0, 5), st.integers(0, 5), st.integers(0, 40))
+def test_a_call_that_breaks_off_is_a_shorter_one(accepted, ended, first, ballot, writes):
+    """A rank that ends within a promise leaves what a whole promise finds and completes, with the same result."""
+
+    class EndsError(Exception):
+        pass
+
+    class Ending:
+        """Swaps words a number of times, and then ends."""
+
+        left = writes
+
+        def __getattr__(self, name):
+            return getattr(kernels.native(), name)
+
+        def swap_word(self, *args):
+            if not self.left:
+                raise EndsError
+            self.left -= 1
+            return kernels.native().swap_word(*args)
+
+    broken_off, whole = made(hosts=3), made(hosts=3)
+    for host in (broken_off, whole):
+        host.accept(1, accepted, ONE)
+        host.promise(1, first)
+    native, broken_off._native = broken_off._native, Ending()
+    try:
+        broken_off.promise(1, ballot, ended)
+    except EndsError:
+        broken_off._native = native
+    assert broken_off.promise(1, ballot, ended) == whole.promise(1, ballot, ended)
+    states = [[host._state(1, each)[0] for each in range(host._final + 1)] for host in (broken_off, whole)]
+    assert states[0] == states[1]
+
+
+# Many writers
+
+
+def write_at_random(memory, place, ranks, seed, agreements):
+    """Write as one rank among others until some agreements are decided; return the calls with their results."""
+    host, chosen, seen, number = Registers(memory, place, ranks, ranks, 4), random.Random(seed), [], 1
+    while number <= agreements:
+        ballot = chosen.randrange(8 * ranks)
+        try:
+            if chosen.random() < 0.2:
+                ended = frozenset({chosen.randrange(3)} if chosen.random() < 0.2 else ())  # never 3: it can decide
+                ballot //= 2
+                seen.append(("promise", number, ballot, ended, host.promise(number, ballot, ended)))
+            else:
+                given = Decision((place,), place, place % 2 == 0, 1000 * number + place)
+                accepted = host.accept(number, ballot, given)
+                seen.append(("accept", number, ballot, None, accepted))
+                if accepted is not None and chosen.random() < 0.2:
+                    host.decide(number, ballot, accepted)
+            known = host.decision(number)
+            if known is not None:
+                seen.append(("decision", number, None, None, known))
+                number += 1
+        except Overtaken:
+            number += 1
+    host.close()
+    return seen
+
+
+def check_seen(seen):
+    """Check what writers have seen: registers that are written once, and whole decisions."""
+    results = {}
+    for call, number, ballot, ended, result in seen:
+        results.setdefault((call, number, ballot, ended), set()).add(result)
+    assert {key: found for key, found in results.items() if len(found) > 1} == {}
+    for call, number, _, _, result in seen:
+        each = result[1] if isinstance(result, tuple) and call != "accept" else result
+        if each is not None:
+            (place,) = each.members
+            assert each == Decision((place,), place, place % 2 == 0, 1000 * number + place), "it is torn, or too old"
+    for (call, number, ballot, _), (accepted,) in results.items():
+        if call == "accept" and accepted is not None:
+            for later in range(ballot + 1, 64):
+                for promised in results.get(("promise", number, later, frozenset()), ()):
+                    assert promised is not None, "a promise has not seen what was accepted"
+                    assert promised[0] >= ballot, "a promise has not seen what was accepted"
+
+
+@pytest.fixture
+def quick_switches():
+    """Let threads run for microseconds at a time."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_threads_that_write_at_the_same_time():
+    """Threads that write as four ranks at the same time see one value of each register."""
+    ranks, seen = 4, [[] for _ in range(4)]
+    memory = mmap.mmap(-1, Registers.nbytes(ranks, ranks, 4))
+
+    def run(place):
+        seen[place] = write_at_random(memory, place, ranks, place, 60)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(seen)
+    check_seen([each for some in seen for each in some])
+    memory.close()
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_threads_of_one_rank():
+    """Threads that share the registers of one rank do not mix their values."""
+    host, seen = made(2, 2, 4, mmap.mmap(-1, Registers.nbytes(2, 2, 4))), []
+
+    def run(thread):
+        for number in range(1, 40):
+            for ballot in range(host.ballots):
+                try:
+                    seen.append(
+                        (number, ballot, host.accept(number, ballot, Decision((thread % 2,), thread, True, thread)))
+                    )
+                except Overtaken:
+                    break
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {}
+    for number, ballot, result in seen:
+        assert (
+            found.setdefault((number, ballot), result)
+            == result
+            == Decision((result.kind % 2,), result.kind, True, result.kind)
+        )
+    assert len(seen) > len(found) > 1000
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_processes_that_write_at_the_same_time(ranks):
+    """Processes that write as ranks of one host at the same time see one value of each register."""
+    memory, pipes = mmap.mmap(-1, Registers.nbytes(ranks, ranks, 4)), []
+    for place in range(ranks):
+        source, target = os.pipe()
+        if os.fork() == 0:
+            try:
+                with os.fdopen(target, "wb") as pipe:
+                    pickle.dump(write_at_random(memory, place, ranks, place, 200), pipe)
+            finally:
+                os._exit(0)
+        os.close(target)
+        pipes.append(source)
+    seen = []
+    for source in pipes:
+        with os.fdopen(source, "rb") as pipe:
+            seen += pickle.load(pipe)
+    for _ in pipes:
+        os.wait()
+    assert {call for call, *_ in seen} == {"promise", "accept", "decision"}
+    check_seen(seen)
+
+
+# Ballots
+
+THREE = {0: 2, 1: 1, 2: 1}
+
+
+@given(
+    st.dictionaries(st.integers(0, 5), st.integers(1, 4), min_size=1),
+    st.sets(st.integers(0, 5)),
+    st.sets(st.integers(0, 5)),
+)
+def test_two_quorums_have_a_host_in_common(weights, some, others):
+    """Of two quorums that count all hosts, one has a host of the other; all hosts are a quorum, and none is not."""
+    some, others = some & weights.keys(), others & weights.keys()
+    if has_quorum(weights, some) and has_quorum(weights, others):
+        assert some & others
+    assert has_quorum(weights, weights.keys())
+    assert not has_quorum(weights, set())
+    if has_quorum(weights, some):
+        assert has_quorum(weights, some | others)
+
+
+@given(st.dictionaries(st.integers(0, 5), st.integers(1, 4), min_size=1), st.sets(st.integers(0, 5)), st.data())
+def test_all_others_are_a_quorum_without_ended_hosts(weights, ended, data):
+    """Without ended hosts, all others are a quorum, and nothing less is."""
+    others = weights.keys() - ended
+    some = data.draw(st.sets(st.sampled_from(sorted(weights))))
+    if ended:
+        assert has_quorum(weights, some, ended) == (others <= some)
+
+
+def test_a_ballot_of_one_host():
+    """Ballot 0 of the only host is final when that host has accepted it."""
+    ballot = Ballot(0, 0, ONE, {0: 4})
+    assert ballot.accepting
+    assert not ballot.final
+    ballot.accepted(0, ONE)
+    assert ballot.final
+    assert not ballot.refused
+    assert ballot.decision == ONE
+
+
+def test_a_later_ballot_needs_promises_first():
+    """A later ballot is accepted when a quorum has promised, and final when a quorum has accepted."""
+    ballot = Ballot(4, 1, ONE, THREE)
+    ballot.promised(1, None)
+    assert not ballot.accepting
+    ballot.promised(0, None)
+    assert ballot.accepting
+    assert ballot.answered == set()
+    ballot.promised(2, (3, OTHER))  # too late to count
+    ballot.accepted(1, ONE)
+    assert not ballot.final
+    ballot.accepted(0, ONE)
+    assert ballot.final
+
+
+def test_a_ballot_takes_the_last_accepted_decision():
+    """A ballot is for the decision that hosts have accepted last."""
+    ballot = Ballot(7, 1, decision(1), {0: 1, 1: 1, 2: 1, 3: 1, 4: 1})
+    ballot.promised(1, (0, ONE))
+    ballot.promised(3, (3, OTHER))
+    ballot.promised(2, (1, ONE))
+    assert ballot.accepting
+    assert ballot.decision == OTHER
+
+
+def test_a_ballot_without_ended_hosts():
+    """A ballot counts without ended hosts only if the others are no quorum; then also ballot 0 needs promises."""
+    assert Ballot(0, 0, ONE, THREE, {1, 2}).ended == set()
+    assert Ballot(0, 0, ONE, THREE, {1, 2}).accepting
+    ballot = Ballot(0, 0, ONE, {0: 1, 1: 1, 2: 3}, {2})
+    assert ballot.ended == {2}
+    assert not ballot.accepting
+    ballot.promised(0, None)
+    ballot.promised(1, (2, OTHER))
+    assert ballot.accepting
+    assert ballot.decision == OTHER
+    ballot.accepted(0, OTHER)
+    assert not ballot.final
+    ballot.accepted(1, OTHER)
+    assert ballot.final
+
+
+def test_a_ballot_that_a_host_has_ruled_out_is_refused():
+    """A ballot that one host does not accept any more is refused."""
+    ballot = Ballot(0, 0, ONE, THREE)
+    ballot.accepted(0, None)
+    assert ballot.refused
+    assert not ballot.final
+
+
+def test_a_ballot_is_final_when_its_own_host_has_accepted():
+    """A quorum of other hosts is not enough: the own host's register has the one decision of the ballot."""
+    ballot = Ballot(0, 0, ONE, {0: 1, 1: 1, 2: 1})
+    ballot.accepted(1, ONE)
+    ballot.accepted(2, ONE)
+    assert not ballot.final
+    ballot.accepted(0, ONE)
+    assert ballot.final
+
+
+def test_a_second_rank_of_a_host_counts_what_the_first_one_has_begun():
+    """If another rank of the host has begun the same ballot with another decision, that one counts."""
+    ballot = Ballot(1, 1, ONE, {0: 1, 1: 2})
+    ballot.promised(1, None)
+    assert ballot.accepting
+    assert ballot.decision == ONE
+    ballot.accepted(1, OTHER)
+    assert ballot.final
+    assert ballot.decision == OTHER
+
+
+def test_a_ballot_asks_its_own_host_first():
+    """An answer of another host before the one of the own host is an error of the caller."""
+    with pytest.raises(AssertionError, match="host own promises first"):
+        Ballot(4, 1, ONE, THREE).promised(0, None)
+    with pytest.raises(AssertionError, match="one decision"):
+        Ballot(0, 0, ONE, THREE).accepted(1, OTHER)
