@@ -124,12 +124,13 @@ class Process:
             Path(self.folder, f"ready{self.number}").touch()
             return
         time.sleep(case["join_after_s"])
-        while True:
+        while not self.shared.ends:
             for path in sorted(self.folder.glob("invitation*")):
-                with suppress(PeerLostError):
-                    reforming.join(path.read_text(), timeout_s=60)
+                with suppress(PeerLostError, CollectiveTimeout):
+                    reforming.join(path.read_text(), timeout_s=3)
                     self.synchronise = True
                     return
+        raise ExcludedError("the storm has ended before this process has joined")
 
     def step(self):
         """Make random collectives; return the ranks that took part, as bits, and whether the storm ends."""

@@ -136,6 +136,7 @@ def storm(case, shared, disturb=lambda: None):
         if stopped:
             time.sleep(0.2)
         shared.end()
+        wait_until(lambda: all(state(pid) in "ZX" for pid in pids), "processes do not end")
 
     return begun
 

@@ -358,10 +358,15 @@ class Communicator(CountedMember):
         self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
-        """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks."""
-        if not self._closed and self._broken is None and self.memory.abort_cause() is None:
+        """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks.
+
+        Raises:
+          ContextError: the group is closed, or belongs to another process.
+        """
+        self._require_usable(threading.get_ident())
+        if self._broken is None and self.memory.abort_cause() is None:
             self._abort(error)
-        if not self._closed and self.transport is not None:
+        if self.transport is not None:
             self.transport.abort()
 
     def interrupt(self) -> None:

@@ -15,12 +15,14 @@ from typing import Final
 import torch.distributed as dist
 
 from ..errors import PeerLostError, message
-from ..ranks.contact import Ended, Peer, Place
+from ..ranks.contact import ANSWER_S, Ended, Peer, Place
 from ..ranks.survivors import Reformed
 from .group import Group
 from .peer_store import PeerStore
+from .rendezvous import StoreRendezvous
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
+_PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
@@ -63,7 +65,7 @@ class Forming:
                     answer = peer.ask(self._old.communicator.token, {"what": "waiting"})
                     places |= (answer or {}).get("waiting", {})
         peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
-        return {token: peer for token, peer in peers.items() if answers(peer, token)}
+        return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
 
     def _admit(self, members: Sequence[int], port: int) -> None:
         """Tell the processes that join their ranks."""
@@ -95,11 +97,12 @@ class Forming:
     def _asked(self, peer: Peer, key: str, watch: Callable[[], None]) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
         limit_s = self._old.timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
+        deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
         while time.monotonic() < deadline:
             answer = None
             with suppress(Ended):
-                answer = peer.ask(self._old.communicator.token, {"what": "published", "key": key})
+                answer = peer.ask(self._old.communicator.token, {"what": "published", "key": key}, patience_s)
+            patience_s = min(2 * patience_s, ANSWER_S)
             if answer is not None and answer.get("value") is not None:
                 size, port = answer["value"]
                 return int(size), int(port)
@@ -109,10 +112,10 @@ class Forming:
         raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
 
 
-def answers(peer: Peer, token: str) -> bool:
-    """Return whether a process that wants to join answers."""
+def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
+    """Return whether a process that wants to join answers in time."""
     try:
-        return "ready" in (peer.ask(token, {"what": "ready"}) or {})
+        return "ready" in (peer.ask(token, {"what": "ready"}, timeout_s) or {})
     except Ended:
         return False
 
@@ -130,9 +133,15 @@ def connected(peer: Peer, port: int, watch: Callable[[], None]) -> PeerStore:
         raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
 
 
+def _nothing() -> None:
+    """Watch nothing."""
+
+
 def formed(store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None]) -> Group:
     """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
     store.set_timeout(timeout)
     made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, watch=watch)
-    made.base_store, store.watch = store, lambda: None
+    made.base_store, store.watch = store, _nothing
+    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
+    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
     return made

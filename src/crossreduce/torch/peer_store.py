@@ -161,8 +161,9 @@ class PeerStore(dist.Store):  # type: ignore[misc]
 
     def _wait_for_answer(self, connection: socket.socket) -> None:
         limit_s = self.timeout.total_seconds() if self.limit_s is None else self.limit_s
-        deadline = time.monotonic() + limit_s
-        while not select.select([connection], [], [], _WATCH_S)[0]:
+        deadline, arrived = time.monotonic() + limit_s, select.poll()
+        arrived.register(connection, select.POLLIN)
+        while not arrived.poll(_WATCH_S * 1e3):
             self.watch()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {limit_s:g} s")

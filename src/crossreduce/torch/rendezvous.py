@@ -46,7 +46,7 @@ class StoreRendezvous:
         ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ... ``watch`` is called during waits, and raises a
         ``ReductionError`` to end them.
         """
-        self._watch = watch
+        self.watch = watch
         with reaching(store):
             self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -78,7 +78,7 @@ class StoreRendezvous:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
         while not self._store.check(keys):
             self._raise_cause()
-            self._watch()
+            self.watch()
             if time.monotonic() > deadline:
                 late = [
                     rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
