@@ -105,9 +105,15 @@ class Bed:
         for host, there in ((a, b), (b, a))[: 1 + both]:
             self._do(host, ["ip", "route", "replace", "unreachable", self.addresses[there] + "/32"])
 
+    def isolate(self, host):
+        """Take all links of a host down; packets of the others to it are then lost, without an answer."""
+        for k in range(len(self.addresses) - 1):
+            self._do(host, ["ip", "link", "set", f"link{k}", "down"])
+
     def mend(self, a, b):
-        """Undo ``lose``."""
+        """Undo ``lose`` and ``isolate`` for two hosts."""
         for host, there in ((a, b), (b, a)):
+            self._do(host, ["ip", "link", "set", f"link{there - (there > host)}", "up"])
             route = [self.addresses[there] + "/32", "dev", f"link{there - (there > host)}", "src", self.addresses[host]]
             self._do(host, ["ip", "route", "replace", *route])
 

@@ -105,11 +105,16 @@ class StoreRendezvous:
         raise error
 
     def _await(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most."""
+        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most.
+
+        If ``watch`` raises, the ranks have another way to find out that the group has failed.
+        """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + _READ_S
         self._query(lambda: self._store.set(f"read/{reader}", b"."))
-        while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(_PAUSES_S[1])
+        with contextlib.suppress(ReductionError):
+            while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
+                self.watch()
+                time.sleep(_PAUSES_S[1])
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted; the first reason is kept, and returned."""
