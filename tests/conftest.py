@@ -29,6 +29,7 @@ LINUX_ONLY = [
     *(f"test_rank_{part}.py" for part in ("failures", "interrupts", "mismatches", "prepared", "resources")),
     *(f"test_torch_{part}.py" for part in ("autoload", "backend", "backend_ends", "backend_start", "ddp", "exits")),
     *(f"test_torch_{part}.py" for part in ("messages", "overlap", "profiler", "storm")),
+    "test_contact.py",
     "test_discover.py",
     "test_docs.py",
     "test_elastic_digits.py",

@@ -200,6 +200,25 @@ def ddp(_):
 
 
 @CASES.add(4, killed=(1, 3))
+def dies_in_the_change(_):
+    """A second rank dies while the ranks that are left make DistributedDataParallel again."""
+    trainer, sizes = Ddp(), []
+
+    def changed(reformed):
+        sizes.append(dist.get_world_size())
+        if reformed.members == (0, 2, 3) and dist.get_rank() == 2:
+            die()
+        trainer.renew(reformed)
+
+    die_in_backward(trainer.model, (1,))
+    for step in range(STEPS):
+        crossreduce.torch.committed(lambda step=step: trainer.backward(step), changed)
+        trainer.optimizer.step()
+    assert sizes == [3, 2]
+    expect_trained(trainer.parameters())
+
+
+@CASES.add(4, killed=(1, 3))
 def fsdp_replicated(_):
     """Two of four whole replicas of FSDP2 die."""
     train(Replicated, (1, 3))

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -55,5 +56,5 @@ while left:
     sizes.append(dist.get_world_size())
     left -= complete
     write("step", str(step))
-write(f"done {dist.get_rank()}", json.dumps({"step": step, "sizes": list(dict.fromkeys(sizes))}))
+write(f"done {dist.get_rank()}", json.dumps({"step": step, "sizes": [size for size, _ in groupby(sizes)]}))
 dist.destroy_process_group()

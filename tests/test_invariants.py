@@ -417,8 +417,12 @@ def failed_examples(modules):
 
 
 def test_docstring_examples_run():
-    """Every example in a docstring prints the output that it shows; the next test covers frameworks' own files."""
-    assert failed_examples(module for module in MODULES if module.split(".")[-1] not in FRAMEWORKS[1:]) == {}
+    """Every example in a docstring prints the output that it shows; the next test covers frameworks' own files.
+
+    crossreduce.torchft is left out: it has no example, and cannot be imported without torchft.
+    """
+    left_out = (*FRAMEWORKS[1:], "torchft")
+    assert failed_examples(module for module in MODULES if module.split(".")[-1] not in left_out) == {}
 
 
 @pytest.mark.parametrize("framework", [framework for framework in FRAMEWORKS[1:] if framework in frameworks.NAMES])

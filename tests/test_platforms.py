@@ -132,6 +132,7 @@ def run(platform, code, loaded=()):
         *(f"crossreduce.{name(path)}" for path in FILES if name(path) and path.stem != "__main__"),
     ]
     absent = {package for framework in set(PACKAGES) - {"numpy", *loaded} for package in PACKAGES[framework]}
+    absent.add("torchft")
     first = {module for path in FILES for module in top_level_imports(ast.parse(path.read_text(encoding="utf-8")))}
     given = {
         "platform": platform,

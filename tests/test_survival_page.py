@@ -12,7 +12,7 @@ SECONDS = 200  # on a machine with other work
 
 
 def test_the_program_of_the_page_goes_on(tmp_path):
-    """Of three ranks, rank 0 is killed, which also serves the store. The others go on, to the same loss as alone."""
+    """Of three ranks, rank 0 is killed, which also serves the store. The others continue, to the same loss as alone."""
     program = tmp_path / "train.py"
     program.write_text(re.search(r"```py\n(.*?)```", PAGE, re.DOTALL)[1])
     port = 20000 + os.getpid() % 20000
@@ -33,6 +33,6 @@ def test_the_program_of_the_page_goes_on(tmp_path):
     means = []
     for status, text in others:
         assert status == 0, text
-        assert text.count("ranks (1, 2) go on") == 1
+        assert text.count("ranks (1, 2) continue") == 1
         means.append(float(re.findall(r"step 1900: loss ([\d.]+)", text)[0]))
     assert abs(sum(means) / 2 - float(want)) < 2e-6, (means, want)

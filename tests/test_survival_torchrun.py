@@ -89,7 +89,7 @@ def test_an_agent_is_killed_and_another_joins(tmp_path, rendezvous, victim):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for agent in everyone:
-            agent.wait()
+            agent.communicate()
 
 
 def parent(pid):

@@ -64,7 +64,7 @@ class Agreements:
         self.number = 0  # of the latest agreement of this rank
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
-        self.last: Decision | None = None  # the decision of number ``number``
+        self.last: tuple[int, Decision] | None = None  # the decision of number ``number``, with a ballot of it
 
     @property
     def _registers(self) -> Registers:
@@ -121,7 +121,7 @@ class Agreements:
         except Overtaken:
             raise self._excluded() from None
         found = known[1]
-        self.electors, self.last = found.members, found
+        self.electors, self.last = found.members, known
         if self._rank not in found.members:
             raise self._excluded()
         return found

@@ -48,7 +48,10 @@ class Place(NamedTuple):
 
 
 class Successor(NamedTuple):
-    """The later form of a group: its token, and the number and the result of the agreement that formed it."""
+    """The later form of a group: its token, and the number and the decision of the agreement that formed it.
+
+    ``decision``: with the number of a ballot, as ``Registers.decision`` returns it.
+    """
 
     token: str
     number: int
@@ -160,7 +163,7 @@ def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
     found = _successors.get(token)
     if found is None:
         return {"unknown": True}
-    if request["what"] == "status" and request["number"] == found.number:
+    if request["what"] in ("result", "status") and request["number"] == found.number:
         return {"decided": found.decision, "arrived": {}, "late": [], "stopped": []}
     while (later := _successors.get(found.token)) is not None:
         found = later

@@ -68,7 +68,7 @@ def committed(
     Args:
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
-        ``DistributedDataParallel`` again.
+        ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
       timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as
         ``agree`` does by default.
     Returns:
@@ -77,18 +77,19 @@ def committed(
       ExcludedError: as for ``shrink``.
       Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
     """
+    reformed: Reformed | None = None
     while True:
         result, done = [], True
         try:
+            if reformed is not None:
+                changed(reformed)
             result.append(step())
         except (PeerLostError, CollectiveTimeout) as error:
             done = False
             _end_calls(error)
         if agree(done, timeout_s=None if done else timeout_s) and result:
             return result[0]
-        made = shrink(timeout_s=timeout_s)
-        assert made.reformed is not None
-        changed(made.reformed)
+        reformed = shrink(timeout_s=timeout_s).reformed
 
 
 def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
