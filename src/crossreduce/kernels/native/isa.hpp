@@ -12,7 +12,7 @@
 
 enum DType { BOOL, I8, I16, I32, I64, U8, U16, U32, U64, F16, BF16, F32, F64, C64, C128, DTYPES };
 constexpr size_t ITEMSIZES[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16}; // bytes
-enum Op { SUM, MIN, MAX, PRODUCT, OPS };
+enum Op { SUM, MIN, MAX, PRODUCT, EXACT_SUM, OPS };
 
 // The location of an operand: unit i is at base + i * stride. A unit is an element, or a real or imaginary part of one.
 struct Location {
@@ -51,12 +51,23 @@ constexpr size_t MAX_LINES = 4; // lines of results in one iteration of a pass
 using PassFunction = void (*)(const Pass &pass, size_t start, size_t stop);
 using Convert = void (*)(void *dst, const void *src, size_t size);
 
+struct ExactSum { // the terms of a run of exact sums, and their divisor
+    const char *const *sources; // the address of each source's first term; terms are real numbers, and contiguous
+    size_t count;               // of sources
+    uint32_t divisor;
+};
+constexpr size_t EXACT_PADDING = 320; // bytes of working memory that an `ExactFunction` needs for each source
+
+// Compute `size` exact sums.
+using ExactFunction = void (*)(const ExactSum &sum, char *out, size_t size, char *padding);
+
 struct InstructionSet {
     const char *name;
     PassFunction same[OPS][DTYPES];  // sources, accumulator and results of one dtype; null: the op is not defined
     PassFunction half[OPS][2];       // sources and results F16 or BF16, accumulator F32; sums and products only
     PassFunction pairs[OPS];         // faster than `half` for BF16; intermediate values have another order in each line
     Convert convert[DTYPES][DTYPES]; // [from][to], any size; null: never needed
+    ExactFunction exact[DTYPES][DTYPES]; // [sources][results]; null: not defined
 };
 
 extern const InstructionSet isa_baseline;

@@ -1,12 +1,16 @@
 #include "kernel.hpp"
 
 #include <algorithm>
+#include <cfenv>
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
 
+#include "exact.hpp"
 #include "thread_pool.hpp"
 
 namespace {
@@ -86,6 +90,9 @@ struct Format {
     bool permuted = false;
 };
 
+// Return the dtype of the real and imaginary parts, or the dtype itself.
+DType part_of(DType dtype) { return dtype == C64 ? F32 : dtype == C128 ? F64 : dtype; }
+
 struct Run { // one run of a kernel
     const Kernel &kernel;
     const std::vector<Source> &sources;
@@ -103,6 +110,10 @@ struct Run { // one run of a kernel
 Format format_of(const Kernel &kernel) {
     const InstructionSet &isa = *kernel.isa;
     const size_t units = is_complex(kernel.accumulator) ? 2 : 1, acc = ITEMSIZES[kernel.accumulator] / units;
+    if (kernel.op == EXACT_SUM) {
+        const size_t in = ITEMSIZES[kernel.dtype] / units, out = ITEMSIZES[kernel.result] / units;
+        return {nullptr, LINE / out, units, in, in, out, false, false};
+    }
     if (is_half(kernel.dtype) && kernel.accumulator == F32 && kernel.result == kernel.dtype)
         return {isa.half[kernel.op][kernel.dtype == BF16], LINE / 2, 1, 2, 4, 2, false, false};
     const bool before = kernel.dtype != kernel.accumulator, after = kernel.accumulator != kernel.result;
@@ -270,6 +281,42 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, is_streaming(run, segment), scratch);
 }
 
+// Copy finished elements from a tile to all targets of an output.
+void copy_to_targets(const Run &run, const char *from, size_t size, const Output &output, bool streaming,
+                     Scratch scratch) {
+    const size_t nbytes = size * ITEMSIZES[run.kernel.result];
+    for (size_t r = 0; run.copies_tiles && r < output.count; r++) std::memcpy(output.targets[r].data, from, nbytes);
+    if (run.copies_tiles) return;
+    const Format bytes = {run.kernel.isa->same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
+    const Output all = {{from, 1, false}, false, output.targets, output.count};
+    run_pass({nullptr, 0, &all, 1, 1}, bytes, nbytes, streaming, scratch);
+}
+
+// Compute the exact sums of one tile.
+void run_exact_tile(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+    const Kernel &kernel = run.kernel;
+    const Format &f = run.format;
+    const size_t size = static_cast<size_t>(stop - start), itemsize = ITEMSIZES[kernel.dtype];
+    const size_t tile = static_cast<size_t>(run.tile);
+    const std::vector<int> &operands = run.program_of(segment).folds[0].operands;
+    const char **terms = scratch.take<const char *>(operands.size());
+    for (size_t k = 0; k < operands.size(); k++) {
+        const Source &source = run.sources_of(segment)[operands[k]];
+        terms[k] = source.data + static_cast<size_t>(start) * itemsize;
+        if (source.strided == nullptr) continue;
+        char *gathered = scratch.take<char>(tile * itemsize);
+        gather(gathered, source, start, stop, itemsize);
+        terms[k] = gathered;
+    }
+    char *sums = scratch.take<char>(tile * ITEMSIZES[kernel.result]);
+    const ExactFunction function = kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)];
+    char *padding = scratch.take<char>(operands.size() * EXACT_PADDING);
+    function({terms, operands.size(), static_cast<uint32_t>(kernel.divisor)}, sums, size * f.units, padding);
+    const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
+    const Output *output = collect_outputs(run, segment, start, scratch, no_operand).first;
+    copy_to_targets(run, sums, size, *output, is_streaming(run, segment), scratch);
+}
+
 // Run the program on one tile, for sources that are many, strided or of another dtype. An intermediate value is a tile.
 void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
     const Kernel &kernel = run.kernel;
@@ -299,13 +346,8 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     };
     auto locate_value = [&](int value) { return locate(value, 0); };
     const bool streaming = is_streaming(run, segment);
-    const Format bytes = {isa.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
-    // Copy finished elements from a tile to all targets of an output.
     auto deliver = [&](const char *from, const Output &output) {
-        const size_t nbytes = size * ITEMSIZES[kernel.result];
-        for (size_t r = 0; run.copies_tiles && r < output.count; r++) std::memcpy(output.targets[r].data, from, nbytes);
-        const Output all = {{from, 1, false}, false, output.targets, output.count};
-        if (!run.copies_tiles) run_pass({nullptr, 0, &all, 1, 1}, bytes, nbytes, streaming, scratch);
+        copy_to_targets(run, from, size, output, streaming, scratch);
     };
     Target finished_target = {divided_tile, false};
     Location operands[MAX_PASS_SOURCES + 1];
@@ -347,6 +389,22 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     }
 }
 
+// Sets rounding to nearest and arithmetic with subnormals, as long as it lives. Threads of XLA and TensorFlow flush
+// subnormals to zero, and a caller may have set either.
+class DefaultArithmetic {
+  public:
+    DefaultArithmetic() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultArithmetic() { std::fesetenv(&before); }
+    DefaultArithmetic(const DefaultArithmetic &) = delete;
+    DefaultArithmetic &operator=(const DefaultArithmetic &) = delete;
+
+  private:
+    std::fenv_t before;
+};
+
 void run_share(void *argument, long number, char *memory) {
     const Run &run = *static_cast<Run *>(argument);
     const auto &first = run.first_share;
@@ -355,12 +413,15 @@ void run_share(void *argument, long number, char *memory) {
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);
     if (run.by_line) return run_lines(run, segment, start, stop, {memory});
+    std::optional<DefaultArithmetic> arithmetic;
+    if (run.kernel.op == EXACT_SUM) arithmetic.emplace();
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
     const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
     int64_t size = run.tile - static_cast<int64_t>((reinterpret_cast<uintptr_t>(to) & (LINE - 1)) / itemsize);
     for (int64_t begin = start; begin < stop;) {
-        run_tile(run, segment, begin, std::min(stop, begin + size), {memory});
+        if (run.kernel.op == EXACT_SUM) run_exact_tile(run, segment, begin, std::min(stop, begin + size), {memory});
+        else run_tile(run, segment, begin, std::min(stop, begin + size), {memory});
         begin += size;
         size = run.tile;
     }
@@ -403,7 +464,8 @@ size_t scratch_size(const Kernel &kernel, size_t tile) {
     const size_t results = static_cast<size_t>(kernel.results), slots = static_cast<size_t>(kernel.slots);
     const size_t descriptions =
         2 * results * (sizeof(Output) + sizeof(Target) + 4 * LINE) + (4 * MAX_PASS_SOURCES + 16) * 4 * LINE;
-    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile; // an upper bound
+    const size_t terms = kernel.op == EXACT_SUM ? static_cast<size_t>(kernel.sources) * (tile + EXACT_PADDING + 2 * LINE) : 0;
+    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile + terms; // an upper bound
     return descriptions + slots * std::max(tile, 2 * MAX_LINES * LINE) + tiles + 64 * LINE;
 }
 
@@ -425,6 +487,22 @@ const char *validate_program(const FusedProgram &program, const Kernel &kernel) 
     for (int value : program.results) {
         if (!in_range(value, kernel.sources, program.slots)) return "a result is out of range";
         if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that is never written";
+    }
+    return nullptr;
+}
+
+// Return the fault of an exact sum, or null: its programs must be single folds of sources, whose value is every result.
+const char *validate_exact_sum(const Kernel &kernel) {
+    if (kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)] == nullptr ||
+        is_complex(kernel.dtype) != is_complex(kernel.result))
+        return "exact sums are not defined for the dtypes";
+    if (!(kernel.divisor >= 1 && kernel.divisor <= MAX_EXACT_COUNT && kernel.divisor == std::floor(kernel.divisor)))
+        return "an exact sum can be divided only by an integer from 1 to 2^24";
+    for (const FusedProgram &program : kernel.programs) {
+        if (program.folds.size() != 1 || !ends_in_fold(program)) return "an exact sum must be one fold";
+        const std::vector<int> &operands = program.folds[0].operands;
+        if (*std::min_element(operands.begin(), operands.end()) < 0) return "an exact sum must be a fold of sources";
+        if (operands.size() > MAX_EXACT_COUNT) return "an exact sum has too many sources";
     }
     return nullptr;
 }
@@ -471,6 +549,7 @@ const char *validate(Kernel &kernel) {
         kernel.dtype = kernel.accumulator = kernel.result = copy_dtype(kernel.dtype);
         return nullptr;
     }
+    if (kernel.op == EXACT_SUM) return validate_exact_sum(kernel);
     if (f.function == nullptr) return "the op is not defined for the dtype";
     if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||
         (f.convert_results && f.divide == nullptr && isa.convert[kernel.accumulator][kernel.result] == nullptr))
@@ -511,7 +590,7 @@ bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const 
         return true;
     }
     Format format = format_of(kernel);
-    bool by_line = !format.convert_sources && !format.convert_results && kernel.by_line && contiguous;
+    bool by_line = format.function != nullptr && !format.convert_sources && !format.convert_results && kernel.by_line && contiguous;
     const size_t arrays = std::min(static_cast<size_t>(kernel.sources), MAX_PASS_SOURCES) + static_cast<size_t>(kernel.results);
     const bool too_many = arrays > (ways() < MANY_WAYS ? ways() : MANY_ARRAYS);
     const bool copies_tiles = !streaming && kernel.results > 1 && too_many;
