@@ -55,11 +55,13 @@ struct ExactSum { // the terms of a run of exact sums, and their divisor
     const char *const *sources; // the address of each source's first term; terms are real numbers, and contiguous
     size_t count;               // of sources
     uint32_t divisor;
+    char *padding; // working memory, EXACT_PADDING bytes per source
 };
-constexpr size_t EXACT_PADDING = 320; // bytes of working memory that an `ExactFunction` needs for each source
+constexpr size_t EXACT_PADDING = 320;
 
-// Compute `size` exact sums.
-using ExactFunction = void (*)(const ExactSum &sum, char *out, size_t size, char *padding);
+// Compute `size` exact sums, and write them to all targets. If some are written with streaming stores, these must be
+// aligned to lines. A target may have the memory of a source.
+using ExactFunction = void (*)(const ExactSum &sum, const Output &output, size_t size);
 
 struct InstructionSet {
     const char *name;

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <optional>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
@@ -281,40 +280,56 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, is_streaming(run, segment), scratch);
 }
 
-// Copy finished elements from a tile to all targets of an output.
-void copy_to_targets(const Run &run, const char *from, size_t size, const Output &output, bool streaming,
-                     Scratch scratch) {
-    const size_t nbytes = size * ITEMSIZES[run.kernel.result];
-    for (size_t r = 0; run.copies_tiles && r < output.count; r++) std::memcpy(output.targets[r].data, from, nbytes);
-    if (run.copies_tiles) return;
-    const Format bytes = {run.kernel.isa->same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
-    const Output all = {{from, 1, false}, false, output.targets, output.count};
-    run_pass({nullptr, 0, &all, 1, 1}, bytes, nbytes, streaming, scratch);
-}
+// Sets rounding to nearest and arithmetic with subnormals, as long as it lives. Threads of XLA and TensorFlow flush
+// subnormals to zero, and a caller may have set either.
+class DefaultArithmetic {
+  public:
+    DefaultArithmetic() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultArithmetic() { std::fesetenv(&before); }
+    DefaultArithmetic(const DefaultArithmetic &) = delete;
+    DefaultArithmetic &operator=(const DefaultArithmetic &) = delete;
 
-// Compute the exact sums of one tile.
-void run_exact_tile(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+  private:
+    std::fenv_t before;
+};
+
+// Compute exact sums: of any number of elements, or of at most a tile if a source is strided.
+void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+    const DefaultArithmetic arithmetic;
     const Kernel &kernel = run.kernel;
-    const Format &f = run.format;
-    const size_t size = static_cast<size_t>(stop - start), itemsize = ITEMSIZES[kernel.dtype];
-    const size_t tile = static_cast<size_t>(run.tile);
+    const size_t itemsize = ITEMSIZES[kernel.dtype], units = run.format.units;
     const std::vector<int> &operands = run.program_of(segment).folds[0].operands;
     const char **terms = scratch.take<const char *>(operands.size());
     for (size_t k = 0; k < operands.size(); k++) {
         const Source &source = run.sources_of(segment)[operands[k]];
         terms[k] = source.data + static_cast<size_t>(start) * itemsize;
         if (source.strided == nullptr) continue;
-        char *gathered = scratch.take<char>(tile * itemsize);
+        char *gathered = scratch.take<char>(static_cast<size_t>(run.tile) * itemsize);
         gather(gathered, source, start, stop, itemsize);
         terms[k] = gathered;
     }
-    char *sums = scratch.take<char>(tile * ITEMSIZES[kernel.result]);
+    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor),
+                          scratch.take<char>(operands.size() * EXACT_PADDING)};
     const ExactFunction function = kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)];
-    char *padding = scratch.take<char>(operands.size() * EXACT_PADDING);
-    function({terms, operands.size(), static_cast<uint32_t>(kernel.divisor)}, sums, size * f.units, padding);
     const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
     const Output *output = collect_outputs(run, segment, start, scratch, no_operand).first;
-    copy_to_targets(run, sums, size, *output, is_streaming(run, segment), scratch);
+    const size_t size = static_cast<size_t>(stop - start) * units, in = itemsize / units, out = run.format.out;
+    size_t head = 0; // elements before a line boundary of the first result
+    if (is_streaming(run, segment)) {
+        const size_t off = bytes_to_boundary(output->targets[0].data);
+        if (off % out == 0) head = std::min(size, off / out);
+        if (head > 0) function(sum, *output, head);
+        for (size_t k = 0; k < operands.size(); k++) terms[k] += head * in;
+        for (size_t r = 0; r < output->count; r++) {
+            Target &target = output->targets[r];
+            target.data += head * out;
+            target.streaming = bytes_to_boundary(target.data) == 0;
+        }
+    }
+    function(sum, *output, size - head);
 }
 
 // Run the program on one tile, for sources that are many, strided or of another dtype. An intermediate value is a tile.
@@ -346,8 +361,13 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     };
     auto locate_value = [&](int value) { return locate(value, 0); };
     const bool streaming = is_streaming(run, segment);
+    const Format bytes = {isa.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
+    // Copy finished elements from a tile to all targets of an output.
     auto deliver = [&](const char *from, const Output &output) {
-        copy_to_targets(run, from, size, output, streaming, scratch);
+        const size_t nbytes = size * ITEMSIZES[kernel.result];
+        for (size_t r = 0; run.copies_tiles && r < output.count; r++) std::memcpy(output.targets[r].data, from, nbytes);
+        const Output all = {{from, 1, false}, false, output.targets, output.count};
+        if (!run.copies_tiles) run_pass({nullptr, 0, &all, 1, 1}, bytes, nbytes, streaming, scratch);
     };
     Target finished_target = {divided_tile, false};
     Location operands[MAX_PASS_SOURCES + 1];
@@ -389,22 +409,6 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     }
 }
 
-// Sets rounding to nearest and arithmetic with subnormals, as long as it lives. Threads of XLA and TensorFlow flush
-// subnormals to zero, and a caller may have set either.
-class DefaultArithmetic {
-  public:
-    DefaultArithmetic() {
-        std::fegetenv(&before);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultArithmetic() { std::fesetenv(&before); }
-    DefaultArithmetic(const DefaultArithmetic &) = delete;
-    DefaultArithmetic &operator=(const DefaultArithmetic &) = delete;
-
-  private:
-    std::fenv_t before;
-};
-
 void run_share(void *argument, long number, char *memory) {
     const Run &run = *static_cast<Run *>(argument);
     const auto &first = run.first_share;
@@ -412,16 +416,14 @@ void run_share(void *argument, long number, char *memory) {
     const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);
-    if (run.by_line) return run_lines(run, segment, start, stop, {memory});
-    std::optional<DefaultArithmetic> arithmetic;
-    if (run.kernel.op == EXACT_SUM) arithmetic.emplace();
+    const auto run_tiles = run.kernel.op == EXACT_SUM ? run_exact_sums : run_tile;
+    if (run.by_line) return (run.kernel.op == EXACT_SUM ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
     const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
     int64_t size = run.tile - static_cast<int64_t>((reinterpret_cast<uintptr_t>(to) & (LINE - 1)) / itemsize);
     for (int64_t begin = start; begin < stop;) {
-        if (run.kernel.op == EXACT_SUM) run_exact_tile(run, segment, begin, std::min(stop, begin + size), {memory});
-        else run_tile(run, segment, begin, std::min(stop, begin + size), {memory});
+        run_tiles(run, segment, begin, std::min(stop, begin + size), {memory});
         begin += size;
         size = run.tile;
     }
@@ -464,7 +466,8 @@ size_t scratch_size(const Kernel &kernel, size_t tile) {
     const size_t results = static_cast<size_t>(kernel.results), slots = static_cast<size_t>(kernel.slots);
     const size_t descriptions =
         2 * results * (sizeof(Output) + sizeof(Target) + 4 * LINE) + (4 * MAX_PASS_SOURCES + 16) * 4 * LINE;
-    const size_t terms = kernel.op == EXACT_SUM ? static_cast<size_t>(kernel.sources) * (tile + EXACT_PADDING + 2 * LINE) : 0;
+    const auto sources = static_cast<size_t>(kernel.sources);
+    const size_t terms = kernel.op == EXACT_SUM ? sources * (tile + EXACT_PADDING + 2 * LINE) : 0;
     const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile + terms; // an upper bound
     return descriptions + slots * std::max(tile, 2 * MAX_LINES * LINE) + tiles + 64 * LINE;
 }
@@ -590,10 +593,11 @@ bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const 
         return true;
     }
     Format format = format_of(kernel);
-    bool by_line = format.function != nullptr && !format.convert_sources && !format.convert_results && kernel.by_line && contiguous;
+    const bool fits_lines = kernel.op == EXACT_SUM || kernel.by_line; // exact sums read any number of sources
+    bool by_line = !format.convert_sources && !format.convert_results && fits_lines && contiguous;
     const size_t arrays = std::min(static_cast<size_t>(kernel.sources), MAX_PASS_SOURCES) + static_cast<size_t>(kernel.results);
     const bool too_many = arrays > (ways() < MANY_WAYS ? ways() : MANY_ARRAYS);
-    const bool copies_tiles = !streaming && kernel.results > 1 && too_many;
+    const bool copies_tiles = !streaming && kernel.results > 1 && too_many && kernel.op != EXACT_SUM;
     by_line = by_line && !copies_tiles;
     if (kernel.dtype == BF16 && kernel.accumulator == F32 && kernel.result == BF16 && kernel.isa->pairs[kernel.op]) {
         format.function = kernel.isa->pairs[kernel.op];
