@@ -1,0 +1,78 @@
+"""Exact sums of the kernels have the bits of rational arithmetic, on every instruction set."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exact_cases import KINDS, UNSIGNED, exact_sums, near, special, subnormal, terms_of, ties
+from exact_oracle import FORMATS, exact_sum
+from kernel_cases import NATIVE, SETS, Case, Setup, check, setups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs import pairs
+
+from crossreduce.kernels import FusedProgram, Segment
+from crossreduce.kernels.reference import ReferenceKernel
+
+DTYPES = tuple(UNSIGNED)
+# Sources and results: partial sums of other processes are float64.
+CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dtype in DTYPES[:3])]
+
+
+def exact_case(dtypes, divisor, n, size, results=1):
+    """Return the case that adds ``n`` sources exactly."""
+    program = FusedProgram(1, ((0, *range(n)),), (~0,) * results)
+    source, result = dtypes
+    segments = (Segment(0, 0, size, 0),)
+    return Case("exact_sum", (source, source, result), divisor, n, results, (size,), (program,), segments)
+
+
+def stored(array, dtype):
+    """Return bits as an array that a kernel accepts."""
+    return array if dtype == "bfloat16" else array.view(dtype)
+
+
+def summed(kernel, terms, dtypes, **arguments):
+    """Return the bits of one result of a kernel."""
+    source, result = dtypes
+    out = np.zeros(terms.shape[1], UNSIGNED[result])
+    given = {"threads": 1, "streaming": False, "check_overlap": False} | arguments
+    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], *given.values())
+    return out
+
+
+def assert_same(got, right, terms):
+    """Compare bits; the message has the first element that differs."""
+    wrong = np.flatnonzero(got != right)
+    if wrong.size:
+        at = wrong[0]
+        given = ", ".join(f"{int(x):#x}" for x in terms[:, at])
+        message = f"{wrong.size} of {right.size} differ, first {at}: {int(got[at]):#x} instead of {int(right[at]):#x}"
+        raise AssertionError(f"{message}; terms {given}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_rounds_as_the_formats_do(dtype):
+    """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
+    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
+    exponent_bits, mantissa_bits = FORMATS[dtype]
+    numbers = bits.astype(UNSIGNED[dtype]).view(kind)
+    finite = bits[np.isfinite(numbers.astype("float64"))].astype(UNSIGNED[dtype])
+    assert [exact_sum([x], dtype) for x in finite] == finite.tolist()
+    with np.errstate(all="ignore"):
+        right = finite.view(kind) + finite[::-1].view(kind)  # IEEE addition rounds the exact sum of two
+    got = [exact_sum(pair, dtype) for pair in zip(finite, finite[::-1], strict=True)]
+    assert got == right.view(UNSIGNED[dtype]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(KINDS, CONVERTED, SETS), ids=str)
+def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
+    """Sums and quotients of every kind of data are rounded once, for any number of terms."""
+    kernel_sizes = zip(itertools.count(), (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64), itertools.cycle((3, 64, 101, 37)))
+    for seed, n, size in kernel_sizes:
+        terms = terms_of(kind, seed, dtypes[0], n, size)
+        for divisor in {1, n, n + 3}:
+            got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
+            assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
