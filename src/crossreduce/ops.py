@@ -52,13 +52,17 @@ DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
 
 
 class Numbers(NamedTuple):
-    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none)."""
+    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none).
+
+    ``exact``: the op is a sum or a mean, and the exact real result is rounded once.
+    """
 
     op: ReduceOp
     dtype: str
     accumulator: str
     result: str
     divisor: int
+    exact: bool = False
 
 
 ELEMENTWISE: Final = {

@@ -1,7 +1,9 @@
 #include "exact.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace {
 
@@ -140,6 +142,21 @@ void ExactAccumulator::store(DType dtype, uint32_t divisor, char *to) const {
     uint64_t bits = mantissa + (static_cast<uint64_t>(cut - smallest) << (format.precision - 1));
     bits += half && (rest || (bits & 1));
     store_bits(std::min(bits, infinity) | (negative ? sign_bit : 0), format.nbytes, to);
+}
+
+std::vector<double> ExactAccumulator::components() const {
+    ExactAccumulator rest = *this;
+    std::vector<double> found;
+    while (true) {
+        double x;
+        rest.store(F64, 1, reinterpret_cast<char *>(&x));
+        if (x == 0 && !found.empty()) return found;
+        if (x != x || infinite[0] || infinite[1]) return {x};
+        if (std::isinf(x)) x = std::copysign(std::numeric_limits<double>::max(), x); // the sum of finite terms
+        found.push_back(x);
+        if (x == 0) return found;
+        rest.add(-x);
+    }
 }
 
 void sum_one_exactly(const ExactSum &sum, DType source, DType result, size_t offset, char *to) {

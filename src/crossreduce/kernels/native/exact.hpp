@@ -5,8 +5,10 @@
 // with sign 0. An exact zero is -0 if all terms are -0, else +0. A result that rounds to zero has the sign of the sum.
 #pragma once
 
+#include <cfenv>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "isa.hpp"
 
@@ -24,6 +26,8 @@ class ExactAccumulator {
     void add(double term);
     // Store the sum, divided by an integer, as an element of a dtype.
     void store(DType dtype, uint32_t divisor, char *to) const;
+    // Return doubles whose sum is this sum: at least one, in descending order; the first is zero only if the sum is.
+    std::vector<double> components() const;
 
   private:
     // Bit k of limb i has the value 2^(32 i + k + BOTTOM). The lowest limb is only for bits of a quotient: a term is a
@@ -32,6 +36,22 @@ class ExactAccumulator {
     int64_t limbs[LIMBS] = {};
     int lowest = LIMBS, highest = -1; // the limbs that terms were added to
     bool any_nan = false, infinite[2] = {false, false}, all_negative_zero = true;
+};
+
+// Sets rounding to nearest and arithmetic with subnormals, as long as it lives. Threads of XLA and TensorFlow flush
+// subnormals to zero, and a caller may have set either.
+class DefaultArithmetic {
+  public:
+    DefaultArithmetic() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultArithmetic() { std::fesetenv(&before); }
+    DefaultArithmetic(const DefaultArithmetic &) = delete;
+    DefaultArithmetic &operator=(const DefaultArithmetic &) = delete;
+
+  private:
+    std::fenv_t before;
 };
 
 // Compute one element: add the terms that are `offset` bytes after each source's address.

@@ -63,6 +63,11 @@ constexpr size_t EXACT_PADDING = 320;
 // aligned to lines. A target may have the memory of a source.
 using ExactFunction = void (*)(const ExactSum &sum, const Output &output, size_t size);
 
+// Compute `size` partial sums: element i is high[i] + low[i]. Elements of which that is perhaps not so, or, unless `pairs`,
+// of which low[i] is not zero, are listed; of the former low[i] is NaN. `low` is set for listed elements, and for all if
+// `pairs`. Returns the number of listed elements; `listed` has room for `size`.
+using PartialFunction = size_t (*)(const ExactSum &sum, bool pairs, double *high, double *low, uint32_t *listed, size_t size);
+
 struct InstructionSet {
     const char *name;
     PassFunction same[OPS][DTYPES];  // sources, accumulator and results of one dtype; null: the op is not defined
@@ -70,6 +75,7 @@ struct InstructionSet {
     PassFunction pairs[OPS];         // faster than `half` for BF16; intermediate values have another order in each line
     Convert convert[DTYPES][DTYPES]; // [from][to], any size; null: never needed
     ExactFunction exact[DTYPES][DTYPES]; // [sources][results]; null: not defined
+    PartialFunction partial[DTYPES];     // null: not defined
 };
 
 extern const InstructionSet isa_baseline;
