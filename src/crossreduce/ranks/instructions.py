@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import kernels
 from ..kernels import FusedProgram, Segment
-from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, INTEGERS, Numbers, ReduceOp
 from ..packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -116,11 +116,12 @@ def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, n
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
     everything = (Segment(0, 0, size, 0),)
-    op, dtype, wide, result, divisor = numbers
+    _, dtype, wide, result, divisor, _ = numbers
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)
         fused = FusedProgram(0, (), (0,) * results)
         return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
     fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
     dtypes = (dtype, wide, result)
-    return kernels.compile_kernel(KERNEL_OPS[op], dtypes, divisor, operands, results, (size,), (fused,), everything)
+    op = numbers.kernel_op
+    return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)
