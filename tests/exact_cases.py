@@ -111,8 +111,7 @@ def edges(bits):
 
 def any_bits(bits):
     """Any bits."""
-    terms = bits.made(bits.below(bits.top + 1), bits.mantissas())
-    return terms
+    return bits.made(bits.below(bits.top + 1), bits.mantissas())
 
 
 KINDS = (narrow, near, wide, ties, subnormal, large, cancelling, zeros, negative_zeros, special, edges, any_bits)

@@ -5,15 +5,14 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from exact_cases import KINDS, UNSIGNED, exact_sums, near, special, subnormal, terms_of, ties
-from exact_oracle import FORMATS, exact_sum
-from kernel_cases import NATIVE, SETS, Case, Setup, check, setups
+from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
+from exact_oracle import exact_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import SETS, Case, Setup, check, setups
 from pairs import pairs
 
 from crossreduce.kernels import FusedProgram, Segment
-from crossreduce.kernels.reference import ReferenceKernel
 
 DTYPES = tuple(UNSIGNED)
 # Sources and results: partial sums of other processes are float64.
@@ -57,7 +56,6 @@ def test_the_oracle_rounds_as_the_formats_do(dtype):
     """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
-    exponent_bits, mantissa_bits = FORMATS[dtype]
     numbers = bits.astype(UNSIGNED[dtype]).view(kind)
     finite = bits[np.isfinite(numbers.astype("float64"))].astype(UNSIGNED[dtype])
     assert [exact_sum([x], dtype) for x in finite] == finite.tolist()
@@ -92,7 +90,13 @@ EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
 
 @pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=str)
 @settings(max_examples=15)
-@given(setup=setups(in_place=True), n=st.integers(1, 20), results=st.integers(1, 5), sizes=st.lists(st.integers(0, 700), min_size=1, max_size=3), mean=st.booleans())
+@given(
+    setup=setups(in_place=True),
+    n=st.integers(1, 20),
+    results=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    mean=st.booleans(),
+)
 def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
     """Arrays may have any layout and alignment, results may be sources; no byte outside the results is written."""
     case = exact_case(dtypes, n if mean else 1, n, 0, results)

@@ -232,7 +232,9 @@ def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = Fals
     problem = "exact sums are computed only in host memory, from dense arrays that are not traced."
     what = "sparse and dense arrays" if layout.mixed else "arrays"
     given = f"{what} of {layout.framework.name} on {', '.join(dict.fromkeys(layout.sources))}, or traced; exact=True"
-    raise UnsupportedError.of(problem, given, "copy the arrays to host memory, call it outside of tracing, or exact=False")
+    raise UnsupportedError.of(
+        problem, given, "copy the arrays to host memory, call it outside of tracing, or exact=False"
+    )
 
 
 def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:

@@ -176,17 +176,13 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     )
 
 
-def _programs_and_segments(
-    layout: Layout, results: int
-) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:
+def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:
     """Return the fused programs of a layout, and the segments of its tensors that they compute."""
     programs: dict[FusedProgram, int] = {}
     segments: list[Segment] = []
     tensors = 0
     for buffer, ranges in layout.buffers:
-        spans = [
-            (tensors + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
-        ]
+        spans = [(tensors + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size]
         tensors += len(buffer.spans)
         first = 0  # the first span that ends after the current position
         for program, base, end in ranges:
