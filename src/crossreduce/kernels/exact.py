@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 _UNIT: Final = -1074  # all finite floats are multiples of 2 ** _UNIT
+# The bits of a normal number's mantissa, the leading one included, and the exponent of the smallest number.
+_FORMATS: Final = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
 
 
 def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
@@ -36,9 +37,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
         shift = exponent - 53 - _UNIT  # negative for subnormal numbers, whose mantissas end in zeros
         mantissa >>= np.maximum(-shift, 0)
         total = total + (mantissa.astype(object) << np.maximum(shift, 0).astype(object))
-    info = ml_dtypes.finfo(dtype)
-    unit = math.frexp(float(info.smallest_subnormal))[1] - 1
-    precision = int(info.nmant) + 1
+    precision, unit = _FORMATS[dtype.name]
     nonzero = finite & (total != 0)
     added[np.isnan(added)] = np.nan
     added[nonzero] = [_nearest(number, divisor, precision, unit) for number in total[nonzero]]

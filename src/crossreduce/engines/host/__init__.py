@@ -166,7 +166,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     if numbers.exact:
         # Rounded partial sums would not do, so the programs' order is not used: one fold has all sources.
         sources = range(len(layout.sources))
-        programs = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
+        programs: tuple[FusedProgram, ...] = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
         segments = tuple(Segment(tensor, 0, size, 0) for tensor, size in enumerate(sizes) if size)
     else:
         programs, segments = _programs_and_segments(layout, results)
