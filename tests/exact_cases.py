@@ -93,21 +93,28 @@ def negative_zeros(bits):
 
 
 def special(bits):
-    """Infinities and NaNs among numbers."""
-    terms = narrow(bits)
+    """Infinities and NaNs among numbers, of which some overflow."""
+    terms = np.where(bits.below(2) == 0, narrow(bits), large(bits))
     kinds = bits.below(30)
     sign = np.uint64(1 << (bits.exponent_bits + bits.stored))
     infinity = np.uint64(bits.top << bits.stored)
     return np.where(kinds < 2, (terms & sign) | infinity | np.where(kinds == 0, bits.mantissas(), 0), terms)
 
 
+def edges(bits):
+    """One and its neighbours, and the smallest and the largest numbers: ties that tiny numbers break."""
+    one = bits.middle << bits.stored
+    few = [0, 1, 2, 1 << bits.stored, one - 2, one - 1, one, one + 1, one + 2, (bits.top << bits.stored) - 1]
+    signs = bits.below(2) << np.uint64(bits.exponent_bits + bits.stored)
+    return signs | np.array(few, np.uint64)[bits.below(len(few)).astype(int)]
+
+
 def any_bits(bits):
     """Any bits."""
-    terms = bits.made(bits.below(bits.top + 1), bits.mantissas())
-    return terms
+    return bits.made(bits.below(bits.top + 1), bits.mantissas())
 
 
-KINDS = (narrow, near, wide, ties, subnormal, large, cancelling, zeros, negative_zeros, special, any_bits)
+KINDS = (narrow, near, wide, ties, subnormal, large, cancelling, zeros, negative_zeros, special, edges, any_bits)
 
 
 def terms_of(kind, seed, dtype, terms, size):

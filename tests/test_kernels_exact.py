@@ -5,15 +5,14 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from exact_cases import KINDS, UNSIGNED, exact_sums, near, special, subnormal, terms_of, ties
-from exact_oracle import FORMATS, exact_sum
-from kernel_cases import NATIVE, SETS, Case, Setup, check, setups
+from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
+from exact_oracle import exact_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import SETS, Case, Setup, check, setups
 from pairs import pairs
 
 from crossreduce.kernels import FusedProgram, Segment
-from crossreduce.kernels.reference import ReferenceKernel
 
 DTYPES = tuple(UNSIGNED)
 # Sources and results: partial sums of other processes are float64.
@@ -57,7 +56,6 @@ def test_the_oracle_rounds_as_the_formats_do(dtype):
     """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
-    exponent_bits, mantissa_bits = FORMATS[dtype]
     numbers = bits.astype(UNSIGNED[dtype]).view(kind)
     finite = bits[np.isfinite(numbers.astype("float64"))].astype(UNSIGNED[dtype])
     assert [exact_sum([x], dtype) for x in finite] == finite.tolist()
@@ -76,3 +74,41 @@ def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
         for divisor in {1, n, n + 3}:
             got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
             assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
+def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
+    """The kernels in NumPy give the same bits."""
+    for n, divisor in ((1, 1), (2, 3), (5, 5), (8, 8), (33, 1)):
+        terms = terms_of(kind, n, dtypes[0], n, 41)
+        got = summed(exact_case(dtypes, divisor, n, 41).reference(), terms, dtypes)
+        assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
+
+
+@pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=str)
+@settings(max_examples=15)
+@given(
+    setup=setups(in_place=True),
+    n=st.integers(1, 20),
+    results=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    mean=st.booleans(),
+)
+def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
+    """Arrays may have any layout and alignment, results may be sources; no byte outside the results is written."""
+    case = exact_case(dtypes, n if mean else 1, n, 0, results)
+    in_place = tuple((r, s) for r, s in setup.in_place if s < n and r < results and dtypes[0] == dtypes[1])
+    segments = tuple(Segment(k, size // 5, size, 0) for k, size in enumerate(sizes))
+    case = case._replace(sizes=tuple(sizes), segments=segments)
+    check(case, setup._replace(in_place=in_place), case.native(isa))
+
+
+@pytest.mark.parametrize(("dtype", "isa"), pairs([*DTYPES, "complex64"], SETS))
+def test_large_arrays_and_threads(isa, dtype):
+    """Several threads and streamed cache lines leave no gap, whatever the offset of the arrays in a cache line."""
+    case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
+    for offsets in ((0,), (16, 64, 16), (1, 3)):
+        check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .. import kernels
-from ..errors import UnsupportedError
 from ..kernels import FusedProgram, Segment
-from ..ops import ACCUMULATORS, COMPLEX, FLOATS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
 from ..packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -61,23 +60,19 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False)
     The mean of integers is that of NCCL: the sum wraps around in the dtype, and is then divided, truncated towards
     zero. Source: NCCL, FuncSumPostDiv in src/device/reduce_kernel.h (github.com/NVIDIA/nccl, commit 0180f9a).
 
-    ``exact``: sums and means of floats are exact real numbers, rounded once. Minima, maxima and integers always are
-    exact.
+    ``exact``: sums and means of floats are exact real numbers, rounded once; see ``Numbers.exactly``. Partial results
+    are then exact, too; the accumulator is the dtype of their parts (see ``partial_sums``).
 
     Raises:
       UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
     """
-    wide = ACCUMULATORS[op, dtype]
-    if exact and dtype in FLOATS | COMPLEX:
-        if op is ReduceOp.PRODUCT:
-            problem = "products cannot be exact: a product of n floats has n times as many bits."
-            raise UnsupportedError.of(problem, f"the product of {dtype} arrays", "exact=False, or a sum")
-        if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            partial = "complex128" if dtype in COMPLEX else "float64"
-            return Numbers(op, dtype, partial, dtype, ranks if op is ReduceOp.MEAN else 1, exact=True)
-    if dtype in INTEGERS:
-        wide = dtype
-    return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+    wide = dtype if dtype in INTEGERS else ACCUMULATORS[op, dtype]
+    numbers = Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+    if exact:
+        numbers = numbers.exactly()
+    if numbers.exact:
+        numbers = numbers._replace(accumulator="complex128" if dtype in COMPLEX else "float64")
+    return numbers
 
 
 def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
@@ -127,12 +122,12 @@ def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, n
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
     everything = (Segment(0, 0, size, 0),)
-    op, dtype, wide, result, divisor, exact = numbers
+    _, dtype, wide, result, divisor, _ = numbers
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)
         fused = FusedProgram(0, (), (0,) * results)
         return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
     fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
     dtypes = (dtype, wide, result)
-    name = "exact_sum" if exact else KERNEL_OPS[op]
-    return kernels.compile_kernel(name, dtypes, divisor, operands, results, (size,), (fused,), everything)
+    op = numbers.kernel_op
+    return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)
