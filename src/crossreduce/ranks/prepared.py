@@ -15,7 +15,6 @@ from ..ops import ReduceOp
 from .communicator import ArrayView, Communicator
 from .shared_memory import SLICE_S
 
-
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
 
 

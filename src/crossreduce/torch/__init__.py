@@ -30,12 +30,14 @@ from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
+from .options import Options
 
 __all__ = [
     "NAME",
     "CollectiveStats",
     "Group",
     "HookState",
+    "Options",
     "Stats",
     "WaitStats",
     "all_reduce_hook",

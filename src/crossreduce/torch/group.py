@@ -34,6 +34,7 @@ from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import Finished, Message, OpQueue, Works, exclude_from_compile
+from .options import is_exact
 from .profiling import entry, is_profiled, lasting
 from .rendezvous import CancellableStore, ConnectionStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
@@ -45,19 +46,30 @@ _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
-def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
+def create(options: Any, backend_options: Any = None) -> Group:
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
     global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
-    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, global_ranks)
+    rank, size, exact = options.group_rank, options.group_size, is_exact(backend_options)
+    return Group(options.store, rank, size, options.timeout, options.group_id, global_ranks, exact)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
     """A process group that reduces CPU tensors in memory that the ranks of a host share, and with gloo across hosts."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int] = ()
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int] = (),
+        exact: bool = False,
     ) -> None:
-        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call."""
+        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
+
+        ``exact``: whether sums and means of floats are exact; see ``Options``.
+        """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         with reaching(store):
@@ -74,7 +86,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings = timeout, gloo.options
-        self._collectives = Collectives(self.communicator, gloo)
+        self._collectives = Collectives(self.communicator, gloo, exact)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
