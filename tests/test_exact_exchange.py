@@ -52,8 +52,8 @@ def test_every_schedule_gives_the_bits_of_rational_arithmetic(schedule):
     """For any schedule, number and size of pieces, empty chunks included, and data, the results are rounded once."""
     count = len(schedule.devices)
     for number, sizes in enumerate(((64,), (1,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2))):
-        kind, dtype = KINDS[(number + count) % len(KINDS)], [*UNSIGNED][number % 4]
-        for kind in (kind, wide):
+        dtype = [*UNSIGNED][number % 4]
+        for kind in (KINDS[(number + count) % len(KINDS)], wide):
             terms = terms_of(kind, number, dtype, count * RANKS, sum(sizes))
             op = (ReduceOp.SUM, ReduceOp.MEAN)[number % 2]
             right = exact_sums(terms, dtype, count * RANKS if op is ReduceOp.MEAN else 1)

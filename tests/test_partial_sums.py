@@ -65,7 +65,7 @@ def rounded(dtype, parts, divisor):
 def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, isa):
     """However the terms are distributed to hosts, and in whatever order hosts combine them, the sum is rounded once."""
     draw = random.Random(repr((kind.__name__, dtype, isa)))
-    with mock.patch.object(kernels, "instruction_set", lambda: isa):
+    with mock.patch.object(kernels, "instruction_set", return_value=isa):
         for size in SIZES:
             hosts = draw.randint(1, 4)
             counts = [draw.choice((1, 2, 3, 8)) for _ in range(hosts)]
