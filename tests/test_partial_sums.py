@@ -13,7 +13,7 @@ from pairs import pairs
 
 from crossreduce import kernels
 from crossreduce.ops import Numbers, ReduceOp
-from crossreduce.ranks.partial_sums import FURTHER_NBYTES, HEADER, Block, is_pair, most_further, round_sums
+from crossreduce.ranks.partial_sums import FURTHER_NBYTES, HEADER, PartialSums, is_pair, most_further, round_sums
 
 FURTHER = np.dtype([("element", "i8"), ("term", "f8")])
 SIZES = (1, 31, 64, 67, 300, 2049)
@@ -25,7 +25,7 @@ class Partial:
     def __init__(self, dtype, size):
         self.pair, self.size = is_pair(dtype), size
         self.memory = np.full(HEADER // 8 + size * (1 + self.pair), 7.0)
-        self.block = Block(self.memory.ctypes.data, size, self.pair)
+        self.block = PartialSums(self.memory.ctypes.data, size, self.pair)
         self.further = b""
 
     @classmethod

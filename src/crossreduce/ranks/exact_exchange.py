@@ -15,7 +15,7 @@ from ..lowering import Combination
 from ..packing import itemsize
 from ..transports.base import Transport
 from .exchange import Exchange, ExchangeProgram, PeerDisconnected, wait_for
-from .partial_sums import FURTHER_NBYTES, Block, is_pair, most_further, reals, round_sums
+from .partial_sums import FURTHER_NBYTES, PartialSums, is_pair, most_further, reals, round_sums
 
 FURTHER_TAG: Final = 2  # those of other messages are in multi_host and measurement
 
@@ -113,11 +113,11 @@ class ExactExchange(Exchange):
             self._further[piece, value] = further
             block.write_count(further)
 
-    def _block(self, piece: int, value: int) -> Block:
+    def _block(self, piece: int, value: int) -> PartialSums:
         base, places = self._places(piece)
         place, _, size = places[value]
         dtype = self._program.numbers.dtype
-        return Block(base + place, size * reals(dtype), is_pair(dtype))
+        return PartialSums(base + place, size * reals(dtype), is_pair(dtype))
 
 
 def _address(memory: bytearray) -> int:

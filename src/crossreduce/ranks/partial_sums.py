@@ -57,7 +57,7 @@ def most_further(size: int, ranks: int) -> int:
     return size * (_COMPONENTS + ranks)
 
 
-class Block(NamedTuple):
+class PartialSums(NamedTuple):
     """A block of ``size`` partial sums of real numbers, at an address."""
 
     address: int
@@ -93,7 +93,9 @@ class Block(NamedTuple):
         return left
 
 
-def round_sums(blocks: Iterable[Block], further: bytes | bytearray, numbers: Numbers, address: int, size: int) -> None:
+def round_sums(
+    blocks: Iterable[PartialSums], further: bytes | bytearray, numbers: Numbers, address: int, size: int
+) -> None:
     """Write the sums of ``size`` real numbers of all blocks, divided and rounded once, to an address."""
     sources = [array for block in blocks for array in block.arrays()]
     name = _REAL.get(numbers.result, numbers.result)
