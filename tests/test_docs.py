@@ -216,7 +216,7 @@ def test_ci_runs_readmes_commands():
 
 def test_links_have_targets():
     """Every relative link and picture in the documents names a file; every file of docs/pictures/ is used."""
-    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     assert ROOT / "CONTRIBUTING.md" in documents
     unused = set(PICTURES.iterdir())
     for document in documents:

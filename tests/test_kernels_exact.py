@@ -2,11 +2,13 @@
 
 import itertools
 
+import exact_reference
 import ml_dtypes
 import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
 from exact_oracle import exact_sum
+from exact_reference import random_terms, reference_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import SETS, Case, Setup, check, setups
@@ -112,3 +114,24 @@ def test_large_arrays_and_threads(isa, dtype):
     case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
     for offsets in ((0,), (16, 64, 16), (1, 3)):
         check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))
+
+
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
+    """The reference in fixed point, which is used for many elements, gives the bits of fractions."""
+    source, result = dtypes
+    for seed, (kind, n) in enumerate(itertools.product(exact_reference.KINDS, (1, 2, 7, 64))):
+        terms = random_terms(source, kind, seed, n, 40)
+        for divisor in {1, n, 3}:
+            got = reference_sums(terms, source, divisor, result)
+            assert_same(got, exact_sums(terms, source, divisor, result), terms)
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(exact_reference.KINDS, CONVERTED, SETS), ids=str)
+def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
+    """On tens of thousands of elements per case the kernels give the bits of the reference in fixed point."""
+    for seed, n in enumerate((2, 3, 8, 17, 64)):
+        terms = random_terms(dtypes[0], kind, seed + 100, n, 20_000)
+        for divisor in {1, n}:
+            got = summed(exact_case(dtypes, divisor, n, 20_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
-from .exact import exact_sum
+from .exact_reference import exact_sum
 from .overlap import find_overlap
 
 # The elements of a tile: few enough for the second-level cache, and so many that the cost of a NumPy call is small.

@@ -1,0 +1,142 @@
+"""What do exact sums cost, and what do they give? Sums of 8 replicas with ``exact=True`` beside the default.
+
+Each contender runs in turn with the default; the ratio is the median of the ratios of neighbouring runs. All results are
+written to given arrays (out=), by all threads. The cases: every dtype of 64 MiB per replica and of 1 KiB, the mean by 7,
+cancelling data, and the kernels of each instruction set. Beside them: accumulation in float64 without a certificate,
+``math.fsum`` element by element, and how many elements float64 accumulation gets wrong (from results/exact_bits.json,
+which exact_bits.py writes).
+Run: python benchmarks/exact_sums.py [--mib 64] [--repeats 9] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from common import RESULTS, keep
+
+import crossreduce as cr
+from crossreduce import kernels
+from crossreduce.kernels import FusedProgram, Segment
+
+N = 8
+EXACT = cr.CommunicationOptions(exact=True)
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
+SOURCES = {
+    "ReproBLAS": "Demmel, Ahrens & Nguyen, Efficient Reproducible Floating Point Summation and BLAS, "
+    "UCB/EECS-2016-121, 2016: the dot product of 4096 float64 takes 4 times as long as MKL's"
+}
+
+
+def ratios(base: Callable[[], object], others: dict[str, Callable[[], object]], repeats: int, inner: int) -> Any:
+    """Return the median seconds of each function, and the median ratios to neighbouring runs of the first."""
+
+    def once(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(inner):
+            run()
+        return (time.perf_counter() - start) / inner
+
+    for run in (base, *others.values()):
+        run()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in others}
+    for _ in range(repeats):
+        for name, run in others.items():
+            times[name].append((once(base), once(run)))
+    found = {}
+    for name, pairs in times.items():
+        found[name] = {
+            "ratio": statistics.median(own / first for first, own in pairs),
+            "seconds": statistics.median(own for _, own in pairs),
+            "default_seconds": statistics.median(first for first, _ in pairs),
+        }
+    return found
+
+
+def arrays(dtype: str, size: int, cancelling: bool = False) -> list[Any]:
+    """Return the arrays of all replicas: random numbers, or pairs of opposite ones of very different magnitudes."""
+    rng = np.random.default_rng(0)
+    made = [rng.standard_normal(size, dtype="float32") for _ in range(N)]
+    if cancelling:
+        scale = (10.0 ** rng.uniform(0, 12, size)).astype("float32")
+        for k in range(0, N - 2, 2):
+            made[k] *= scale
+            made[k + 1] = -made[k]
+    return [x.astype(DTYPES[dtype]) for x in made]
+
+
+def api(op: str, xs: list[Any], outs: list[Any], options: Any) -> Callable[[], object]:
+    """Return a call of ``all_reduce``."""
+    return lambda: cr.all_reduce(xs, op, options=options, out=outs)
+
+
+def kernel(isa: str, op: str, dtypes: tuple[str, str, str], xs: list[Any], outs: list[Any]) -> Callable[[], object]:
+    """Return a run of a kernel on one thread."""
+    size, program = xs[0].size, FusedProgram(1, ((0, *range(N)),), (~0,) * N)
+    made = kernels.native().Kernel(isa, op, *dtypes, 1, N, N, (size,), (program,), (Segment(0, 0, size, 0),))
+    sources, results = [x.ctypes.data for x in xs], [x.ctypes.data for x in outs]
+    streaming = sum(x.nbytes for x in outs) >= kernels.STREAMING_BYTES
+    return lambda: made.run([sources], [results], 1, streaming, False)
+
+
+def fsum(xs: list[Any]) -> Callable[[], object]:
+    """Return the sum by ``math.fsum``, which rounds to float64, of the first elements."""
+    rows = [x[:20_000].tolist() for x in xs]
+    return lambda: [math.fsum(terms) for terms in zip(*rows, strict=True)]
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="bytes of a replica in the large cases")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, default=RESULTS / "exact_sums.json")
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = {}
+
+    def report(case: str, found: dict[str, Any]) -> None:
+        rows[case] = found
+        for name, row in found.items():
+            print(f"{case:32} {name:24} {row['seconds'] * 1e3:10.3f} ms  x{row['ratio']:.2f}", flush=True)
+
+    for dtype in DTYPES:
+        for nbytes, inner in ((arguments.mib << 20, 1), (1 << 10, 100)):
+            size = nbytes // np.dtype(DTYPES[dtype]).itemsize
+            text = f"{dtype}, {nbytes >> 20} MiB" if inner == 1 else f"{dtype}, 1 KiB"
+            outs = [np.zeros(size, DTYPES[dtype]) for _ in range(N)]
+            for cancelling in (False, True) if dtype == "float32" and inner == 1 else (False,):
+                xs = arrays(dtype, size, cancelling)
+                sums = {"exact sum": api("sum", xs, outs, EXACT)}
+                case = text + ", cancelling" * cancelling
+                report(case, ratios(api("sum", xs, outs, None), sums, arguments.repeats, inner))
+            means = {"exact mean": api("mean", xs[:7], outs[:7], EXACT)}
+            report(f"{text}, 7 replicas", ratios(api("mean", xs[:7], outs[:7], None), means, arguments.repeats, inner))
+    for isa in kernels.native().supported():
+        for dtype in DTYPES:
+            size = (4 << 20) // np.dtype(DTYPES[dtype]).itemsize
+            xs, outs = arrays(dtype, size), [np.zeros(size, DTYPES[dtype]) for _ in range(N)]
+            wide = "float64" if dtype == "float64" else "float32"
+            others = {"exact sum": kernel(isa, "exact_sum", (dtype, wide, dtype), xs, outs)}
+            if dtype == "float32":
+                others["float64, no certificate"] = kernel(isa, "sum", (dtype, "float64", dtype), xs, outs)
+            base = kernel(isa, "sum", (dtype, wide, dtype), xs, outs)
+            report(f"{isa}, {dtype}, 4 MiB, 1 thread", ratios(base, others, arguments.repeats, 1))
+    xs = [x[:20_000] for x in arrays("float64", 20_000)]
+    outs = [np.zeros(20_000) for _ in range(N)]
+    others = {"exact sum": api("sum", xs, outs, EXACT), "math.fsum": fsum(xs)}
+    report("float64, 20,000 elements", ratios(api("sum", xs, outs, None), others, arguments.repeats, 3))
+    bits = RESULTS / "exact_bits.json"
+    wrong = json.loads(bits.read_text())["rows"] if bits.exists() else []
+    keep("exact_sums", {"replicas": N, "cases": rows, "bits": wrong, "sources": SOURCES}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
