@@ -1,8 +1,8 @@
 """``ExactExchange``: the exchange of a stripe between hosts in an exact reduction.
 
 Input: the terms of this host's ranks. Output: the results. Hosts send partial sums that are exact (``partial_sums``).
-Whether a partial sum has further terms is in its block, so each host knows which further messages follow. Their order
-is that of the blocks; they have a tag of their own.
+Their blocks state how many further terms there are. If there are any, a further message follows, with a tag of its own;
+the order of these messages is that of the blocks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExactExchange(Exchange):
                     self._sends[piece % self._program.window].append((pending, rank))
 
     def post_receives(self, stage: int) -> None:
-        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
+        """Start to receive the messages of a stage; forget further terms of pieces whose memory is used again."""
         super().post_receives(stage)
         for piece, r in self._active(stage):
             if r == 0:
