@@ -1,10 +1,10 @@
 """What do exact sums cost, and what do they give? Sums of 8 replicas with ``exact=True`` beside the default.
 
 Each contender runs in turn with the default; the ratio is the median of the ratios of neighbouring runs. All results are
-written to given arrays (out=), by all threads. The cases: every dtype of 64 MiB per replica and of 1 KiB, the mean by 7,
-cancelling data, and the kernels of each instruction set. Beside them: accumulation in float64 without a certificate,
-``math.fsum`` element by element, and how many elements float64 accumulation gets wrong (from results/exact_bits.json,
-which exact_bits.py writes).
+written to given arrays (out=), by all threads. The cases: every dtype of 64 MiB per replica and of 1 KiB, the mean of 7
+replicas, cancelling data, and the kernels of each instruction set. Beside them: accumulation in float64 without a
+certificate, ``math.fsum`` element by element, and how many elements float64 accumulation gets wrong (from
+results/exact_bits.json, which exact_bits.py writes).
 Run: python benchmarks/exact_sums.py [--mib 64] [--repeats 9] [--json PATH]
 """
 
@@ -61,11 +61,18 @@ def ratios(base: Callable[[], object], others: dict[str, Callable[[], object]], 
     return found
 
 
-def arrays(dtype: str, size: int, cancelling: bool = False) -> list[Any]:
-    """Return the arrays of all replicas: random numbers, or pairs of opposite ones of very different magnitudes."""
+def arrays(dtype: str, size: int, data: str = "random") -> list[Any]:
+    """Return the arrays of all replicas.
+
+    They are random numbers, or pairs of opposite ones of very different magnitudes ("cancelling"), or numbers of which
+    every sum needs fixed point: a tie, which 2^-140 breaks while larger numbers cancel ("worst").
+    """
     rng = np.random.default_rng(0)
+    if data == "worst":
+        made = [np.full(size, 2.0**k, "float32") for k in (0, -24, -80, -140)]
+        return [*made, -made[2], *(np.zeros(size, "float32") for _ in range(N - 5))]
     made = [rng.standard_normal(size, dtype="float32") for _ in range(N)]
-    if cancelling:
+    if data == "cancelling":
         scale = (10.0 ** rng.uniform(0, 12, size)).astype("float32")
         for k in range(0, N - 2, 2):
             made[k] *= scale
@@ -110,13 +117,14 @@ def main() -> None:
     for dtype in DTYPES:
         for nbytes, inner in ((arguments.mib << 20, 1), (1 << 10, 100)):
             size = nbytes // np.dtype(DTYPES[dtype]).itemsize
-            text = f"{dtype}, {nbytes >> 20} MiB" if inner == 1 else f"{dtype}, 1 KiB"
+            text = f"{dtype}, {arguments.mib} MiB" if inner == 1 else f"{dtype}, 1 KiB"
             outs = [np.zeros(size, DTYPES[dtype]) for _ in range(N)]
-            for cancelling in (False, True) if dtype == "float32" and inner == 1 else (False,):
-                xs = arrays(dtype, size, cancelling)
+            for data in ("random", "cancelling", "worst") if dtype == "float32" and inner == 1 else ("random",):
+                xs = arrays(dtype, size, data)
                 sums = {"exact sum": api("sum", xs, outs, EXACT)}
-                case = text + ", cancelling" * cancelling
-                report(case, ratios(api("sum", xs, outs, None), sums, arguments.repeats, inner))
+                repeats = 1 if data == "worst" else arguments.repeats
+                report(f"{text}, {data}", ratios(api("sum", xs, outs, None), sums, repeats, inner))
+            xs = arrays(dtype, size)
             means = {"exact mean": api("mean", xs[:7], outs[:7], EXACT)}
             report(f"{text}, 7 replicas", ratios(api("mean", xs[:7], outs[:7], None), means, arguments.repeats, inner))
     for isa in kernels.native().supported():

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
-from exact_oracle import exact_sum
+from exact_oracle import FORMATS, exact_sum
 from exact_reference import random_terms, reference_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +76,31 @@ def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
         for divisor in {1, n, n + 3}:
             got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
             assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
+def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
+    """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
+
+    Six terms add up to a tie. The last two differ by the unit of the smaller one, which breaks the tie; but a sum of
+    all terms in order loses that unit, because it has one bit more than ``digits``.
+    """
+    stored, bias = FORMATS[dtype][1], (1 << (FORMATS[dtype][0] - 1)) - 1
+    precision = stored + 1
+    largest = digits - precision - 3  # of 8 terms, whose sum may need 3 bits more than a term
+    sign = 1 << sum(FORMATS[dtype])
+    columns = []
+    for spread, tie in itertools.product((largest, largest + 1), range(4, 84, 16)):
+        total = (4 << precision) + tie
+        mantissas = [total // 6 + (k < total % 6) for k in range(6)]
+        exponent, low = bias + 20, bias + 20 - spread
+        terms = [exponent << stored | mantissa - (1 << stored) for mantissa in mantissas]
+        terms += [low << stored | (1 << stored) - 3, sign | low << stored | (1 << stored) - 4]
+        columns.append(terms)
+    terms = np.array(columns * 8, UNSIGNED[dtype]).T.copy()
+    got = summed(exact_case((dtype, dtype), 1, 8, terms.shape[1]).native(isa), terms, (dtype, dtype))
+    assert_same(got, exact_sums(terms, dtype), terms)
 
 
 @pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)

@@ -1,7 +1,6 @@
 #include "kernel.hpp"
 
 #include <algorithm>
-#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -280,25 +279,8 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, is_streaming(run, segment), scratch);
 }
 
-// Sets rounding to nearest and arithmetic with subnormals, as long as it lives. Threads of XLA and TensorFlow flush
-// subnormals to zero, and a caller may have set either.
-class DefaultArithmetic {
-  public:
-    DefaultArithmetic() {
-        std::fegetenv(&before);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultArithmetic() { std::fesetenv(&before); }
-    DefaultArithmetic(const DefaultArithmetic &) = delete;
-    DefaultArithmetic &operator=(const DefaultArithmetic &) = delete;
-
-  private:
-    std::fenv_t before;
-};
-
 // Compute exact sums: of any number of elements, or of at most a tile if a source is strided.
 void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
-    const DefaultArithmetic arithmetic;
     const Kernel &kernel = run.kernel;
     const size_t itemsize = ITEMSIZES[kernel.dtype], units = run.format.units;
     const std::vector<int> &operands = run.program_of(segment).folds[0].operands;
