@@ -1,7 +1,8 @@
 """What do exact sums cost, and what do they give? Sums of 8 replicas with ``exact=True`` beside the default.
 
-Each contender runs in turn with the default; the ratio is the median of the ratios of neighbouring runs. All results are
-written to given arrays (out=), by all threads. The cases: every dtype of 64 MiB per replica and of 1 KiB, the mean of 7
+Each contender runs in turn with the default; a ratio is the median of the ratios of neighbouring runs: of the time, and
+of the CPU time, which other programs on the machine disturb less. All results are written to given arrays (out=), by
+all threads. The cases: every dtype of 64 MiB per replica and of 1 KiB, the mean of 7
 replicas, cancelling data, and the kernels of each instruction set. Beside them: accumulation in float64 without a
 certificate, ``math.fsum`` element by element, and how many elements float64 accumulation gets wrong (from
 results/exact_bits.json, which exact_bits.py writes).
@@ -39,24 +40,25 @@ SOURCES = {
 def ratios(base: Callable[[], object], others: dict[str, Callable[[], object]], repeats: int, inner: int) -> Any:
     """Return the median seconds of each function, and the median ratios to neighbouring runs of the first."""
 
-    def once(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
+    def once(run: Callable[[], object]) -> tuple[float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(inner):
             run()
-        return (time.perf_counter() - start) / inner
+        return (time.perf_counter() - start) / inner, (time.process_time() - cpu) / inner
 
     for run in (base, *others.values()):
         run()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in others}
+    times: dict[str, list[Any]] = {name: [] for name in others}
     for _ in range(repeats):
         for name, run in others.items():
             times[name].append((once(base), once(run)))
     found = {}
     for name, pairs in times.items():
         found[name] = {
-            "ratio": statistics.median(own / first for first, own in pairs),
-            "seconds": statistics.median(own for _, own in pairs),
-            "default_seconds": statistics.median(first for first, _ in pairs),
+            "ratio": statistics.median(own[0] / first[0] for first, own in pairs),
+            "cpu_ratio": statistics.median(own[1] / first[1] for first, own in pairs),
+            "seconds": statistics.median(own[0] for _, own in pairs),
+            "default_seconds": statistics.median(first[0] for first, _ in pairs),
         }
     return found
 
@@ -112,7 +114,8 @@ def main() -> None:
     def report(case: str, found: dict[str, Any]) -> None:
         rows[case] = found
         for name, row in found.items():
-            print(f"{case:32} {name:24} {row['seconds'] * 1e3:10.3f} ms  x{row['ratio']:.2f}", flush=True)
+            times = f"{row['seconds'] * 1e3:10.3f} ms  x{row['ratio']:.2f}, CPU x{row['cpu_ratio']:.2f}"
+            print(f"{case:32} {name:24} {times}", flush=True)
 
     for dtype in DTYPES:
         for nbytes, inner in ((arguments.mib << 20, 1), (1 << 10, 100)):

@@ -6,7 +6,7 @@ import exact_reference
 import ml_dtypes
 import numpy as np
 import pytest
-from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
+from exact_cases import KINDS, UNSIGNED, broken_ties, edges, exact_sums, large, terms_of
 from exact_oracle import FORMATS, exact_sum
 from exact_reference import random_terms, reference_sums
 from hypothesis import given, settings
@@ -159,4 +159,15 @@ def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
         terms = random_terms(dtypes[0], kind, seed + 100, n, 20_000)
         for divisor in {1, n}:
             got = summed(exact_case(dtypes, divisor, n, 20_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+def test_ties_and_overflows_of_thousands_of_sums(isa, dtypes):
+    """Ties that much smaller numbers break, and partial sums that overflow, are right on every instruction set."""
+    for kind, (seed, n) in itertools.product((broken_ties, edges, large), enumerate((3, 5, 8, 9))):
+        terms = terms_of(kind, seed + 50, dtypes[0], n, 4_000)
+        for divisor in (1, n):
+            got = summed(exact_case(dtypes, divisor, n, 4_000).native(isa), terms, dtypes)
             assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
