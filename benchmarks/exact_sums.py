@@ -7,6 +7,7 @@ replicas, cancelling data, and the kernels of each instruction set. Beside them:
 certificate, ``math.fsum`` element by element, and how many elements float64 accumulation gets wrong (from
 results/exact_bits.json, which exact_bits.py writes).
 Run: python benchmarks/exact_sums.py [--mib 64] [--repeats 9] [--json PATH]
+     python benchmarks/exact_sums.py --page docs/explanation/exactness.md, which writes the kept numbers into the page
 """
 
 from __future__ import annotations
@@ -108,7 +109,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64, help="bytes of a replica in the large cases")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, default=RESULTS / "exact_sums.json")
+    parser.add_argument("--page", type=Path)
     arguments = parser.parse_args()
+    if arguments.page:
+        write_tables(arguments.page, json.loads(arguments.json.read_text()))
+        return
     rows: dict[str, Any] = {}
 
     def report(case: str, found: dict[str, Any]) -> None:
@@ -144,9 +149,28 @@ def main() -> None:
     outs = [np.zeros(20_000) for _ in range(N)]
     others = {"exact sum": api("sum", xs, outs, EXACT), "math.fsum": fsum(xs)}
     report("float64, 20,000 elements", ratios(api("sum", xs, outs, None), others, arguments.repeats, 3))
-    bits = RESULTS / "exact_bits.json"
-    wrong = json.loads(bits.read_text())["rows"] if bits.exists() else []
-    keep("exact_sums", {"replicas": N, "cases": rows, "bits": wrong, "sources": SOURCES}, arguments.json)
+    keep("exact_sums", {"replicas": N, "cases": rows, "sources": SOURCES}, arguments.json)
+
+
+def write_tables(page: Path, kept: dict[str, Any]) -> None:
+    """Write the tables of times and of wrong elements into a page, between its marks."""
+    times = ["| 8 replicas, NumPy, in place of the default | time | ratio | ratio of CPU times |", "|---|---|---|---|"]
+    for case, contenders in kept["cases"].items():
+        for name, row in contenders.items():
+            cells = f"{row['seconds'] * 1e3:.3g} ms | {row['ratio']:.2f} | {row['cpu_ratio']:.2f}"
+            times.append(f"| {case}: {name} | {cells} |")
+    bits = ["| elements | checked | wrong | wrong in float64 without certificate |", "|---|---|---|---|"]
+    for row in json.loads((RESULTS / "exact_bits.json").read_text())["rows"]:
+        plain = f"{row['wrong in float64 without certificate']:,} of {row['of sums']:,} sums"
+        plain = "not compared (NaNs)" if row["kind"] == "any bits" else plain
+        bits.append(f"| {row['dtype']}, {row['kind']} | {row['elements']:,} | {row['wrong']} | {plain} |")
+    text = page.read_text()
+    for mark, lines in (("times", times), ("bits", bits)):
+        head, start, rest = text.partition(f"<!-- {mark} -->\n")
+        _, end, tail = rest.partition(f"<!-- end of {mark} -->\n")
+        assert end, f"{page} has no marks of {mark}"
+        text = head + start + "\n".join(lines) + "\n" + end + tail
+    page.write_text(text)
 
 
 if __name__ == "__main__":
