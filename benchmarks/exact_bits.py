@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=RESULTS / "exact_bits.json")
     arguments = parser.parse_args()
     rows = []
-    for dtype in sorted(FORMATS, key=lambda name: name == "float32"):
+    for dtype in sorted(FORMATS, key=lambda name: name != "float32"):
         count = arguments.elements if dtype == "float32" else arguments.others
         for kind in KINDS:
             rows.append(compare(dtype, kind, -(-count // len(KINDS))))

@@ -109,12 +109,34 @@ def edges(bits):
     return signs | np.array(few, np.uint64)[bits.below(len(few)).astype(int)]
 
 
+def broken_ties(bits):
+    """Powers of two at the distances of one, two and more mantissas: ties that much smaller numbers break."""
+    precision, middle = bits.stored + 1, bits.middle
+    steps = [k * precision + d for k in range(-1, 5) for d in (0, 1)]
+    few = np.array([middle - step for step in steps if 0 < middle - step < bits.top], np.uint64)
+    return bits.made(few[bits.below(len(few)).astype(int)], np.zeros(bits.shape, np.uint64))
+
+
 def any_bits(bits):
     """Any bits."""
     return bits.made(bits.below(bits.top + 1), bits.mantissas())
 
 
-KINDS = (narrow, near, wide, ties, subnormal, large, cancelling, zeros, negative_zeros, special, edges, any_bits)
+KINDS = (
+    narrow,
+    near,
+    wide,
+    ties,
+    subnormal,
+    large,
+    cancelling,
+    zeros,
+    negative_zeros,
+    special,
+    edges,
+    broken_ties,
+    any_bits,
+)
 
 
 def terms_of(kind, seed, dtype, terms, size):

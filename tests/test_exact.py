@@ -155,7 +155,7 @@ def test_the_option_must_be_a_bool(given):
 def test_traced_arrays_are_refused(jax_, tensorflow_):
     """Under ``jax.jit`` and ``tf.function`` no kernel can run, so the option is an error and not ignored."""
     xs = [np.float32([1, 2]), np.float32([3, 4])]
-    words = "exact sums are computed only in host memory, from dense arrays that are not traced"
+    words = "exact sums are computed only in host memory, from dense arrays that are neither traced nor recorded"
     with pytest.raises(UnsupportedError, match=words):
         jax_.jax.jit(lambda *values: cr.all_reduce(list(values), options=EXACT))(*xs)
     with pytest.raises(UnsupportedError, match=words):

@@ -6,8 +6,8 @@ import exact_reference
 import ml_dtypes
 import numpy as np
 import pytest
-from exact_cases import KINDS, UNSIGNED, exact_sums, terms_of
-from exact_oracle import exact_sum
+from exact_cases import KINDS, UNSIGNED, broken_ties, edges, exact_sums, large, terms_of
+from exact_oracle import FORMATS, exact_sum
 from exact_reference import random_terms, reference_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +78,31 @@ def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
             assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
+def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
+    """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
+
+    Six terms add up to a tie. The last two differ by the unit of the smaller one, which breaks the tie; but a sum of
+    all terms in order loses that unit, because it has one bit more than ``digits``.
+    """
+    stored, bias = FORMATS[dtype][1], (1 << (FORMATS[dtype][0] - 1)) - 1
+    precision = stored + 1
+    largest = digits - precision - 3  # of 8 terms, whose sum may need 3 bits more than a term
+    sign = 1 << sum(FORMATS[dtype])
+    columns = []
+    for spread, tie in itertools.product((largest, largest + 1), range(4, 84, 16)):
+        total = (4 << precision) + tie
+        mantissas = [total // 6 + (k < total % 6) for k in range(6)]
+        exponent, low = bias + 20, bias + 20 - spread
+        terms = [exponent << stored | mantissa - (1 << stored) for mantissa in mantissas]
+        terms += [low << stored | (1 << stored) - 3, sign | low << stored | (1 << stored) - 4]
+        columns.append(terms)
+    terms = np.array(columns * 8, UNSIGNED[dtype]).T.copy()
+    got = summed(exact_case((dtype, dtype), 1, 8, terms.shape[1]).native(isa), terms, (dtype, dtype))
+    assert_same(got, exact_sums(terms, dtype), terms)
+
+
 @pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
 def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
     """The kernels in NumPy give the same bits."""
@@ -134,4 +159,15 @@ def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
         terms = random_terms(dtypes[0], kind, seed + 100, n, 20_000)
         for divisor in {1, n}:
             got = summed(exact_case(dtypes, divisor, n, 20_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+def test_ties_and_overflows_of_thousands_of_sums(isa, dtypes):
+    """Ties that much smaller numbers break, and partial sums that overflow, are right on every instruction set."""
+    for kind, (seed, n) in itertools.product((broken_ties, edges, large), enumerate((3, 5, 8, 9))):
+        terms = terms_of(kind, seed + 50, dtypes[0], n, 4_000)
+        for divisor in (1, n):
+            got = summed(exact_case(dtypes, divisor, n, 4_000).native(isa), terms, dtypes)
             assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)

@@ -19,6 +19,11 @@ FURTHER = np.dtype([("element", "i8"), ("term", "f8")])
 SIZES = (1, 31, 64, 67, 300, 2049)
 
 
+def name_of(value):
+    """Return the name of a kind of data, a dtype or an instruction set, for the names of tests."""
+    return getattr(value, "__name__", value)
+
+
 class Partial:
     """The partial sums of some rows of terms; ``of`` combines those of others."""
 
@@ -61,7 +66,7 @@ def rounded(dtype, parts, divisor):
     return out
 
 
-@pytest.mark.parametrize(("kind", "dtype", "isa"), pairs(KINDS, UNSIGNED, SETS), ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "isa"), pairs(KINDS, UNSIGNED, SETS), ids=name_of)
 def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, isa):
     """However the terms are distributed to hosts, and in whatever order hosts combine them, the sum is rounded once."""
     draw = random.Random(repr((kind.__name__, dtype, isa)))

@@ -229,12 +229,11 @@ def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = Fals
             if operands is not None:
                 return engine, operands
     assert exact, "the last engine runs any arrays"
-    problem = "exact sums are computed only in host memory, from dense arrays that are not traced."
+    problem = "exact sums are computed only in host memory, from dense arrays that are neither traced nor recorded."
     what = "sparse and dense arrays" if layout.mixed else "arrays"
-    given = f"{what} of {layout.framework.name} on {', '.join(dict.fromkeys(layout.sources))}, or traced; exact=True"
-    raise UnsupportedError.of(
-        problem, given, "copy the arrays to host memory, call it outside of tracing, or exact=False"
-    )
+    given = f"{what} of {layout.framework.name} on {', '.join(dict.fromkeys(layout.sources))}; exact=True"
+    remedy = "a copy in host memory, a call outside of jit, tf.function and tapes, or exact=False"
+    raise UnsupportedError.of(problem, given, remedy)
 
 
 def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:

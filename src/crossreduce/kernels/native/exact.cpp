@@ -96,7 +96,7 @@ void ExactAccumulator::store(DType dtype, uint32_t divisor, char *to) const {
     if (infinite[0] || infinite[1]) return store_bits(infinity | (infinite[1] ? sign_bit : 0), format.nbytes, to);
 
     // Propagate the carries; if the number is negative, do so for its magnitude.
-    uint64_t digits[LIMBS] = {}; // below 2^32
+    uint64_t digits[LIMBS + 2] = {}; // below 2^32; zeros at the end, for a window that starts in the highest limb
     bool negative = false;
     int top = -1;
     for (int pass = 0; pass < 2; pass++) {
@@ -114,11 +114,12 @@ void ExactAccumulator::store(DType dtype, uint32_t divisor, char *to) const {
     if (top < 0) return store_bits(all_negative_zero ? sign_bit : 0, format.nbytes, to);
 
     // Divide, down to a few limbs below the leading one; what is left only breaks ties.
+    int bottom = lowest; // the lowest limb that may not be zero
     bool rest = false;
     if (divisor != 1) {
+        bottom = std::max(0, std::min(lowest, top - 4));
         uint64_t remainder = 0;
-        const int stop = std::max(0, std::min(lowest, top - 4));
-        for (int i = top; i >= stop; i--) {
+        for (int i = top; i >= bottom; i--) {
             const uint64_t dividend = remainder << 32 | digits[i];
             digits[i] = dividend / divisor;
             remainder = dividend % divisor;
@@ -131,16 +132,13 @@ void ExactAccumulator::store(DType dtype, uint32_t divisor, char *to) const {
     int leading = 32 * top;
     for (uint64_t digit = digits[top]; digit > 1; digit >>= 1) leading++;
     const int smallest = format.unit - BOTTOM, cut = std::max(leading - format.precision + 1, smallest);
-    const auto bit = [&](int position) { return digits[position / 32] >> (position % 32) & 1; };
-    uint64_t mantissa = 0;
-    for (int position = leading; position >= cut; position--) mantissa = mantissa << 1 | bit(position);
-    const bool half = bit(cut - 1) != 0;
-    for (int i = (cut - 1) / 32; i >= 0 && !rest; i--) {
-        const uint64_t below = i == (cut - 1) / 32 ? (uint64_t{1} << ((cut - 1) % 32)) - 1 : ~uint64_t{0};
-        rest = (digits[i] & below) != 0;
-    }
-    uint64_t bits = mantissa + (static_cast<uint64_t>(cut - smallest) << (format.precision - 1));
-    bits += half && (rest || (bits & 1));
+    const int limb = (cut - 1) / 32, shift = (cut - 1) % 32; // of the first bit that is cut off
+    uint64_t kept = digits[limb] >> shift | digits[limb + 1] << (32 - shift);
+    if (shift != 0) kept |= digits[limb + 2] << (64 - shift); // a mantissa and one more bit
+    rest = rest || (digits[limb] & ((uint64_t{1} << shift) - 1)) != 0;
+    for (int i = bottom; i < limb && !rest; i++) rest = digits[i] != 0;
+    uint64_t bits = (kept >> 1) + (static_cast<uint64_t>(cut - smallest) << (format.precision - 1));
+    bits += (kept & 1) && (rest || (bits & 1));
     store_bits(std::min(bits, infinity) | (negative ? sign_bit : 0), format.nbytes, to);
 }
 

@@ -281,7 +281,6 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
 
 // Compute exact sums: of any number of elements, or of at most a tile if a source is strided.
 void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
-    const DefaultArithmetic arithmetic;
     const Kernel &kernel = run.kernel;
     const size_t itemsize = ITEMSIZES[kernel.dtype], units = run.format.units;
     const std::vector<int> &operands = run.program_of(segment).folds[0].operands;
