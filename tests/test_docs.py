@@ -121,6 +121,21 @@ def test_the_tables_on_speed_are_up_to_date(tmp_path):
     assert copy.read_text() == page.read_text(), "docs/speed.md is out of date: run python benchmarks/speed.py"
 
 
+def test_the_numbers_on_exactness_are_up_to_date(tmp_path):
+    """The tables of docs/explanation/exactness.md, and what it says of a training, are those of the kept results."""
+    page, copy = ROOT / "docs" / "explanation" / "exactness.md", tmp_path / "exactness.md"
+    copy.write_text(page.read_text())
+    command = [sys.executable, ROOT / "benchmarks" / "exact_sums.py", "--page", copy]
+    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert copy.read_text() == page.read_text(), "the page is out of date: run python benchmarks/exact_sums.py --page"
+    kept = json.loads((ROOT / "benchmarks" / "results" / "exact_training.json").read_text())
+    default, exact = (set(kept["orders"][kind].values()) for kind in ("default", "exact"))
+    assert f"give\n{len(default)} different sets of weights after {kept['steps']} steps by default" in page.read_text()
+    parts = {row["weights"] for row in kept["curves"]["exact, 8 parts"].values()}
+    assert len(exact) == len(parts) == 1
+    assert len({row["weights"] for row in kept["curves"]["exact"].values()}) > 1
+
+
 def test_the_grid_of_ranks_covers_every_collective_and_judges_it(tmp_path, monkeypatch):
     """A quick run keeps and draws all cases; points at which a peer is faster are listed and break requirements."""
     results, picture = tmp_path / "grid.json", tmp_path / "grid.svg"
@@ -216,8 +231,7 @@ def test_ci_runs_readmes_commands():
 
 def test_links_have_targets():
     """Every relative link and picture in the documents names a file; every file of docs/pictures/ is used."""
-    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-    documents += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     assert ROOT / "CONTRIBUTING.md" in documents
     unused = set(PICTURES.iterdir())
     for document in documents:

@@ -3,6 +3,7 @@
 CROSSREDUCE_STORM=200 in the environment runs 200 random programs for each number of threads instead of a few.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -17,11 +19,12 @@ import numpy as np
 import oracle
 import pytest
 import strategies
+from exact_cases import UNSIGNED, cancelling, exact_sums, subnormal, terms_of, wide
 from test_jax_all_reduce import DTYPES, draw, mesh, spread
 
 import crossreduce as cr
 from crossreduce import kernels
-from crossreduce.errors import ArgumentError
+from crossreduce.errors import ArgumentError, UnsupportedError
 
 jax = jnp = lax = P = all_reduce = in_process = None
 HERE = Path(__file__).parent
@@ -371,3 +374,50 @@ def test_the_interface_has_the_layout_of_xla(tmp_path):
     command = [compiler, "-std=c++17", "-fsyntax-only", "-I", jax.ffi.include_dir(), "-I", str(native), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[:2000]
+
+
+# ---- exact sums -----------------------------------------------------------------------------------------------------
+
+
+def test_exact_sums_have_the_bits_of_rational_arithmetic():
+    """With ``exact=True`` sums and means are correctly rounded, for any algorithm, also of subnormal numbers."""
+    for dtype, kind, op in itertools.product(UNSIGNED, (cancelling, subnormal, wide), ("sum", "mean")):
+        bits = terms_of(kind, 1, dtype, 8, 50)
+        right = exact_sums(bits, dtype, 8 if op == "mean" else 1)
+        for algorithm in ("auto", "ring"):
+            reduced = partial(all_reduce, axis_name="d", op=op, algorithm=algorithm, exact=True)
+            run = jax.jit(spread(reduced, 8))
+            got = run(bits.view(oracle.dtype_of(dtype)))
+            for shard in got.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == right.tobytes(), (dtype, kind, op)
+
+
+def test_gradients_of_exact_sums():
+    """The gradient of an exact sum over devices is the exact sum of the devices' gradients."""
+    bits = terms_of(cancelling, 2, "float32", 8, 20)
+
+    def loss(x, weights):
+        total = jax.shard_map(
+            lambda x: all_reduce(x, "d", exact=True), mesh=mesh((8,), ("d",)), in_specs=P("d"), out_specs=P("d"),
+            check_vma=False,
+        )(x)  # fmt: skip
+        return (total * weights).sum()
+
+    grad = jax.jit(jax.grad(loss))(jnp.ones((8, 20), "float32"), bits.view("float32"))
+    assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(bits, "float32").tobytes()}
+
+
+def test_exact_sums_are_refused_where_the_kernels_cannot_run():
+    """Under vmap, in exported programs and for products, ``exact=True`` is an error, never ignored."""
+    x = np.ones((8, 3), "float32")
+    words = r"exact sums inside JAX programs need the compiled kernels"
+    with pytest.raises(UnsupportedError, match=words):
+        jax.vmap(lambda x: all_reduce(x, "d", exact=True), axis_name="d")(x)
+    with pytest.raises(UnsupportedError, match=words):
+        jax.export.export(jax.jit(spread(lambda x: all_reduce(x, "d", exact=True), 8)))(x)
+    with pytest.raises(UnsupportedError, match="a product cannot be exact"):
+        jax.jit(spread(lambda x: all_reduce(x, "d", "product", exact=True), 8))(x)
+    with pytest.raises(ArgumentError, match="exact must be True or False"):
+        jax.jit(spread(lambda x: all_reduce(x, "d", exact=1), 8))(x)
+    whole = jax.jit(spread(lambda x: all_reduce(x, "d", exact=True), 1))(x[:1])  # one device: nothing is added
+    assert (np.asarray(whole) == 1).all()

@@ -32,15 +32,16 @@ def peak(run):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "packs", "dtype", "tensors"),
-    pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20]),
+    ("algorithm", "packs", "dtype", "tensors", "exact"),
+    pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20], [False, True]),
 )
-def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors):
+def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors, exact):
     """For any num_packs, a batch's peak is the size of its results: tensors are read in place, not copied to packs."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
-    most = peak(lambda: ops.batch_reduce("sum", [(value, value) for value in values]))
+    options = cr.CommunicationOptions(exact=exact)
+    most = peak(lambda: ops.batch_reduce("sum", [(value, value) for value in values], options))
     results = REPLICAS * tensors * size * np.dtype(dtype).itemsize
     assert results <= most <= results + 200_000
 
@@ -97,15 +98,17 @@ del outs
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as peak:
     peak.write("5")  # reset the peak
-results = ops.batch_reduce("sum", [(value, value)] * 2)
+options = cr.CommunicationOptions(exact=sys.argv[2] == "True")
+results = ops.batch_reduce("sum", [(value, value)] * 2, options)
 print(status("VmHWM") - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status exists only on Linux")
-@pytest.mark.parametrize("packs", [0, 1, 5])
-def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs):
+@pytest.mark.parametrize(("packs", "exact"), [(0, False), (1, False), (5, False), (5, True)])
+def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs, exact):
     """The peak memory of the process, as Linux reports it, grows by the results and at most 1 MiB for each thread."""
-    ran = subprocess.run([sys.executable, "-c", PEAK, str(packs)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", PEAK, str(packs), str(exact)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
     results = 2 * REPLICAS * (16 << 10)  # in KiB
     assert results <= int(ran.stdout) <= results + 1024 * kernels.threads()

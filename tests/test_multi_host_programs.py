@@ -72,12 +72,12 @@ def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
                 place(host, part, "results_at", narrow)[:] = total.astype(narrow)
 
 
-def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False):
+def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False, exact=False):
     """Run a call on all ranks and compare all memory with the oracle's."""
     ranks = sorted(rank for host in hosts for rank in host)
     n = len(ranks)
     reduces = "reduce" in collective
-    numbers = reduction_numbers(op, dtype, n) if reduces else copying(dtype)
+    numbers = reduction_numbers(op, dtype, n, exact) if reduces else copying(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
     made = oracle.dtype_of(dtype)
@@ -112,6 +112,11 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
             for place in draw.permutation(len(host)):
                 for instruction in plans[host[place]].program[stage]:
                     machine.run(0, int(place), instruction)
+        for machine, host in zip(machines, hosts, strict=True):
+            for place, rank in enumerate(host):
+                folds = plans[rank].folds  # of exact reductions
+                for instruction in folds[stage - 1] if 0 < stage <= len(folds) else ():
+                    machine.run(0, place, instruction)
         for leader in range(leaders):
             exchange = plans[hosts[0][leader]].exchanges[0]
             piece = stage - 1 - exchange.delay
@@ -157,6 +162,7 @@ def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, co
                     run(hosts, collective, size, dtype, root=root)
         if "reduce" in collective:
             run(hosts, collective, 3000, "bfloat16", ReduceOp.MEAN, roots[0])
+            run(hosts, collective, 3000, "float32", root=roots[0], exact=True)
         if collective == "all_reduce":
             run(hosts, collective, 3000, "float32", in_place=True)
 

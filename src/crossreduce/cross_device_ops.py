@@ -401,6 +401,9 @@ class ReductionToOneDevice(_BatchReducing):
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
             raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
+        if options.exact:
+            problem = "accumulation_fn replaces the sum, so the sum cannot be made exact."
+            raise ArgumentError.of(problem, "exact=True", "ReductionToOneDevice() without accumulation_fn")
         return [
             reduce_to_one([job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job) for job in jobs
         ]

@@ -13,10 +13,11 @@ import numpy as np
 
 from .errors import ArgumentError, BackendError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
+from .options import CommunicationOptions
 from .ranks.communicator import ArrayView, Communicator
 from .ranks.counters import Stats
 from .ranks.measurement import measure
-from .ranks.prepared import new_calls, prepare
+from .ranks.prepared import call_name, new_calls, prepare
 from .topology import Topology
 from .transports.mpi import MpiRendezvous, MpiTransport
 from .validation import read_op
@@ -78,37 +79,45 @@ class MpiGroup:
         self._calls = new_calls(communicator)
         self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
 
-    def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
+    def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False) -> Array:
         """Return the reduction of all ranks' arrays, with the same bits on every rank.
 
         Args:
           x: an array, of the same shape and dtype on all ranks.
           op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
           out: the array for the result; ``None``: a new array.
+          exact: whether sums and means of floats are the exact real numbers, rounded once: the same bits for every
+            order of the ranks, and any number of hosts (see docs/explanation/exactness.md).
         Raises:
-          MismatchError: ranks differ in shape, dtype or op; nothing was written, and the group can still be used.
-          UnsupportedError: the op is not defined for the dtype.
+          ArgumentError: ``exact`` is not a bool.
+          MismatchError: ranks differ in shape, dtype, op or ``exact``; nothing was written, and the group can still be
+            used.
+          UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
           PeerLostError, CollectiveTimeout: a rank died or was late; the group cannot be used again.
         """
-        done: Array | None = self._calls.run(self._communicator, "all_reduce", op, 0, x, out)
+        exact = _flag(exact)
+        name = call_name("all_reduce", exact)
+        done: Array | None = self._calls.run(self._communicator, name, op, 0, x, out)
         if done is not None:
             return done
         op = read_op(op)
         given = _readable(x, op)
         given, result = _with_result(given, given.shape, out)
-        self._communicator.all_reduce(op, _memory(given), _memory(result))
-        self._prepare("all_reduce", op, None, x, given, _memory(given), result)
+        self._communicator.all_reduce(op, _memory(given), _memory(result), exact)
+        self._prepare("all_reduce", op, None, x, given, _memory(given), result, exact)
         return result
 
-    def reduce(self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None) -> Array | None:
+    def reduce(
+        self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None, *, exact: bool = False
+    ) -> Array | None:
         """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
-        op = read_op(op)
+        op, exact = read_op(op), _flag(exact)
         given = _readable(x, op)
         if self.rank != root:
-            self._communicator.reduce(op, _memory(given), None, root)
+            self._communicator.reduce(op, _memory(given), None, root, exact)
             return None
         given, result = _with_result(given, given.shape, out)
-        self._communicator.reduce(op, _memory(given), _memory(result), root)
+        self._communicator.reduce(op, _memory(given), _memory(result), root, exact)
         return result
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
@@ -136,16 +145,20 @@ class MpiGroup:
         self._prepare("all_gather", None, None, x, given, _memory(given), result)
         return result
 
-    def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
-        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``."""
-        done: Array | None = self._calls.run(self._communicator, "reduce_scatter", op, 0, x, out)
+    def reduce_scatter(
+        self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False
+    ) -> Array:
+        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``; see ``all_reduce``."""
+        exact = _flag(exact)
+        name = call_name("reduce_scatter", exact)
+        done: Array | None = self._calls.run(self._communicator, name, op, 0, x, out)
         if done is not None:
             return done
         op = read_op(op)
         given = self._require_rows(_readable(x, op))
         given, result = _with_result(given, given.shape[1:], out)
-        self._communicator.reduce_scatter(op, _rows(given), _memory(result))
-        self._prepare("reduce_scatter", op, None, x, given, _memory(result), result)
+        self._communicator.reduce_scatter(op, _rows(given), _memory(result), exact)
+        self._prepare("reduce_scatter", op, None, x, given, _memory(result), result, exact)
         return result
 
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
@@ -229,10 +242,11 @@ class MpiGroup:
         given: Array,
         array: ArrayView,
         result: Array,
+        exact: bool = False,
     ) -> None:
         """Prepare a call that has just run, unless its array had to be converted or copied."""
         if given is x:
-            prepare(self._calls, self._communicator, collective, op, root, given, array, result)
+            prepare(self._calls, self._communicator, collective, op, root, given, array, result, exact)
 
     def _require_rows(self, given: Array) -> Array:
         if given.ndim == 0 or given.shape[0] != self.size:
@@ -269,6 +283,11 @@ def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tup
         raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{given.dtype}")')
     in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
     return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
+
+
+def _flag(exact: Any) -> bool:
+    """Return ``exact``, or raise an ``ArgumentError`` if it is not a bool."""
+    return exact if isinstance(exact, bool) else CommunicationOptions(exact=exact).exact
 
 
 def _memory(array: Array) -> ArrayView:

@@ -52,13 +52,37 @@ DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
 
 
 class Numbers(NamedTuple):
-    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none)."""
+    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none).
+
+    ``exact``: the result is the real sum or mean of the components, rounded once; the accumulator is not used.
+    """
 
     op: ReduceOp
     dtype: str
     accumulator: str
     result: str
     divisor: int
+    exact: bool = False
+
+    @property
+    def kernel_op(self) -> str:
+        """The kernels' name of the op that combines the components: a mean is a sum that is divided at the end."""
+        return "exact_sum" if self.exact else "sum" if self.op is ReduceOp.MEAN else self.op.value
+
+    def exactly(self) -> Numbers:
+        """Return how the same reduction is computed with ``exact=True``.
+
+        Minima, maxima, and sums and products of integers do not depend on the order of the components anyway.
+
+        Raises:
+          UnsupportedError: a product of floats.
+        """
+        if self.dtype not in FLOATS | COMPLEX or self.op in (ReduceOp.MIN, ReduceOp.MAX):
+            return self
+        if self.op is ReduceOp.PRODUCT:
+            problem = "a product cannot be exact: the product of n floats has n times as many digits as one."
+            raise UnsupportedError.of(problem, f"op product, dtype {self.dtype}, exact=True", "exact=False")
+        return self._replace(exact=True)
 
 
 ELEMENTWISE: Final = {
@@ -75,9 +99,6 @@ OF_ALL_RANKS: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "all
 
 ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multiply": "prod"}
 """For the name of each elementwise function, that of the function that combines an array along an axis."""
-
-KERNEL_OPS: Final = {op: "sum" if op is ReduceOp.MEAN else op.value for op in ReduceOp}
-"""For each op, the kernels' name of the op that combines two values: a mean is a sum that is divided at the end."""
 
 
 def copying(dtype: str) -> Numbers:

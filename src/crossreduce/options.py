@@ -45,9 +45,12 @@ class CommunicationOptions:
       timeout_seconds: how long replicas of a ``MirroredStrategy`` wait for each other at most; ``None``: 600 s for
         ``run``, and for a call inside it the timeout of ``run``. Other reductions do not use it.
       implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
+      exact: whether sums and means of floats are correctly rounded: the result is the real sum or mean of the
+        components, rounded once, to nearest even. It is the same for every order of the replicas, algorithm, packing
+        and number of threads (see docs/explanation/exactness.md). Products of floats are refused.
     Raises:
       ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
-        unknown algorithm.
+        unknown algorithm, ``exact`` that is not a bool.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
     1048576
@@ -56,6 +59,7 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: str = "auto"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         nbytes = count("bytes_per_pack", self.bytes_per_pack, "0 leaves the packing to num_packs")
@@ -66,11 +70,13 @@ class CommunicationOptions:
         if isinstance(self.implementation, str):
             object.__setattr__(self, "implementation", self.implementation.lower())
         algorithm_name(self.implementation)
+        if not isinstance(self.exact, bool):
+            raise ArgumentError.of("exact must be True or False.", shown(self.exact), "exact=True")
 
 
 @dataclass(frozen=True)
 class CollectiveHints(CommunicationOptions):
-    """The older form of ``CommunicationOptions``, without ``implementation``; accepted wherever that class is.
+    """The older form of ``CommunicationOptions``, without its last fields; accepted wherever that class is.
 
     >>> CollectiveHints(bytes_per_pack=1024)
     CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from . import kernels
 from .engines.base import (
     ENGINES,
+    EXACT_ENGINES,
     Engine,
     Executable,
     Layout,
@@ -25,6 +26,7 @@ from .engines.base import (
 )
 from .engines.host.prepared import FRAMEWORKS, prepare
 from .engines.nccl import ENGINE as NCCL
+from .errors import ReductionError, UnsupportedError
 from .frameworks import Array, Framework, Sparse, framework_of
 from .lowering import lower
 from .ops import Numbers, copying
@@ -61,6 +63,8 @@ def reduce_batch(
     Raises:
       PlanError: the topology has no route for some of the data.
     """
+    if options.exact:
+        jobs = _exact_jobs(jobs)
     PROFILERS.look_again()  # not in compiled code: a framework's first call is always here
     routes: dict[tuple[Framework, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
     last: Any = None
@@ -80,6 +84,9 @@ def reduce_batch(
         if with_out:
             check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
         kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
+        for each, numbers in runs:
+            if jobs[numbers[0]][0].numbers.exact:
+                select(each, [jobs[number][0].arrays for number in numbers], exact=True)  # raises if there is no engine
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
@@ -114,6 +121,8 @@ def reduce_to_one(
     jobs: Sequence[Job], root: str | None, calls: Calls | None = None, options: CommunicationOptions = DEFAULT
 ) -> list[Mirrored]:
     """Reduce each value on the device ``root``; ``None``: on the value's first destination. See ``reduce_batch``."""
+    if options.exact:
+        jobs = _exact_jobs(jobs)
     by_root: dict[str, list[int]] = {}
     for number, (_, destinations) in enumerate(jobs):
         by_root.setdefault(root or destinations[0], []).append(number)
@@ -125,6 +134,17 @@ def reduce_to_one(
         for number, result in zip(numbers, reduced, strict=True):
             results[number] = result
     return results
+
+
+def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs whose values are reduced exactly; raise if an op has no exact form."""
+    made: list[Job] = []
+    for number, (value, destinations) in enumerate(jobs):
+        try:
+            made.append((value.exactly(), destinations))
+        except ReductionError as error:
+            raise in_pair(error, number, len(jobs)) from None
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -197,14 +217,23 @@ def _plan(
     return tuple(ranges)
 
 
-def select(layout: Layout, arrays: Sequence[Sequence[Array]]) -> tuple[Engine, Any]:
-    """Return the first engine that can run a layout with these arrays, and the arrays in the form that it reads."""
-    for engine in map(engine_named, ENGINES):
+def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = False) -> tuple[Engine, Any]:
+    """Return the first engine that can run a layout with these arrays, and the arrays in the form that it reads.
+
+    Raises:
+      UnsupportedError: the sums must be exact, and no engine can add these arrays exactly.
+    """
+    for engine in map(engine_named, EXACT_ENGINES if exact else ENGINES):
         if engine.supports(layout):
             operands = engine.bind(layout, arrays)
             if operands is not None:
                 return engine, operands
-    raise AssertionError("the last engine runs any arrays")
+    assert exact, "the last engine runs any arrays"
+    problem = "exact sums are computed only in host memory, from dense arrays that are neither traced nor recorded."
+    what = "sparse and dense arrays" if layout.mixed else "arrays"
+    given = f"{what} of {layout.framework.name} on {', '.join(dict.fromkeys(layout.sources))}; exact=True"
+    remedy = "a copy in host memory, a call outside of jit, tf.function and tapes, or exact=False"
+    raise UnsupportedError.of(problem, given, remedy)
 
 
 def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:
@@ -228,9 +257,10 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
     """
     values = [value for value, _ in jobs]
     arrays = [value.arrays for value in values]
-    operands = _nccl_operands(layout, arrays, values[0].numbers) if layout.prefers_nccl else None
-    engine, operands = select(layout, arrays) if operands is None else (NCCL, operands)
-    executable = _compiled(engine, layout, values[0].numbers, with_out)
+    numbers = values[0].numbers
+    operands = _nccl_operands(layout, arrays, numbers) if layout.prefers_nccl and not numbers.exact else None
+    engine, operands = select(layout, arrays, numbers.exact) if operands is None else (NCCL, operands)
+    executable = _compiled(engine, layout, numbers, with_out)
     if not with_out:
         return executable, executable.run(operands, None)
     if not engine.checks_overlap:

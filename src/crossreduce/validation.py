@@ -54,6 +54,21 @@ class Checked(PerReplica):
         self.out = out
         return self
 
+    def exactly(self) -> Checked:
+        """Return the same value, to be reduced exactly.
+
+        Raises:
+          UnsupportedError: the op has no exact form.
+        """
+        numbers = self.numbers.exactly()
+        if numbers == self.numbers or self.sparse:  # sparse values are concatenated
+            return self
+        other = Checked.on(self.values, self.devices)
+        for name in Checked.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.numbers = numbers
+        return other
+
 
 def read_op(op: object) -> ReduceOp:
     """Return a ``ReduceOp``, given itself or its name.

@@ -27,7 +27,7 @@ from ..packing import itemsize
 from ..ranks.host_parts import host_names, host_schedule
 from ..schedule import simulate
 from ..topology import Topology
-from ..traces.calls import CALL_TEXT, GroupTrace, TracedCall, newest, read_directory
+from ..traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, newest, read_directory
 from ..traces.chrome import Predict, to_chrome
 from ..traces.clocks import ClockShift, align
 from ..traces.summary import SummaryRow, straggler, summarize
@@ -136,7 +136,9 @@ def _prediction(given: Topology | None) -> Predict:
         op, dtype = match["op"] or "sum", match["dtype"]
         widened = False
         try:
-            if match["op"] and dtype not in INTEGERS:
+            if op.startswith(EXACT):
+                widened = True
+            elif match["op"] and dtype not in INTEGERS:
                 widened = itemsize(ACCUMULATORS[ReduceOp(op), dtype]) > itemsize(dtype)
             rounded = 1 << (nbytes - 1).bit_length()
             schedule = host_schedule(topology, hosts, collective, rounded, None if root is None else int(root), widened)

@@ -21,6 +21,9 @@ from ..packing import Buffer, itemsize
 ENGINES: Final = ["host", "null", "cuda", "loop"]
 """Modules of this package that define ``ENGINE``, in the order in which they are tried. "loop" runs any layout."""
 
+EXACT_ENGINES: Final = ["host"]
+"""The engines of this list that compute exact sums."""
+
 
 class ProgramRange(NamedTuple):
     """A range of a buffer's elements and the program that reduces it."""

@@ -32,7 +32,7 @@ from ..frameworks import Array
 from ..frameworks.jax import FRAMEWORK, finish
 from ..lowering import Program, lower
 from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
-from ..options import algorithm_name, count
+from ..options import CommunicationOptions, algorithm_name, count
 from ..packing import itemsize
 from ..pipeline import log_once
 from ..planning import Request, hierarchical_copy, schedule_for
@@ -62,6 +62,7 @@ def all_reduce(
     algorithm: str = "auto",
     *,
     num_packs: int = 1,
+    exact: bool = False,
 ) -> Any:
     """Reduce a pytree over an axis of the mesh, leaf by leaf; every device receives the result.
 
@@ -81,6 +82,9 @@ def all_reduce(
         "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy": the number of trees whose roots rotate, that share the
         buffer; at most one per device.
+      exact: whether sums and means of floats are the real ones, rounded once, to nearest even (see
+        ``crossreduce.CommunicationOptions``). Only the compiled kernels can do this, on CPU devices of one process, for
+        any ``algorithm`` and ``topology``.
     Returns:
       The same tree. Half types are accumulated in float32, the mean of integers is a float; with ``check_vma=True``
       the results count as replicated (``out_specs=P()``), like those of ``lax.psum``. Numbers become arrays.
@@ -88,7 +92,8 @@ def all_reduce(
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
       UnsupportedError: the op is not defined for a leaf's dtype, or for an unreduced leaf (on explicit meshes), or a
-        leaf is not an array; the message has its path.
+        leaf is not an array; the message has its path. With ``exact``: a product of floats; and where the kernels
+        cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::
@@ -99,7 +104,7 @@ def all_reduce(
             return crossreduce.jax.all_reduce({"loss": (x * x).mean()}, "data", "mean")
     """
     with jax.named_scope("crossreduce:all_reduce"):  # profilers show it with the operations of the compiled program
-        return _all_reduce(x, axis_name, op, topology, algorithm, num_packs)
+        return _all_reduce(x, axis_name, op, topology, algorithm, num_packs, exact)
 
 
 def _all_reduce(
@@ -109,8 +114,10 @@ def _all_reduce(
     topology: TopologyLike | None,
     algorithm: str,
     num_packs: int,
+    exact: bool,
 ) -> Any:
     op = read_op(op)
+    exact = CommunicationOptions(exact=exact).exact  # raises if it is not a bool
     packs = count("num_packs", num_packs, "1 is one tree") or 1
     spec = _read_spec(axis_name, topology, algorithm_name(algorithm), packs)
     listed, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_sparse)
@@ -118,6 +125,8 @@ def _all_reduce(
     for path, leaf in listed:
         try:
             leaves.append(_sparse(leaf, op, spec.axes) if _is_sparse(leaf) else _dense(leaf, op, spec.axes))
+            if exact and not _is_sparse(leaf):
+                _require_exact(leaves[-1], FRAMEWORK.numbers(op, leaves[-1].dtype.name, spec.axes.devices), spec.axes)
             if not _is_sparse(leaf) and unreduced(leaves[-1]):
                 leaves[-1] = _Reduced(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
@@ -132,6 +141,8 @@ def _all_reduce(
             groups.setdefault((leaf.dtype.name, varying(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
         numbers = FRAMEWORK.numbers(op, dtype, spec.axes.devices)
+        if exact and spec.axes.devices > 1:
+            numbers = numbers.exactly()
         for number, leaf in zip(members, _reduced([leaves[k] for k in members], numbers, spec), strict=True):
             leaves[number] = leaf
     return jax.tree_util.tree_unflatten(structure, leaves)
@@ -178,6 +189,18 @@ def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
         raise UnsupportedError.of(problem, str(array.shape), "an export for known sizes, or lax.psum")
     ACCUMULATORS[op, array.dtype.name]  # raises if the op is not defined
     return axes.vary(array) if axes.checked else array
+
+
+def _require_exact(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
+    """Raise if the sum or mean of an array over the axes cannot be exact."""
+    numbers = numbers.exactly()
+    if numbers.exact and axes.devices > 1 and (unreduced(x) or not in_process.supports(numbers, axes)):
+        raise _no_exact_sum(f"{jax.typeof(x)} over {axes}")
+
+
+def _no_exact_sum(given: str) -> UnsupportedError:
+    problem = "exact sums inside JAX programs need the compiled kernels, on CPU devices of one process, without vmap."
+    return UnsupportedError.of(problem, f"{given}, exact=True", "crossreduce.all_reduce outside of the program")
 
 
 class _Reduced(NamedTuple):
@@ -233,7 +256,7 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
     """Reduce arrays of one dtype: by the compiled kernels, if it is possible and no other algorithm is required."""
-    if not _is_free(spec) or not in_process.supports(numbers, spec.axes):
+    if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
         return _reduced_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
@@ -251,6 +274,8 @@ class _Collectives:
     spec: _ReduceSpec
 
     def __call__(self, xs: Sequence[Array]) -> Sequence[Array]:
+        if self.numbers.exact:
+            raise _no_exact_sum(f"{jax.typeof(xs[0])} over {self.spec.axes} on {jax.default_backend()}")
         return _reduced_by_collectives(list(xs), self.numbers, self.spec)
 
 

@@ -124,7 +124,8 @@ def compile_kernel(
     """Return a kernel for the instruction set in use.
 
     Args:
-      op: ``"sum"``, ``"min"``, ``"max"`` or ``"product"``.
+      op: ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or ``"exact_sum"``. The programs of exact sums are single folds
+        of sources, whose value is every result; their accumulator is not used.
       dtypes: of sources, accumulator and results, by name.
       divisor: results are divided by it; integers, which must have one dtype, are truncated towards zero.
       sources: the number of sources of each tensor.

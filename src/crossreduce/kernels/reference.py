@@ -13,6 +13,7 @@ from typing import Any, Final
 import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
+from .exact_reference import exact_sum
 from .overlap import find_overlap
 
 # The elements of a tile: few enough for the second-level cache, and so many that the cost of a NumPy call is small.
@@ -95,6 +96,12 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
     return array.view(dtype)
 
 
+def _exact_sum(terms: list[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
+    """Return exact sums; complex numbers are added by parts."""
+    part = dtype.type(0).real.dtype
+    return exact_sum([_reals(x) for x in terms], divisor, part).view(dtype)
+
+
 class ReferenceKernel:
     """See ``crossreduce.kernels.compile_kernel``."""
 
@@ -107,7 +114,7 @@ class ReferenceKernel:
         programs: Sequence[tuple[int, Sequence[Sequence[int]], Sequence[int]]],
         segments: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        self._combine, self._divisor = _OPS[op], divisor
+        self._combine, self._divisor = _OPS.get(op), divisor  # None: exact sums
         self._dtypes = dtype, _, result = [np.dtype(name) for name in dtypes]
         # Copies keep every bit, also that of a signaling NaN.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
@@ -147,6 +154,9 @@ class ReferenceKernel:
             return tile if self._copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
 
         for slot, first, *more in folds:
+            if self._combine is None:
+                values[~slot] = _exact_sum([read(operand) for operand in (first, *more)], self._divisor, result)
+                continue
             value = read(first)
             for operand in more:
                 value = self._combine(value, read(operand))
@@ -154,6 +164,9 @@ class ReferenceKernel:
         finished: dict[int, Any] = {}
         for operand in set(wanted):
             value = read(operand)
+            if self._combine is None:
+                finished[operand] = value  # the value of a fold is divided and rounded already
+                continue
             if self._divisor != 1 and value.dtype.kind in "iu":
                 wide = value if value.itemsize == 8 else value.astype(np.int64)
                 divisor = wide.dtype.type(self._divisor)

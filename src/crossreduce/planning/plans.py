@@ -147,6 +147,7 @@ class Plan:
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {busiest(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
+            f"  bits      {self._reproducibility}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
             *tree_lines(found),
             f"  other algorithms, for the same request{self._without}",
@@ -163,6 +164,13 @@ class Plan:
             name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
             return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
         return "export it for another tool (crossreduce plan --export)"
+
+    @property
+    def _reproducibility(self) -> str:
+        """The runs whose results have the same bits (see docs/explanation/exactness.md)."""
+        if self.collective in ("broadcast", "all_gather"):
+            return "those of the source"
+        return "the same in every run of this plan; with exact=True also for other plans and orders"
 
     @property
     def _without(self) -> str:

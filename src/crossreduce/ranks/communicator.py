@@ -30,7 +30,7 @@ from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
 from ..transports.tcp import TcpTransport
 from . import contact, tracing
-from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, planned_text
+from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, op_text, planned_text
 from .exchange import Patience, PeerError
 from .host_parts import distances, lost_links, same_speeds
 from .instructions import reduction_numbers
@@ -109,18 +109,21 @@ class Communicator(CountedMember):
 
     # The collectives
 
-    def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView) -> None:
-        """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory."""
-        self._check(source, result)
-        self._collective("all_reduce", op, source, (source.address, result.address), None)
+    def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView, exact: bool = False) -> None:
+        """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory.
 
-    def reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView | None, root: int) -> None:
+        ``exact``, here and in the other reductions: see ``instructions.reduction_numbers``.
+        """
+        self._check(source, result)
+        self._collective("all_reduce", op, source, (source.address, result.address), None, exact)
+
+    def reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView | None, root: int, exact: bool = False) -> None:
         """Combine ``source`` of all ranks into ``result`` of the root."""
         self.check_root(root, result is not None)
         if result is not None:
             self._check(source, result)
         addresses = (source.address,) if result is None else (source.address, result.address)
-        self._collective("reduce", op, source, addresses, root)
+        self._collective("reduce", op, source, addresses, root, exact)
 
     def broadcast(self, array: ArrayView, root: int) -> None:
         """Copy ``array`` of the root to ``array`` of every rank."""
@@ -132,10 +135,13 @@ class Communicator(CountedMember):
         self._check(source, *results, count=self.size)
         self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None)
 
-    def reduce_scatter(self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView) -> None:
+    def reduce_scatter(
+        self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView, exact: bool = False
+    ) -> None:
         """Combine ``sources[k]`` of all ranks into ``result`` of rank k."""
         self._check(result, *sources, count=self.size)
-        self._collective("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
+        addresses = (*(s.address for s in sources), result.address)
+        self._collective("reduce_scatter", op, result, addresses, None, exact)
 
     def gather(self, source: ArrayView, results: Sequence[ArrayView] | None, root: int) -> None:
         """Copy ``source`` of rank k to ``results[k]`` of the root."""
@@ -309,10 +315,10 @@ class Communicator(CountedMember):
             self._abort(self._lost([self.rank], "was interrupted"))
             raise
 
-    def supports(self, op: ReduceOp | None, dtype: str) -> bool:
+    def supports(self, op: ReduceOp | None, dtype: str, exact: bool = False) -> bool:
         """Return whether this communicator can reduce a dtype by an op, or move it (``None``)."""
         with suppress(UnsupportedError):
-            reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
+            reduction_numbers(op or ReduceOp.MAX, dtype, self.size, exact)
             return True
         return op is None and dtype in COMPLEX
 
@@ -430,16 +436,22 @@ class Communicator(CountedMember):
     # Running a call
 
     def _collective(
-        self, name: str, op: ReduceOp | None, array: ArrayView, addresses: tuple[int, ...], root: int | None
+        self,
+        name: str,
+        op: ReduceOp | None,
+        array: ArrayView,
+        addresses: tuple[int, ...],
+        root: int | None,
+        exact: bool = False,
     ) -> None:
         """Run a collective on arrays of ``array``'s size and dtype: reduce them by ``op``; ``None``: copy them."""
 
         def compiled() -> RankExecutable:
-            numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
-            text = call_text(name, op and op.value, root, array.dtype, array.shape)
+            numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
+            text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
 
-        self._run((name, op, array.dtype, array.shape, root), compiled, addresses)
+        self._run((name, op, array.dtype, array.shape, root, exact), compiled, addresses)
 
     def _run(
         self,
@@ -470,9 +482,11 @@ class Communicator(CountedMember):
                 if self._closed:
                     self._release()
 
-    def executable(self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None) -> RankExecutable | None:
+    def executable(
+        self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool
+    ) -> RankExecutable | None:
         """Return the executable of a collective that was called with such an array, or ``None`` if it was forgotten."""
-        return self._executables.get((name, op, array.dtype, array.shape, root))
+        return self._executables.get((name, op, array.dtype, array.shape, root, exact))
 
     def resume(self, executable: RankExecutable, outcome: int) -> None:
         """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""

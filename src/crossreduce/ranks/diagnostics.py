@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ..errors import message, rank_list
+from ..ops import ReduceOp
+from ..traces.calls import EXACT
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
 UNUSABLE: Final = "The group cannot be used again: call crossreduce.torch.shrink, or restart the job."
@@ -52,6 +54,15 @@ def call_text(
     """
     array = dtype and f"{dtype}[{', '.join(map(str, shape or ()))}]"
     return " ".join(filter(None, (collective, op, None if root is None else f"root {root}", array)))
+
+
+def op_text(op: ReduceOp, exact: bool) -> str:
+    """Return the name of an op in the descriptions of calls.
+
+    >>> op_text(ReduceOp.MEAN, exact=True)
+    'exact_mean'
+    """
+    return f"{EXACT}{op.value}" if exact else str(op.value)
 
 
 def planned_text(text: str, digest: bytes) -> str:

@@ -20,11 +20,12 @@ from itertools import chain, pairwise, repeat
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..lowering import DeviceProgram, Program
+from ..lowering import Combination, DeviceProgram, Program
 from ..ops import Numbers
 from ..packing import itemsize
 from ..transports.base import PendingMessage, Transport
 from .instructions import kernel
+from .partial_sums import header_nbytes, partial_itemsize
 from .programs import LINE
 
 EAGER_BYTES: Final = 1 << 14
@@ -70,7 +71,8 @@ class ExchangeProgram(NamedTuple):
     part: DeviceProgram  # the host's part in the program
     peers: tuple[int, ...]  # for each host the rank that runs the exchange there
     pieces: tuple[PieceMemory, ...]  # the memory of each piece
-    numbers: Numbers  # how values are computed; partial results have the accumulator's dtype
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # for each piece where each chunk begins and ends, in elements
+    numbers: Numbers  # how values are computed; partial results have the accumulator's dtype, or are exact
     lag: int  # stages from a round of a piece to its next
     delay: int  # a piece that enters in stage t is complete in stage t + delay
     window: int  # the number of pieces that have memory at the same time
@@ -118,23 +120,27 @@ def exchange_program(
     # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
     room = max(piece.nbytes for piece in pieces)
-    return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room, eager)
+    spans = tuple(program.spans(size) for size in sizes)
+    return ExchangeProgram(part, peers, pieces, spans, numbers, _lag(len(sizes)), late, window, room, eager)
 
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
     """Lay out a piece's values: partial result, then results (``has_results``: they are the same), then all others."""
     spans = program.spans(size)
-    partial, result = itemsize(numbers.accumulator), itemsize(numbers.result)
+    partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}
-    results_at = _lines(size * partial) if kept else 0
-    at = results_at + _lines(size * result) if kept else _lines(size * partial)
+    inputs = _lines(size * partial + len(spans) * header)
+    results_at = inputs if kept else 0
+    at = inputs + _lines(size * result) if kept else inputs
     places = []
     for number, (chunk, final) in enumerate(part.values):
         start, stop = spans[chunk]
         nbytes = (stop - start) * (result if final else partial)
+        if not final and nbytes:
+            nbytes += header
         if number < len(spans):
-            place = start * partial
+            place = start * partial + number * header
         elif number in kept:
             place = results_at + start * result
         else:
@@ -233,14 +239,18 @@ class Exchange:
 
     def _finish(self, piece: int, r: int) -> None:
         self._wait(self._receives.pop((piece, r)))
+        for combination in self._program.part.stages[r].combinations:
+            if self._program.pieces[piece].places[combination.made][1]:
+                self._combine(piece, combination)
+
+    def _combine(self, piece: int, combination: Combination) -> None:
+        made, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
-        for made, operands, final in self._program.part.stages[r].combinations:
-            at, nbytes, size = places[made]
-            if nbytes:
-                using = numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
-                combine = kernel(using, size, len(operands), 1)
-                combine.run([[base + places[value][0] for value in operands]], [[base + at]], 1, False, False)
+        if not final:
+            numbers = numbers._replace(result=numbers.accumulator, divisor=1)
+        combine = kernel(numbers, places[made][2], len(operands), 1)
+        combine.run([[base + places[value][0] for value in operands]], [[base + places[made][0]]], 1, False, False)
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
         while messages:

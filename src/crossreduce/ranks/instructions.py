@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import kernels
 from ..kernels import FusedProgram, Segment
-from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
 from ..packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -54,19 +54,25 @@ class ArrayPlaces(NamedTuple):
     starts: tuple[int, ...]
 
 
-def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
+def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False) -> Numbers:
     """Return the ``Numbers`` by which ranks reduce arrays of a dtype to a result of the same dtype.
 
     The mean of integers is that of NCCL: the sum wraps around in the dtype, and is then divided, truncated towards
     zero. Source: NCCL, FuncSumPostDiv in src/device/reduce_kernel.h (github.com/NVIDIA/nccl, commit 0180f9a).
 
+    ``exact``: sums and means of floats are exact real numbers, rounded once; see ``Numbers.exactly``. Partial results
+    are then exact, too; the accumulator is the dtype of their parts (see ``partial_sums``).
+
     Raises:
-      UnsupportedError: the op is not defined for the dtype.
+      UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
     """
-    wide = ACCUMULATORS[op, dtype]
-    if dtype in INTEGERS:
-        wide = dtype
-    return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+    wide = dtype if dtype in INTEGERS else ACCUMULATORS[op, dtype]
+    numbers = Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+    if exact:
+        numbers = numbers.exactly()
+    if numbers.exact:
+        numbers = numbers._replace(accumulator="complex128" if dtype in COMPLEX else "float64")
+    return numbers
 
 
 def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
@@ -116,11 +122,12 @@ def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, n
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
     everything = (Segment(0, 0, size, 0),)
-    op, dtype, wide, result, divisor = numbers
+    _, dtype, wide, result, divisor, _ = numbers
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)
         fused = FusedProgram(0, (), (0,) * results)
         return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
     fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
     dtypes = (dtype, wide, result)
-    return kernels.compile_kernel(KERNEL_OPS[op], dtypes, divisor, operands, results, (size,), (fused,), everything)
+    op = numbers.kernel_op
+    return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)

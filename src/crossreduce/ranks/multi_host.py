@@ -27,6 +27,7 @@ from ..topology import Topology
 from ..traces.format import Phase as TracePhase
 from ..transports.base import Transport
 from .counters import counted
+from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
     EAGER_BYTES,
     Exchange,
@@ -53,8 +54,9 @@ from .host_parts import (
     host_schedule,
     stripe,
 )
-from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
+from .instructions import ArrayPlaces, BufferReference, Phase, RankInstruction, kernel, native_program, pipelined
 from .one_host import RankExecutable
+from .partial_sums import header_nbytes, partial_itemsize
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
 from .shared_memory import RankMemory, StageRunner
 
@@ -114,7 +116,7 @@ class MultiHostEngine:
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
         rounded = 1 << (size * arrays * nbytes - 1).bit_length()
-        widened = itemsize(numbers.accumulator) > itemsize(numbers.result)
+        widened = numbers.exact or itemsize(numbers.accumulator) > itemsize(numbers.result)
         schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
         between = lower(schedule)
         if self.lost:
@@ -131,17 +133,18 @@ class MultiHostEngine:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
             # The parts that cross are the same for all hosts, so they all decide alike.
             elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
-            eager = len(sizes) == 1 and elements * itemsize(numbers.accumulator) <= EAGER_BYTES
+            partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
+            eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
             for p, part in enumerate(parts):
                 made = self._part_exchange(part, between, order, sizes, numbers, eager)
                 if made is not None:
                     exchanges[p] = made
         depth = delay(between, len(sizes)) + 2
-        phases, deliveries = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
+        phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipelined(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
         program = native_program(stages, *counted(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
-        return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries)
+        return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
         """Return the most elements per array with which the pieces of all hosts fit into slots."""
@@ -185,11 +188,12 @@ class MultiHostEngine:
         root: int | None,
         exchanges: dict[int, ExchangeProgram],
         depth: int,
-    ) -> tuple[list[Phase], tuple[list[RankInstruction], ...]]:
+    ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
         """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
 
-        The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. A slot
-        begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
+        The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
+        third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
+        slot begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
         leader's buffers after the caller's. Piece j is distributed in stage j + ``depth``.
         """
         parts = host_parts(self.hosts, collective, root)
@@ -240,15 +244,18 @@ class MultiHostEngine:
             (delay + phase, partial(compiled[kind].phase, phase=phase))
             for kind, delay in first.items()
             if kind in compiled
-            for phase in (0, 1)
+            for phase in ((0,) if numbers.exact else (0, 1))
         ]
+        folds: tuple[list[RankInstruction], ...] = ()
+        if numbers.exact and exchanges:
+            folds = tuple(compiled["up"].phase(piece, 1) for piece in range(len(sizes)))
         deliveries: tuple[list[RankInstruction], ...] = ()
         if "down" in compiled:
             phases.append((depth, partial(compiled["down"].phase, phase=1)))
             if exchanges:
                 delivered = [compiled["down"].phase(piece, 0) for piece in range(len(sizes))]
                 deliveries = (*([] for _ in range(depth - 2)), *delivered)
-        return phases, deliveries
+        return phases, deliveries, folds
 
     def run(
         self,
@@ -260,12 +267,12 @@ class MultiHostEngine:
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
         self.digest = executable.digest
-        exchanges = self._exchanges = tuple(
-            Exchange(program, self.transport, TAG, timeout_s) for program in executable.exchanges
-        )
+        exchanges = self._exchanges = tuple(self._exchange(program, timeout_s) for program in executable.exchanges)
         addresses = (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
+        if same_here and executable.folds:
+            self._fold(executable, exchanges, addresses, 0)
         if self.leader is not None:
             digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
             data: dict[int, bytes] = {}
@@ -320,18 +327,40 @@ class MultiHostEngine:
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
     ) -> None:
         """Execute the inter-host part of a stage, after the stage's instructions."""
-
-        def address(region: int, offset: int) -> int:
-            return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
-
+        if 1 < stage <= len(executable.folds):
+            self._fold(executable, exchanges, addresses, stage - 1)
         with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, stage):
             run_stage(exchanges, stage - 1)
         delivered = executable.deliveries[stage - 1] if executable.deliveries else ()
         for size, operands, results, numbers, _ in delivered:
             run = kernel(numbers, size, len(operands), len(results)).run
-            run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
+            sources, targets = ([self._address(place, addresses) for place in each] for each in (operands, results))
+            run([sources], [targets], 1, False, False)
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
+
+    def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
+        """Return the exchange of an op."""
+        if program.numbers.exact:
+            return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
+        return Exchange(program, self.transport, TAG, timeout_s)
+
+    def _fold(
+        self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], piece: int
+    ) -> None:
+        """Make the partial sums of a piece of an exact reduction."""
+        terms: list[list[HostTerms]] = [[] for _ in exchanges]
+        for size, operands, ((region, offset),), *_ in executable.folds[piece]:
+            number = ~region - len(addresses) + len(exchanges)  # their memories are the last of the buffers
+            terms[number].append(HostTerms(size, [self._address(place, addresses) for place in operands], offset))
+        for exchange, found in zip(exchanges, terms, strict=True):
+            assert isinstance(exchange, ExactExchange)
+            exchange.add(piece, found)
+        self.memory.native.trace(TracePhase.REDUCE, piece + 1)
+
+    def _address(self, place: BufferReference, addresses: tuple[int, ...]) -> int:
+        region, offset = place
+        return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
     @property
     def has_unfinished_exchange(self) -> bool:

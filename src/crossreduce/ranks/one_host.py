@@ -58,6 +58,7 @@ class RankExecutable(NamedTuple):
     exchanges: tuple[ExchangeProgram, ...] = ()  # one for each of the parts in which the rank, a leader, takes part
     deliveries: tuple[list[RankInstruction], ...] = ()  # after each stage of the exchanges: copy results to slots
     instructions: int = 0  # the number of instructions of the program
+    folds: tuple[list[RankInstruction], ...] = ()  # of an exact reduction, on leaders: each piece's partial sums
 
     @property
     def cost(self) -> int:

@@ -7,12 +7,20 @@ again, which checks and explains.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final, Protocol
 
 from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
 from .communicator import ArrayView, Communicator
 from .shared_memory import SLICE_S
+
+_EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
+
+
+def call_name(collective: str, exact: bool) -> str:
+    """Return the name by which prepared calls know a collective: the same object for the same name."""
+    return _EXACT[collective] if exact else collective
 
 
 class RankCalls(Protocol):
@@ -53,6 +61,7 @@ def prepare(
     x: Any,
     array: ArrayView,
     result: Any,
+    exact: bool = False,
 ) -> None:
     """Prepare a call that has just run.
 
@@ -65,6 +74,7 @@ def prepare(
       x: the NumPy array or torch tensor that was given, in C order.
       array: the view that the call to the communicator was described by.
       result: the array of the result.
+      exact: whether the call asked for an exact reduction; ``calls`` knows it by another name of the collective.
     """
     if calls is NO_CALLS:
         return
@@ -78,10 +88,10 @@ def prepare(
         "all_to_all": [(to, k * (given // size)) for to in (False, True) for k in range(size)],
     }[collective]
     with communicator.lock:
-        executable = communicator.executable(collective, op, array, root)
+        executable = communicator.executable(collective, op, array, root, exact)
         if executable is not None:
             in_place, copied = collective in ("all_reduce", "broadcast"), collective == "broadcast" and places is whole
             calls.add(
-                *(collective, op, root or 0, x, result.shape, x.itemsize, executable),
+                *(call_name(collective, exact), op, root or 0, x, result.shape, x.itemsize, executable),
                 *(executable.program, executable.cost, executable.text, places, in_place, copied),
             )

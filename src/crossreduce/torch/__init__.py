@@ -31,6 +31,7 @@ from ..ranks.survivors import Reformed
 from ..topology import Topology
 from .group import Group
 from .hook import HookState, all_reduce_hook
+from .options import Options
 from .reforming import agree, committed, grow, invitation, join, shrink
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "CollectiveStats",
     "Group",
     "HookState",
+    "Options",
     "Reformed",
     "Stats",
     "WaitStats",

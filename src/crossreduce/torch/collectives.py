@@ -20,12 +20,12 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
 from ..engines.host import torch as _host  # noqa: F401 - compiled code then reads tensors
-from ..errors import ArgumentError, MismatchError
-from ..ops import ReduceOp
+from ..errors import ArgumentError, MismatchError, UnsupportedError
+from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
-from ..ranks.diagnostics import call_text
+from ..ranks.diagnostics import call_text, op_text
 from ..ranks.instructions import reduction_numbers
-from ..ranks.prepared import new_calls, prepare
+from ..ranks.prepared import call_name, new_calls, prepare
 from .inner_gloo import InnerGloo
 from .memory import (
     NAMES,
@@ -60,18 +60,24 @@ _STRIDED: Final = torch.strided
 class Collectives(InnerGloo):
     """The collectives of one rank of a group."""
 
-    def __init__(self, communicator: Communicator, gloo: Any) -> None:
-        """Use ``communicator``, and ``gloo``, a ``ProcessGroupGloo`` of the same ranks, as the inner backend."""
+    def __init__(self, communicator: Communicator, gloo: Any, exact: bool = False) -> None:
+        """Use ``communicator``, and ``gloo``, a ``ProcessGroupGloo`` of the same ranks, as the inner backend.
+
+        ``exact``: whether sums and means of floats are exact; see ``Options``.
+        """
         super().__init__(communicator)
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
-        self._calls = new_calls(communicator)
+        self._calls, self._exact = new_calls(communicator), exact
+        self._all_reduce = call_name("all_reduce", exact)
+        self._reduce_scatter = call_name("reduce_scatter", exact)
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
         known = _OPS.get(kind.op)
-        if known is not None and self._calls.run(self._communicator, "all_reduce", known, 0, tensor, tensor) is tensor:
+        name = self._all_reduce
+        if known is not None and self._calls.run(self._communicator, name, known, 0, tensor, tensor) is tensor:
             return
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
@@ -83,11 +89,11 @@ class Collectives(InnerGloo):
             return
         source = tensor if plain else readable(tensor)
         array = memory(source)
-        self._communicator.all_reduce(op, array, array)
+        self._communicator.all_reduce(op, array, array, self._exact)
         if not plain:
             copy_back(tensor, source)
         else:
-            prepare(self._calls, self._communicator, "all_reduce", op, None, tensor, array, tensor)
+            prepare(self._calls, self._communicator, "all_reduce", op, None, tensor, array, tensor, self._exact)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
@@ -104,7 +110,8 @@ class Collectives(InnerGloo):
             return
         source = readable(tensor)
         written = writable(result) if root == self._rank else None
-        self._communicator.reduce(op, memory(source), None if written is None else memory(written), root)
+        room = None if written is None else memory(written)
+        self._communicator.reduce(op, memory(source), room, root, self._exact)
         if written is not None:
             copy_back(result, written)
 
@@ -122,12 +129,13 @@ class Collectives(InnerGloo):
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
             sources = separated(sources, [written], {self._rank: written.data_ptr()})
-        self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written))
+        self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written), self._exact)
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
         known = _OPS.get(kind.op)
-        if known and self._calls.run(self._communicator, "reduce_scatter", known, 0, tensor, output) is output:
+        name = self._reduce_scatter
+        if known and self._calls.run(self._communicator, name, known, 0, tensor, output) is output:
             return
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
@@ -142,10 +150,10 @@ class Collectives(InnerGloo):
         if not apart:  # the output may be this rank's part of the input
             (source,) = separated([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
         array = memory(written)
-        self._communicator.reduce_scatter(op, equal_parts(source, self._size), array)
+        self._communicator.reduce_scatter(op, equal_parts(source, self._size), array, self._exact)
         copy_back(output, written)
         if source is tensor and written is output:
-            prepare(self._calls, self._communicator, "reduce_scatter", op, None, tensor, array, output)
+            prepare(self._calls, self._communicator, "reduce_scatter", op, None, tensor, array, output, self._exact)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
@@ -351,17 +359,21 @@ class Collectives(InnerGloo):
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
         """Return the op for the communicator; ``None``: all ranks have agreed that gloo runs the collective.
 
-        All ranks or none raise ``UnsupportedError``: the op is not defined for this dtype.
+        All ranks or none raise ``UnsupportedError``: the op is not defined for this dtype, or it cannot be exact.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
         strided = tensor.layout is _STRIDED
-        if op is not None and name is not None and strided and self._communicator.supports(op, name):
+        if op is not None and name is not None and strided and self._communicator.supports(op, name, self._exact):
             return op
-        self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
+        exact = self._exact and (tensor.is_floating_point() or tensor.is_complex())
+        self._agree(collective, kind.op.name.lower() if op is None else op_text(op, exact), tensor, root)
         if op is not None and name is not None and strided:
-            reduction_numbers(op, name, self._size)  # raises an error if the op is not defined
+            reduction_numbers(op, name, self._size, self._exact)  # raises an error if the op is not defined
+        if exact:
+            problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
+            raise UnsupportedError.of(problem, f"{collective} of {_name(tensor)}", "a group without exact=True")
         return None
 
     def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:

@@ -53,7 +53,8 @@ class Forming:
             store = connected(peer, port, watch) if port else None
         if store is None:
             return None
-        return formed(store, rank, size, old.timeout, old.communicator.name, lambda: self._check(watch))
+        name, exact = old.communicator.name, old.exact
+        return formed(store, rank, size, old.timeout, name, lambda: self._check(watch), exact=exact)
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
@@ -76,6 +77,7 @@ class Forming:
             "port": port,
             "timeout_s": self._old.timeout.total_seconds(),
             "name": self._old.communicator.name,
+            "exact": self._old.exact,
             "token": self._old.communicator.token,
             "number": agreements.number + 1,
             "members": [agreements.place_of(rank) for rank in members],
@@ -137,10 +139,12 @@ def _nothing() -> None:
     """Watch nothing."""
 
 
-def formed(store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None]) -> Group:
-    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
+def formed(
+    store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None], *, exact: bool
+) -> Group:
+    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot. ``exact``: see ``Options``."""
     store.set_timeout(timeout)
-    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, watch=watch)
+    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, exact=exact, watch=watch)
     made.base_store, store.watch = store, _nothing
     assert isinstance(made.communicator.rendezvous, StoreRendezvous)
     made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group

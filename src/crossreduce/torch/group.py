@@ -35,6 +35,7 @@ from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile
+from .options import is_exact
 from .profiling import entry, is_profiled, lasting
 from .rendezvous import CancellableStore, ConnectionStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
@@ -49,12 +50,13 @@ _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 READY: Final[list[Group]] = []  # a group for which torch is to make its tables
 
 
-def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
+def create(options: Any, backend_options: Any = None) -> Group:
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
     if READY:
         return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
-    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, global_ranks)
+    rank, size, exact = options.group_rank, options.group_size, is_exact(backend_options)
+    return Group(options.store, rank, size, options.timeout, options.group_id, global_ranks, exact)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -73,11 +75,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         timeout: timedelta,
         name: str,
         global_ranks: Sequence[int] = (),
+        exact: bool = False,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
-        ``watch`` is called while this waits for other ranks, and raises a ``ReductionError`` to end that.
+        ``exact``: whether sums and means of floats are exact; see ``Options``. ``watch`` is called while this waits for
+        other ranks, and raises a ``ReductionError`` to end that.
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
@@ -95,7 +99,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings = timeout, gloo.options
-        self._collectives = Collectives(self.communicator, gloo)
+        self.exact = exact
+        self._collectives = Collectives(self.communicator, gloo, exact)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from .collectives import Collectives
 from .group import close, connect, wait_in_backward
 from .op_queue import OpQueue
+from .options import Options, is_exact
 
 Hook = Callable[[Any, Any], Any]
 _NUMBER: Final = itertools.count()
@@ -35,6 +36,7 @@ class HookState:
         before: Hook | None = None,
         before_state: Any = None,
         timeout: timedelta = timedelta(minutes=30),
+        exact: bool | None = None,
     ) -> None:
         """Connect the ranks; all ranks of the group call it together.
 
@@ -44,7 +46,10 @@ class HookState:
             may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
           timeout: the longest wait for the other ranks, in this call and in each reduction.
+          exact: whether means are exact, as in ``Options``; ``None``: the environment variable ``CROSSREDUCE_EXACT``
+            decides.
         """
+        options = None if exact is None else Options(exact)
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
             remedy = "a process group that contains this rank; dist.init_process_group first"
@@ -54,7 +59,7 @@ class HookState:
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
         global_ranks = dist.get_process_group_ranks(group)
         gloo, self.communicator = connect(store, group.rank(), group.size(), timeout, name, global_ranks)
-        self._collectives = Collectives(self.communicator, gloo)
+        self._collectives = Collectives(self.communicator, gloo, is_exact(options))
         self.queue = OpQueue(name, inline=False)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 

@@ -101,7 +101,7 @@ class Joiner:
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
         store = connected(leader, offer["port"], watch)
-        return formed(store, offer["rank"], offer["size"], timeout, offer["name"], watch)
+        return formed(store, offer["rank"], offer["size"], timeout, offer["name"], watch, exact=offer["exact"])
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""

@@ -23,6 +23,8 @@ CALL_TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
 )
 """The text of a call with one array, as ``ranks.diagnostics.call_text`` makes it."""
+EXACT: Final = "exact_"
+"""Begins the op of an exact sum or mean in such a text."""
 _MOST_DIGITS: Final = 18
 _MOST_ARRAY_NBYTES: Final = 1 << 60
 _TOPOLOGY_NBYTES: Final = 1 << 26

@@ -18,7 +18,7 @@ from ... import kernels
 from ...frameworks import FRAMEWORKS, Array
 from ...kernels import FusedProgram, Kernel, Segment
 from ...lowering import element_ranges
-from ...ops import KERNEL_OPS, Numbers
+from ...ops import Numbers
 from ...packing import itemsize
 from ..base import Layout, OverlapError, PreparedRun
 
@@ -162,14 +162,28 @@ class HostExecutable:
 
 def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     """Return the kernel of a layout that writes the first ``results`` results of each tensor."""
+    sizes = tuple(math.prod(shape) for shape in layout.shapes)
+    if numbers.exact:
+        # Rounded partial sums would not do, so the programs' order is not used: one fold has all sources.
+        sources = range(len(layout.sources))
+        programs: tuple[FusedProgram, ...] = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
+        segments = tuple(Segment(tensor, 0, size, 0) for tensor, size in enumerate(sizes) if size)
+    else:
+        programs, segments = _programs_and_segments(layout, results)
+    dtypes = numbers.dtype, numbers.accumulator, numbers.result
+    return kernels.compile_kernel(
+        numbers.kernel_op, dtypes, numbers.divisor, len(layout.sources), results, sizes, programs, segments
+    )
+
+
+def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:
+    """Return the fused programs of a layout, and the segments of its tensors that they compute."""
     programs: dict[FusedProgram, int] = {}
     segments: list[Segment] = []
-    sizes: list[int] = []
+    tensors = 0
     for buffer, ranges in layout.buffers:
-        spans = [
-            (len(sizes) + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
-        ]
-        sizes.extend(span.size for span in buffer.spans)
+        spans = [(tensors + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size]
+        tensors += len(buffer.spans)
         first = 0  # the first span that ends after the current position
         for program, base, end in ranges:
             for chunk, low, high in element_ranges(program, end - base):
@@ -186,17 +200,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
                         segments[-1] = last._replace(stop=segment.stop)
                     else:
                         segments.append(segment)
-    dtypes = numbers.dtype, numbers.accumulator, numbers.result
-    return kernels.compile_kernel(
-        KERNEL_OPS[numbers.op],
-        dtypes,
-        numbers.divisor,
-        len(layout.sources),
-        results,
-        tuple(sizes),
-        tuple(programs),
-        tuple(segments),
-    )
+    return tuple(programs), tuple(segments)
 
 
 ENGINE: Final = HostEngine()

@@ -29,7 +29,7 @@ from ...errors import ArgumentError, shown
 from ...frameworks import Array
 from ...frameworks.jax import finish
 from ...kernels import FusedProgram, Segment
-from ...ops import KERNEL_OPS, Numbers
+from ...ops import Numbers
 from .axes import MeshAxes
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -75,7 +75,7 @@ def _has_kernel(numbers: Numbers) -> bool:
     program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
     try:
         kernels.compile_kernel(
-            KERNEL_OPS[numbers.op], dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),)
+            numbers.kernel_op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),)
         )
     except ValueError:
         return False
@@ -174,7 +174,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         ),
         *unshaped,
         *own,
-        op=KERNEL_OPS[numbers.op],
+        op=numbers.kernel_op,
         accumulator=numbers.accumulator,
         axes=str(axes),
     )

@@ -12,7 +12,7 @@
 
 enum DType { BOOL, I8, I16, I32, I64, U8, U16, U32, U64, F16, BF16, F32, F64, C64, C128, DTYPES };
 constexpr size_t ITEMSIZES[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16}; // bytes
-enum Op { SUM, MIN, MAX, PRODUCT, OPS };
+enum Op { SUM, MIN, MAX, PRODUCT, EXACT_SUM, OPS };
 
 // The location of an operand: unit i is at base + i * stride. A unit is an element, or a real or imaginary part of one.
 struct Location {
@@ -51,12 +51,31 @@ constexpr size_t MAX_LINES = 4; // lines of results in one iteration of a pass
 using PassFunction = void (*)(const Pass &pass, size_t start, size_t stop);
 using Convert = void (*)(void *dst, const void *src, size_t size);
 
+struct ExactSum { // the terms of a run of exact sums, and their divisor
+    const char *const *sources; // the address of each source's first term; terms are real numbers, and contiguous
+    size_t count;               // of sources
+    uint32_t divisor;
+    char *padding; // working memory, EXACT_PADDING bytes per source
+};
+constexpr size_t EXACT_PADDING = 320;
+
+// Compute `size` exact sums, and write them to all targets. If some are written with streaming stores, these must be
+// aligned to lines. A target may have the memory of a source.
+using ExactFunction = void (*)(const ExactSum &sum, const Output &output, size_t size);
+
+// Compute `size` partial sums: element i is high[i] + low[i]. Elements of which that is perhaps not so, or, unless `pairs`,
+// of which low[i] is not zero, are listed; of the former low[i] is NaN. `low` is set for listed elements, and for all if
+// `pairs`. Returns the number of listed elements; `listed` has room for `size`.
+using PartialFunction = size_t (*)(const ExactSum &sum, bool pairs, double *high, double *low, uint32_t *listed, size_t size);
+
 struct InstructionSet {
     const char *name;
     PassFunction same[OPS][DTYPES];  // sources, accumulator and results of one dtype; null: the op is not defined
     PassFunction half[OPS][2];       // sources and results F16 or BF16, accumulator F32; sums and products only
     PassFunction pairs[OPS];         // faster than `half` for BF16; intermediate values have another order in each line
     Convert convert[DTYPES][DTYPES]; // [from][to], any size; null: never needed
+    ExactFunction exact[DTYPES][DTYPES]; // [sources][results]; null: not defined
+    PartialFunction partial[DTYPES];     // null: not defined
 };
 
 extern const InstructionSet isa_baseline;

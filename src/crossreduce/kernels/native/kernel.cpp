@@ -1,12 +1,14 @@
 #include "kernel.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
 
+#include "exact.hpp"
 #include "thread_pool.hpp"
 
 namespace {
@@ -86,6 +88,9 @@ struct Format {
     bool permuted = false;
 };
 
+// Return the dtype of the real and imaginary parts, or the dtype itself.
+DType part_of(DType dtype) { return dtype == C64 ? F32 : dtype == C128 ? F64 : dtype; }
+
 struct Run { // one run of a kernel
     const Kernel &kernel;
     const std::vector<Source> &sources;
@@ -103,6 +108,10 @@ struct Run { // one run of a kernel
 Format format_of(const Kernel &kernel) {
     const InstructionSet &isa = *kernel.isa;
     const size_t units = is_complex(kernel.accumulator) ? 2 : 1, acc = ITEMSIZES[kernel.accumulator] / units;
+    if (kernel.op == EXACT_SUM) {
+        const size_t in = ITEMSIZES[kernel.dtype] / units, out = ITEMSIZES[kernel.result] / units;
+        return {nullptr, LINE / out, units, in, in, out, false, false};
+    }
     if (is_half(kernel.dtype) && kernel.accumulator == F32 && kernel.result == kernel.dtype)
         return {isa.half[kernel.op][kernel.dtype == BF16], LINE / 2, 1, 2, 4, 2, false, false};
     const bool before = kernel.dtype != kernel.accumulator, after = kernel.accumulator != kernel.result;
@@ -270,6 +279,41 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, is_streaming(run, segment), scratch);
 }
 
+// Compute exact sums: of any number of elements, or of at most a tile if a source is strided.
+void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+    const Kernel &kernel = run.kernel;
+    const size_t itemsize = ITEMSIZES[kernel.dtype], units = run.format.units;
+    const std::vector<int> &operands = run.program_of(segment).folds[0].operands;
+    const char **terms = scratch.take<const char *>(operands.size());
+    for (size_t k = 0; k < operands.size(); k++) {
+        const Source &source = run.sources_of(segment)[operands[k]];
+        terms[k] = source.data + static_cast<size_t>(start) * itemsize;
+        if (source.strided == nullptr) continue;
+        char *gathered = scratch.take<char>(static_cast<size_t>(run.tile) * itemsize);
+        gather(gathered, source, start, stop, itemsize);
+        terms[k] = gathered;
+    }
+    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor),
+                          scratch.take<char>(operands.size() * EXACT_PADDING)};
+    const ExactFunction function = kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)];
+    const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
+    const Output *output = collect_outputs(run, segment, start, scratch, no_operand).first;
+    const size_t size = static_cast<size_t>(stop - start) * units, in = itemsize / units, out = run.format.out;
+    size_t head = 0; // elements before a line boundary of the first result
+    if (is_streaming(run, segment)) {
+        const size_t off = bytes_to_boundary(output->targets[0].data);
+        if (off % out == 0) head = std::min(size, off / out);
+        if (head > 0) function(sum, *output, head);
+        for (size_t k = 0; k < operands.size(); k++) terms[k] += head * in;
+        for (size_t r = 0; r < output->count; r++) {
+            Target &target = output->targets[r];
+            target.data += head * out;
+            target.streaming = bytes_to_boundary(target.data) == 0;
+        }
+    }
+    function(sum, *output, size - head);
+}
+
 // Run the program on one tile, for sources that are many, strided or of another dtype. An intermediate value is a tile.
 void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
     const Kernel &kernel = run.kernel;
@@ -354,13 +398,14 @@ void run_share(void *argument, long number, char *memory) {
     const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);
-    if (run.by_line) return run_lines(run, segment, start, stop, {memory});
+    const auto run_tiles = run.kernel.op == EXACT_SUM ? run_exact_sums : run_tile;
+    if (run.by_line) return (run.kernel.op == EXACT_SUM ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
     const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
     int64_t size = run.tile - static_cast<int64_t>((reinterpret_cast<uintptr_t>(to) & (LINE - 1)) / itemsize);
     for (int64_t begin = start; begin < stop;) {
-        run_tile(run, segment, begin, std::min(stop, begin + size), {memory});
+        run_tiles(run, segment, begin, std::min(stop, begin + size), {memory});
         begin += size;
         size = run.tile;
     }
@@ -403,7 +448,9 @@ size_t scratch_size(const Kernel &kernel, size_t tile) {
     const size_t results = static_cast<size_t>(kernel.results), slots = static_cast<size_t>(kernel.slots);
     const size_t descriptions =
         2 * results * (sizeof(Output) + sizeof(Target) + 4 * LINE) + (4 * MAX_PASS_SOURCES + 16) * 4 * LINE;
-    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile; // an upper bound
+    const auto sources = static_cast<size_t>(kernel.sources);
+    const size_t terms = kernel.op == EXACT_SUM ? sources * (tile + EXACT_PADDING + 2 * LINE) : 0;
+    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile + terms; // an upper bound
     return descriptions + slots * std::max(tile, 2 * MAX_LINES * LINE) + tiles + 64 * LINE;
 }
 
@@ -425,6 +472,22 @@ const char *validate_program(const FusedProgram &program, const Kernel &kernel) 
     for (int value : program.results) {
         if (!in_range(value, kernel.sources, program.slots)) return "a result is out of range";
         if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that is never written";
+    }
+    return nullptr;
+}
+
+// Return the fault of an exact sum, or null: its programs must be single folds of sources, whose value is every result.
+const char *validate_exact_sum(const Kernel &kernel) {
+    if (kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)] == nullptr ||
+        is_complex(kernel.dtype) != is_complex(kernel.result))
+        return "exact sums are not defined for the dtypes";
+    if (!(kernel.divisor >= 1 && kernel.divisor <= MAX_EXACT_COUNT && kernel.divisor == std::floor(kernel.divisor)))
+        return "an exact sum can be divided only by an integer from 1 to 2^24";
+    for (const FusedProgram &program : kernel.programs) {
+        if (program.folds.size() != 1 || !ends_in_fold(program)) return "an exact sum must be one fold";
+        const std::vector<int> &operands = program.folds[0].operands;
+        if (*std::min_element(operands.begin(), operands.end()) < 0) return "an exact sum must be a fold of sources";
+        if (operands.size() > MAX_EXACT_COUNT) return "an exact sum has too many sources";
     }
     return nullptr;
 }
@@ -471,6 +534,7 @@ const char *validate(Kernel &kernel) {
         kernel.dtype = kernel.accumulator = kernel.result = copy_dtype(kernel.dtype);
         return nullptr;
     }
+    if (kernel.op == EXACT_SUM) return validate_exact_sum(kernel);
     if (f.function == nullptr) return "the op is not defined for the dtype";
     if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||
         (f.convert_results && f.divide == nullptr && isa.convert[kernel.accumulator][kernel.result] == nullptr))
@@ -511,10 +575,11 @@ bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const 
         return true;
     }
     Format format = format_of(kernel);
-    bool by_line = !format.convert_sources && !format.convert_results && kernel.by_line && contiguous;
+    const bool fits_lines = kernel.op == EXACT_SUM || kernel.by_line; // exact sums read any number of sources
+    bool by_line = !format.convert_sources && !format.convert_results && fits_lines && contiguous;
     const size_t arrays = std::min(static_cast<size_t>(kernel.sources), MAX_PASS_SOURCES) + static_cast<size_t>(kernel.results);
     const bool too_many = arrays > (ways() < MANY_WAYS ? ways() : MANY_ARRAYS);
-    const bool copies_tiles = !streaming && kernel.results > 1 && too_many;
+    const bool copies_tiles = !streaming && kernel.results > 1 && too_many && kernel.op != EXACT_SUM;
     by_line = by_line && !copies_tiles;
     if (kernel.dtype == BF16 && kernel.accumulator == F32 && kernel.result == BF16 && kernel.isa->pairs[kernel.op]) {
         format.function = kernel.isa->pairs[kernel.op];

@@ -1,0 +1,58 @@
+"""The options of a process group.
+
+Input: ``pg_options`` of ``torch.distributed``, or the environment. Output: whether the group's sums are exact.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import ArgumentError, shown
+from ..options import CommunicationOptions
+
+# Options of torch's own backends; their common class was ProcessGroup.Options before torch 2.6.
+_OTHERS: Final = tuple(each.Options for each in (c10d.Backend, c10d.ProcessGroup) if hasattr(each, "Options"))
+
+
+class Options:
+    """Options of a process group, for ``pg_options`` of ``init_process_group`` and ``new_group``.
+
+    Args:
+      exact: whether sums and means of floats are the exact real numbers, rounded once, to nearest even: the same bits
+        for every order of the ranks and any number of hosts. Products of floats are refused. The same on all ranks.
+        Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
+    Raises:
+      ArgumentError: ``exact`` is not a bool.
+
+    >>> Options(exact=True)
+    Options(exact=True)
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = CommunicationOptions(exact=exact).exact
+
+    def __repr__(self) -> str:
+        return f"Options(exact={self.exact})"
+
+
+def is_exact(options: Any) -> bool:
+    """Return whether sums are exact in a group with these ``pg_options``.
+
+    Options of another backend, as for "cpu:crossreduce,cuda:nccl", are not for this one.
+
+    Raises:
+      ArgumentError: ``options`` are not options, or ``CROSSREDUCE_EXACT`` is neither 0 nor 1.
+    """
+    if isinstance(options, Options):
+        return options.exact
+    if options is not None and not isinstance(options, _OTHERS):
+        raise ArgumentError.of(
+            "these are not the options of a process group.", shown(options), "pg_options=crossreduce.torch.Options()"
+        )
+    value = os.environ.get("CROSSREDUCE_EXACT") or "0"
+    if value not in ("0", "1"):
+        raise ArgumentError.of("CROSSREDUCE_EXACT must be 0 or 1.", shown(value), "CROSSREDUCE_EXACT=1")
+    return value == "1"

@@ -1,0 +1,150 @@
+"""Terms for exact sums: random bits, and kinds of data on which a sum in floating point is often wrong.
+
+Input: a random generator, a dtype's name, the numbers of terms and of elements. Output: the bits of the terms, one row
+per term.
+"""
+
+import numpy as np
+from exact_oracle import FORMATS, exact_sum
+
+UNSIGNED = {"float16": "u2", "bfloat16": "u2", "float32": "u4", "float64": "u8"}
+
+
+class Bits:
+    """Random bits of a dtype's terms."""
+
+    def __init__(self, rng, dtype, terms, size):
+        self.exponent_bits, self.stored = FORMATS[dtype]
+        self.rng, self.shape = rng, (terms, size)
+        self.top = (1 << self.exponent_bits) - 1
+        self.middle = self.top // 2
+
+    def below(self, limit):
+        """Return random numbers from 0 to ``limit - 1``."""
+        return self.rng.integers(0, limit, self.shape, dtype=np.uint64, endpoint=False)
+
+    def mantissas(self, sparse=False):
+        """Return random mantissas; ``sparse``: with few bits that are 1."""
+        limit = 1 << self.stored
+        found = self.below(limit)
+        return found & self.below(limit) & self.below(limit) & self.below(limit) if sparse else found
+
+    def made(self, exponents, mantissas):
+        """Return terms of random signs."""
+        signs = self.below(2) << np.uint64(self.exponent_bits + self.stored)
+        return signs | exponents << np.uint64(self.stored) | mantissas
+
+    def exponents(self, low, count):
+        """Return random exponents from ``low`` on, at most as many as there are of finite numbers."""
+        low = max(low, 0)
+        return np.uint64(low) + self.below(max(1, min(count, self.top - low)))
+
+
+def narrow(bits):
+    """Numbers of similar exponents: most sums are exact in float64."""
+    return bits.made(bits.exponents(bits.middle, 3), bits.mantissas())
+
+
+def near(bits):
+    """Exponents around those at which a sum in float64 becomes inexact."""
+    return bits.made(bits.exponents(bits.middle - 20, 38), bits.mantissas())
+
+
+def wide(bits):
+    """All finite exponents."""
+    return bits.made(bits.exponents(0, bits.top), bits.mantissas())
+
+
+def ties(bits):
+    """Mantissas with few bits: many sums are exactly between two numbers, or next to such a point."""
+    return bits.made(bits.exponents(bits.middle - 30, 60), bits.mantissas(sparse=True))
+
+
+def subnormal(bits):
+    """Subnormal numbers and the smallest normal ones."""
+    return bits.made(bits.exponents(0, 3), bits.mantissas())
+
+
+def large(bits):
+    """The largest finite numbers: partial sums overflow."""
+    return bits.made(bits.exponents(bits.top - 3, 3), bits.mantissas())
+
+
+def cancelling(bits):
+    """Pairs of opposite numbers, of which a few differ in the last bit, in random order."""
+    terms = bits.made(bits.exponents(bits.middle - 30, 60), bits.mantissas())
+    half = len(terms) // 2
+    sign = np.uint64(1 << (bits.exponent_bits + bits.stored))
+    terms[half : 2 * half] = terms[:half] ^ sign ^ (bits.below(8)[:half] == 0).astype(np.uint64)
+    return terms[bits.rng.permutation(len(terms))]
+
+
+def zeros(bits):
+    """Zeros of both signs among numbers."""
+    kept = bits.below(3) == 0
+    return bits.made(np.where(kept, np.uint64(bits.middle), np.uint64(0)), np.where(kept, bits.mantissas(), 0))
+
+
+def negative_zeros(bits):
+    """Negative zeros, some elements with one zero that is positive."""
+    terms = np.full(bits.shape, 1 << (bits.exponent_bits + bits.stored), np.uint64)
+    terms[0, ::3] = 0
+    return terms
+
+
+def special(bits):
+    """Infinities and NaNs among numbers, of which some overflow."""
+    terms = np.where(bits.below(2) == 0, narrow(bits), large(bits))
+    kinds = bits.below(30)
+    sign = np.uint64(1 << (bits.exponent_bits + bits.stored))
+    infinity = np.uint64(bits.top << bits.stored)
+    return np.where(kinds < 2, (terms & sign) | infinity | np.where(kinds == 0, bits.mantissas(), 0), terms)
+
+
+def edges(bits):
+    """One and its neighbours, and the smallest and the largest numbers: ties that tiny numbers break."""
+    one = bits.middle << bits.stored
+    few = [0, 1, 2, 1 << bits.stored, one - 2, one - 1, one, one + 1, one + 2, (bits.top << bits.stored) - 1]
+    signs = bits.below(2) << np.uint64(bits.exponent_bits + bits.stored)
+    return signs | np.array(few, np.uint64)[bits.below(len(few)).astype(int)]
+
+
+def broken_ties(bits):
+    """Powers of two at the distances of one, two and more mantissas: ties that much smaller numbers break."""
+    precision, middle = bits.stored + 1, bits.middle
+    steps = [k * precision + d for k in range(-1, 5) for d in (0, 1)]
+    few = np.array([middle - step for step in steps if 0 < middle - step < bits.top], np.uint64)
+    return bits.made(few[bits.below(len(few)).astype(int)], np.zeros(bits.shape, np.uint64))
+
+
+def any_bits(bits):
+    """Any bits."""
+    return bits.made(bits.below(bits.top + 1), bits.mantissas())
+
+
+KINDS = (
+    narrow,
+    near,
+    wide,
+    ties,
+    subnormal,
+    large,
+    cancelling,
+    zeros,
+    negative_zeros,
+    special,
+    edges,
+    broken_ties,
+    any_bits,
+)
+
+
+def terms_of(kind, seed, dtype, terms, size):
+    """Return terms in the storage of a dtype, one row per term."""
+    return kind(Bits(np.random.default_rng(seed), dtype, terms, size)).astype(UNSIGNED[dtype])
+
+
+def exact_sums(terms, dtype, divisor=1, result=None):
+    """Return the exact sums of the columns, in the storage of the result's dtype."""
+    columns = [exact_sum(column, dtype, divisor, result) for column in terms.T]
+    return np.array(columns, UNSIGNED[result or dtype])

@@ -1,0 +1,114 @@
+"""The exchange of exact partial sums between hosts, for any verified schedule, pieces, and data."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from exact_cases import KINDS, UNSIGNED, exact_sums, narrow, terms_of, wide
+from planned import planned
+from test_exchange import ALL, ThreadTransport, together
+
+from crossreduce.lowering import lower
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.exact_exchange import FURTHER_TAG, ExactExchange, HostTerms
+from crossreduce.ranks.exchange import PeerDisconnected, agreed, exchange_program, first_data, run_stage, take_first
+from crossreduce.ranks.instructions import reduction_numbers
+
+REDUCTIONS = [each for each in ALL if "broadcast" not in each.id]
+RANKS = 2  # of each host
+
+
+def exchange(schedule, terms, dtype, op, sizes, shared):
+    """Run an exchange with one thread per host, each of which has ``RANKS`` rows of the terms; return the results."""
+    count = len(schedule.devices)
+    numbers = reduction_numbers(op, dtype, count * RANKS, exact=True)
+    starts = np.cumsum([0, *sizes])
+
+    def host(k):
+        program = exchange_program(lower(schedule), k, tuple(range(count)), sizes, numbers, len(sizes) == 1)
+        made = ExactExchange(program, shared.at(k), 7, 20, count * RANKS)
+        rows = [np.ascontiguousarray(row) for row in terms[k * RANKS : (k + 1) * RANKS]]
+        out = np.zeros(sum(sizes), terms.dtype)
+        for stage in range(len(sizes) + program.delay):
+            if stage < len(sizes) and sizes[stage]:
+                addresses = [row.ctypes.data + int(starts[stage]) * row.itemsize for row in rows]
+                made.add(stage, [HostTerms(sizes[stage], addresses, program.partial_at(stage))])
+            if stage == 0:
+                others = [peer for peer in range(count) if peer != k]
+                take_first([made], agreed(b"call", first_data([made]), others, shared.at(k), 7, 20))
+            run_stage([made], stage)
+            done = stage - program.delay
+            if done >= 0:
+                to = out.ctypes.data + int(starts[done]) * out.itemsize
+                ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
+        made.close()
+        return out if k in schedule.chunks[0].destinations else None
+
+    return together(count, host)
+
+
+@pytest.mark.parametrize("schedule", REDUCTIONS)
+def test_every_schedule_gives_the_bits_of_rational_arithmetic(schedule):
+    """For any schedule, number and size of pieces, empty chunks included, and data, the results are rounded once."""
+    count = len(schedule.devices)
+    for number, sizes in enumerate(((64,), (1,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2))):
+        dtype = [*UNSIGNED][number % 4]
+        for kind in (KINDS[(number + count) % len(KINDS)], wide):
+            terms = terms_of(kind, number, dtype, count * RANKS, sum(sizes))
+            op = (ReduceOp.SUM, ReduceOp.MEAN)[number % 2]
+            right = exact_sums(terms, dtype, count * RANKS if op is ReduceOp.MEAN else 1)
+            shared = ThreadTransport(number, 1e-4)
+            for host, got in enumerate(exchange(schedule, terms, dtype, op, sizes, shared)):
+                if got is not None:
+                    assert (got == right).all(), (host, kind.__name__, dtype, sizes)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2), ("float64", 3), ("bfloat16", 3), ("float16", 3)])
+def test_the_bytes_between_hosts(dtype, limit):
+    """Ordinary data is one message of a fixed size, which adds less than ``limit`` times the bytes of the array; wide
+    data adds further messages of 16 bytes per term."""
+    names = ("cpu:0", "cpu:1")
+    for kind in (narrow, wide):
+        terms = terms_of(kind, 1, dtype, 2 * RANKS, 4000)
+        shared = ThreadTransport()
+        exchange(planned("direct", names, names), terms, dtype, ReduceOp.SUM, (1000,) * 4, shared)
+        first = [size for src, dst, size in shared.messages if src == 0]
+        itemsize = terms.itemsize
+        doubles = 2 if dtype == "float64" else 1
+        fixed = [len(b"call"), *[64 + 500 * 8 * doubles, 500 * itemsize] * 4]
+        if kind is narrow:
+            assert sorted(first) == sorted(fixed)
+            assert sum(first) <= limit * terms[0].nbytes + len(b"call")
+        else:
+            further = sum(first) - sum(fixed)
+            assert further % 16 == 0
+            # The sums of two float64s fit into two, and those of float16s into one.
+            assert (further > 0) == (dtype in ("float32", "bfloat16"))
+
+
+class Corrupting:
+    """A transport that changes the number of further terms in the messages that it sends."""
+
+    def __init__(self, inner, count):
+        self.inner, self.count = inner, count
+        self.receive, self.abort = inner.receive, inner.abort
+
+    def send(self, address, nbytes, dst, tag):
+        assert tag != FURTHER_TAG
+        if nbytes > 64:
+            ctypes.c_int64.from_address(address).value = self.count
+        return self.inner.send(address, nbytes, dst, tag)
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 40, 10 * 52 + 1])
+def test_an_impossible_number_of_further_terms_is_refused(count):
+    """No memory is allocated for more further terms than the elements can have."""
+    names = ("cpu:0", "cpu:1")
+    shared, terms = ThreadTransport(), np.ones((4, 20), "float32")
+
+    class Shared:
+        def at(self, rank):
+            return Corrupting(shared.at(rank), count)
+
+    with pytest.raises(PeerDisconnected, match="further terms of 10 partial sums of 4 ranks"):
+        exchange(planned("direct", names, names), terms, "float32", ReduceOp.SUM, (20, 20), Shared())

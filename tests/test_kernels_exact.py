@@ -1,0 +1,173 @@
+"""Exact sums of the kernels have the bits of rational arithmetic, on every instruction set."""
+
+import itertools
+
+import exact_reference
+import ml_dtypes
+import numpy as np
+import pytest
+from exact_cases import KINDS, UNSIGNED, broken_ties, edges, exact_sums, large, terms_of
+from exact_oracle import FORMATS, exact_sum
+from exact_reference import random_terms, reference_sums
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import SETS, Case, Setup, check, setups
+from pairs import pairs
+
+from crossreduce.kernels import FusedProgram, Segment
+
+DTYPES = tuple(UNSIGNED)
+# Sources and results: partial sums of other processes are float64.
+CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dtype in DTYPES[:3])]
+
+
+def exact_case(dtypes, divisor, n, size, results=1):
+    """Return the case that adds ``n`` sources exactly."""
+    program = FusedProgram(1, ((0, *range(n)),), (~0,) * results)
+    source, result = dtypes
+    segments = (Segment(0, 0, size, 0),)
+    return Case("exact_sum", (source, source, result), divisor, n, results, (size,), (program,), segments)
+
+
+def stored(array, dtype):
+    """Return bits as an array that a kernel accepts."""
+    return array if dtype == "bfloat16" else array.view(dtype)
+
+
+def summed(kernel, terms, dtypes, **arguments):
+    """Return the bits of one result of a kernel."""
+    source, result = dtypes
+    out = np.zeros(terms.shape[1], UNSIGNED[result])
+    given = {"threads": 1, "streaming": False, "check_overlap": False} | arguments
+    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], *given.values())
+    return out
+
+
+def assert_same(got, right, terms):
+    """Compare bits; the message has the first element that differs."""
+    wrong = np.flatnonzero(got != right)
+    if wrong.size:
+        at = wrong[0]
+        given = ", ".join(f"{int(x):#x}" for x in terms[:, at])
+        message = f"{wrong.size} of {right.size} differ, first {at}: {int(got[at]):#x} instead of {int(right[at]):#x}"
+        raise AssertionError(f"{message}; terms {given}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_rounds_as_the_formats_do(dtype):
+    """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
+    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
+    numbers = bits.astype(UNSIGNED[dtype]).view(kind)
+    finite = bits[np.isfinite(numbers.astype("float64"))].astype(UNSIGNED[dtype])
+    assert [exact_sum([x], dtype) for x in finite] == finite.tolist()
+    with np.errstate(all="ignore"):
+        right = finite.view(kind) + finite[::-1].view(kind)  # IEEE addition rounds the exact sum of two
+    got = [exact_sum(pair, dtype) for pair in zip(finite, finite[::-1], strict=True)]
+    assert got == right.view(UNSIGNED[dtype]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(KINDS, CONVERTED, SETS), ids=str)
+def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
+    """Sums and quotients of every kind of data are rounded once, for any number of terms."""
+    kernel_sizes = zip(itertools.count(), (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64), itertools.cycle((3, 64, 101, 37)))
+    for seed, n, size in kernel_sizes:
+        terms = terms_of(kind, seed, dtypes[0], n, size)
+        for divisor in {1, n, n + 3}:
+            got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
+            assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
+def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
+    """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
+
+    Six terms add up to a tie. The last two differ by the unit of the smaller one, which breaks the tie; but a sum of
+    all terms in order loses that unit, because it has one bit more than ``digits``.
+    """
+    stored, bias = FORMATS[dtype][1], (1 << (FORMATS[dtype][0] - 1)) - 1
+    precision = stored + 1
+    largest = digits - precision - 3  # of 8 terms, whose sum may need 3 bits more than a term
+    sign = 1 << sum(FORMATS[dtype])
+    columns = []
+    for spread, tie in itertools.product((largest, largest + 1), range(4, 84, 16)):
+        total = (4 << precision) + tie
+        mantissas = [total // 6 + (k < total % 6) for k in range(6)]
+        exponent, low = bias + 20, bias + 20 - spread
+        terms = [exponent << stored | mantissa - (1 << stored) for mantissa in mantissas]
+        terms += [low << stored | (1 << stored) - 3, sign | low << stored | (1 << stored) - 4]
+        columns.append(terms)
+    terms = np.array(columns * 8, UNSIGNED[dtype]).T.copy()
+    got = summed(exact_case((dtype, dtype), 1, 8, terms.shape[1]).native(isa), terms, (dtype, dtype))
+    assert_same(got, exact_sums(terms, dtype), terms)
+
+
+@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
+def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
+    """The kernels in NumPy give the same bits."""
+    for n, divisor in ((1, 1), (2, 3), (5, 5), (8, 8), (33, 1)):
+        terms = terms_of(kind, n, dtypes[0], n, 41)
+        got = summed(exact_case(dtypes, divisor, n, 41).reference(), terms, dtypes)
+        assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
+
+
+@pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=str)
+@settings(max_examples=15)
+@given(
+    setup=setups(in_place=True),
+    n=st.integers(1, 20),
+    results=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    mean=st.booleans(),
+)
+def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
+    """Arrays may have any layout and alignment, results may be sources; no byte outside the results is written."""
+    case = exact_case(dtypes, n if mean else 1, n, 0, results)
+    in_place = tuple((r, s) for r, s in setup.in_place if s < n and r < results and dtypes[0] == dtypes[1])
+    segments = tuple(Segment(k, size // 5, size, 0) for k, size in enumerate(sizes))
+    case = case._replace(sizes=tuple(sizes), segments=segments)
+    check(case, setup._replace(in_place=in_place), case.native(isa))
+
+
+@pytest.mark.parametrize(("dtype", "isa"), pairs([*DTYPES, "complex64"], SETS))
+def test_large_arrays_and_threads(isa, dtype):
+    """Several threads and streamed cache lines leave no gap, whatever the offset of the arrays in a cache line."""
+    case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
+    for offsets in ((0,), (16, 64, 16), (1, 3)):
+        check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))
+
+
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
+    """The reference in fixed point, which is used for many elements, gives the bits of fractions."""
+    source, result = dtypes
+    for seed, (kind, n) in enumerate(itertools.product(exact_reference.KINDS, (1, 2, 7, 64))):
+        terms = random_terms(source, kind, seed, n, 40)
+        for divisor in {1, n, 3}:
+            got = reference_sums(terms, source, divisor, result)
+            assert_same(got, exact_sums(terms, source, divisor, result), terms)
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(exact_reference.KINDS, CONVERTED, SETS), ids=str)
+def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
+    """On tens of thousands of elements per case the kernels give the bits of the reference in fixed point."""
+    for seed, n in enumerate((2, 3, 8, 17, 64)):
+        terms = random_terms(dtypes[0], kind, seed + 100, n, 20_000)
+        for divisor in {1, n}:
+            got = summed(exact_case(dtypes, divisor, n, 20_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+def test_ties_and_overflows_of_thousands_of_sums(isa, dtypes):
+    """Ties that much smaller numbers break, and partial sums that overflow, are right on every instruction set."""
+    for kind, (seed, n) in itertools.product((broken_ties, edges, large), enumerate((3, 5, 8, 9))):
+        terms = terms_of(kind, seed + 50, dtypes[0], n, 4_000)
+        for divisor in (1, n):
+            got = summed(exact_case(dtypes, divisor, n, 4_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)

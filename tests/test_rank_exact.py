@@ -1,0 +1,250 @@
+"""Exact reductions of ranks: the bits of rational arithmetic, on one host and on several."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+from exact_cases import KINDS, UNSIGNED, exact_sums, narrow, terms_of, wide
+from members import member
+from ranks import SocketTransport, ranks
+from test_live_plans import without
+from test_rank_prepared import group_of
+
+from crossreduce.errors import ArgumentError, MismatchError, UnsupportedError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.communicator import ArrayView, Communicator
+from crossreduce.ranks.exact_exchange import FURTHER_TAG
+from crossreduce.ranks.host_parts import host_names
+from crossreduce.topology import Topology
+
+COMPLEX = {"float32": "complex64", "float64": "complex128"}
+LARGE = 997  # the elements of which large arrays are repetitions
+
+
+def on(names):
+    return [{"CROSSREDUCE_HOST": name} for name in names]
+
+
+def view(bits, dtype):
+    """Return bits as an array of a dtype; complex numbers have two elements."""
+    size = bits.size // (2 if dtype.startswith("complex") else 1)
+    return ArrayView(bits.ctypes.data, size, dtype, (size,))
+
+
+def inputs(kind, dtype, n, size, seed):
+    """Return the terms of n ranks, in an order that depends on the seed, with repetitions in large arrays."""
+    terms = terms_of(kind, size, dtype, n, min(size, LARGE))
+    order = random.Random(seed).sample(range(n), n)
+    return [np.ascontiguousarray(np.resize(terms[k], size)) for k in order]
+
+
+def right(kind, dtype, n, size, divisor):
+    """Return the bits of the exact sum of these terms."""
+    return np.resize(exact_sums(terms_of(kind, size, dtype, n, min(size, LARGE)), dtype, divisor), size)
+
+
+CASES = [
+    (kind, [*UNSIGNED][number % 4], size, ("sum", "mean")[number // 2 % 2], number % 3 == 0)
+    for number, (kind, size) in enumerate(
+        [*((kind, size) for kind in KINDS for size in (1, 60, 3001)), (narrow, 300_002), (wide, 200_000)]
+    )
+]
+
+
+def table(rendezvous, seed):
+    """Run all cases with every reduction, and return the names of those with wrong bits."""
+    transport = SocketTransport(rendezvous)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=30.0)
+    wrong = every_case(comm, seed)
+    if len(comm.hosts) > 2:  # trees in which hosts combine the partial sums of others
+        speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(3)] for a in range(3)]
+        comm.plan_on(Topology.from_matrix(speeds, host_names(3), latency_s=1e-4))
+        wrong += every_case(comm, seed)
+    comm.close()
+    transport.close()
+    return wrong
+
+
+def every_case(comm, seed):
+    n, me, wrong = comm.size, comm.rank, []
+    for kind, dtype, size, op, is_complex in CASES:
+        numbers, name = ReduceOp(op), dtype
+        if is_complex and dtype in COMPLEX and size % 2 == 0:
+            name = COMPLEX[dtype]
+        given, due = inputs(kind, dtype, n, size, seed)[me], right(kind, dtype, n, size, n if op == "mean" else 1)
+        case, before = f"{kind.__name__} {name} {size} {op}", given.tobytes()
+        out = np.full_like(given, 7)
+        comm.all_reduce(numbers, view(given, name), view(out, name), exact=True)
+        if (out != due).any() or given.tobytes() != before:
+            wrong.append(f"all_reduce {case}")
+        comm.all_reduce(numbers, view(given, name), view(given, name), exact=True)
+        if (given != due).any():
+            wrong.append(f"all_reduce in place {case}")
+        given = inputs(kind, dtype, n, size, seed)[me]
+        out[:] = 7
+        comm.reduce(numbers, view(given, name), view(out, name) if me == n - 1 else None, n - 1, exact=True)
+        if (out != (due if me == n - 1 else 7)).any():
+            wrong.append(f"reduce {case}")
+        rows = [np.roll(given, k) for k in range(n)]
+        out[:] = 7
+        comm.reduce_scatter(numbers, [view(row, name) for row in rows], view(out, name), exact=True)
+        if (out != np.roll(due, me)).any():
+            wrong.append(f"reduce_scatter {case}")
+    return wrong
+
+
+@pytest.mark.parametrize("names", ["aa", "aaa", "aaaaa", "ab", "aabb", "abab", "abbb", "aabbcc", "abc"])
+def test_results_have_the_bits_of_rational_arithmetic(names):
+    """For any number of ranks on a host and of hosts, and any order of the ranks, every reduction gives the exact
+    result, rounded once."""
+    for wrong in ranks(len(names), table, sum(map(ord, names)), environment=on(names), timeout_s=120):
+        assert not wrong, wrong
+
+
+def with_a_lost_link(rendezvous, lost):
+    comm = without(rendezvous, lost)
+    wrong = every_case(comm, 1)
+    links = comm.lost_links
+    comm.close()
+    return wrong, links
+
+
+def test_hosts_without_a_link():
+    """Partial sums and their further terms are passed on by other hosts."""
+    for wrong, links in ranks(3, with_a_lost_link, [(0, 2)], environment=on("abc"), timeout_s=120):
+        assert links == ((0, 2),)
+        assert not wrong, wrong
+
+
+def long_lists(rendezvous):
+    comm, sizes = without(rendezvous, []), [0]
+    send = comm.transport.send
+
+    def counting(address, nbytes, dst, tag):
+        sizes.append(nbytes if tag == FURTHER_TAG else 0)
+        return send(address, nbytes, dst, tag)
+
+    comm.transport.send = counting
+    given = inputs(wide, "bfloat16", 3, 1_500_000, 0)[comm.rank]
+    comm.all_reduce(ReduceOp.SUM, view(given, "bfloat16"), view(given, "bfloat16"), exact=True)
+    comm.close()
+    return given, max(sizes)
+
+
+def test_further_terms_that_are_not_read_before_they_are_expected():
+    """A list of more than 1 MiB, which blocks a TCP connection until its receive is posted, arrives."""
+    due = right(wide, "bfloat16", 3, 1_500_000, 1)
+    found = ranks(3, long_lists, environment=on("aab"))  # the sum of two terms may need further ones, one does not
+    assert max(longest for _, longest in found) > 1 << 20
+    for got, _ in found:
+        assert (got == due).all()
+
+
+class Counting(SocketTransport):
+    """Counts the bytes that are sent, by tag."""
+
+    def __init__(self, rendezvous):
+        self.sent, self.guard = {}, threading.Lock()
+        super().__init__(rendezvous)
+
+    def send(self, address, nbytes, dst, tag):
+        with self.guard:
+            self.sent[tag] = self.sent.get(tag, 0) + nbytes
+        return super().send(address, nbytes, dst, tag)
+
+
+def bytes_between_hosts(rendezvous):
+    """Return the bytes that this rank has sent: by default, exactly, of further terms."""
+    transport = Counting(rendezvous)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=30.0)
+    found = {}
+    for dtype in ("float32", "float64"):
+        for kind in (narrow, wide):
+            counts = []
+            for exact in (False, True):
+                transport.sent.clear()
+                given = inputs(kind, dtype, comm.size, 400_000, 0)[comm.rank]
+                comm.all_reduce(ReduceOp.SUM, view(given, dtype), view(given, dtype), exact)
+                counts.append(sum(transport.sent.values()))
+            found[dtype, kind.__name__] = (*counts, transport.sent.get(FURTHER_TAG, 0))
+    comm.close()
+    transport.close()
+    return found
+
+
+def test_the_bytes_on_the_slow_link():
+    """Of ordinary data, two hosts exchange 1.5 times the bytes of the default, or up to 1 % more, for the headers."""
+    for found in ranks(4, bytes_between_hosts, environment=on("aabb")):
+        for dtype in ("float32", "float64"):
+            default, exact, further = found[dtype, "narrow"]
+            assert further == 0
+            assert 1.5 * default <= exact <= 1.52 * default
+        default, exact, further = found["float32", "wide"]
+        assert further > default, "nearly every sum of wide data needs further terms"
+
+
+def differing(rendezvous):
+    """Make calls of which one rank's is exact; return the errors' texts and the result of a call that agrees."""
+    comm = member(rendezvous)
+    x, texts = np.full(1000, 0.1, "float32"), []
+    out = np.full_like(x, 7)
+    plain = (x.ctypes.data, 1000, "float32", (1000,)), (out.ctypes.data, 1000, "float32", (1000,))
+    source, result = (ArrayView(*each) for each in plain)
+    with pytest.raises(MismatchError, match="in op") as error:
+        comm.all_reduce(ReduceOp.SUM, source, result, exact=comm.rank == 1)
+    texts.append(str(error.value))
+    with pytest.raises(UnsupportedError, match="a product cannot be exact"):
+        comm.all_reduce(ReduceOp.PRODUCT, source, result, exact=True)
+    assert (out == 7).all()
+    comm.all_reduce(ReduceOp.MAX, source, result, exact=comm.rank == 1)  # maxima are always exact
+    assert (out == x).all()
+    comm.close()
+    return texts
+
+
+def test_ranks_of_which_only_some_sum_exactly():
+    """They raise the same error, which says what each of them does, and the group can still be used."""
+    for texts in ranks(3, differing):
+        assert texts == [
+            'rank 1 differs from ranks 0, 2 in op at op 1 of group "world".\n'
+            "  given: rank 1: all_reduce exact_sum float32[1000]; ranks 0, 2: all_reduce sum float32[1000]\n"
+            "  try:   the same op on all ranks; nothing was reduced, and the group can still be used"
+        ]
+
+
+def numpy_group(rendezvous):
+    """Reduce NumPy arrays exactly and by default, more than once; return what was wrong."""
+    group, counter = group_of(rendezvous)
+    n, me, wrong = group.size, group.rank, []
+    for dtype in ("float32", "float64"):
+        x = inputs(wide, dtype, n, 600, 3)[me].view(dtype)
+        rows = np.stack([np.roll(x, k) for k in range(n)])
+        due = right(wide, dtype, n, 600, 1)
+        mean = right(wide, dtype, n, 600, n)
+        for turn in range(3):
+            hits = counter.hits
+            results = {
+                "sum": (group.all_reduce(x, exact=True), due),
+                "mean": (group.all_reduce(x, "mean", np.empty_like(x), exact=True), mean),
+                "in place": (group.all_reduce(y := x.copy(), "SUM", y, exact=True), due),
+                "reduce_scatter": (group.reduce_scatter(rows, exact=True), np.roll(due, me)),
+            }
+            group.all_reduce(x)
+            assert counter.hits - hits == (5 if turn else 1), "the calls are prepared"
+            root = group.reduce(x, exact=True)
+            if me == 0:
+                results["reduce"] = root, due
+            wrong += [name for name, (got, bits) in results.items() if (got.view(bits.dtype) != bits).any()]
+    with pytest.raises(ArgumentError, match="exact must be True or False"):
+        group.all_reduce(x, exact=1)
+    integers = group.all_reduce(np.full(3, me + 1), "mean", exact=True)
+    assert (integers == (n + 1) / 2).all()
+    group.close()
+    return wrong
+
+
+def test_numpy_arrays():
+    """Under MPI each call can be exact, also if it is prepared; the same arrays are also reduced by default."""
+    for wrong in ranks(3, numpy_group):
+        assert not wrong, wrong
