@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import BackendError, ContextError
 from .torch import Group
+from .torch.options import is_exact
 
 try:
     from torchft.process_group import ProcessGroupWrapper
