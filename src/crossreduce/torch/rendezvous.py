@@ -76,7 +76,7 @@ class StoreRendezvous:
 
     def _wait_for(self, keys: list[str]) -> None:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
-        while not self._store.check(keys):
+        while not self._have_arrived(keys):
             self._raise_cause()
             self.watch()
             if time.monotonic() > deadline:
@@ -94,6 +94,18 @@ class StoreRendezvous:
                 return
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
+
+    def _have_arrived(self, keys: list[str]) -> bool:
+        """Return whether values are there; a ``PeerStore`` waits for them for a moment."""
+        if not isinstance(self._connection, PeerStore):
+            return bool(self._store.check(keys))
+        try:
+            self._store.wait(keys, timedelta(seconds=_PAUSES_S[1]))
+        except RuntimeError as error:
+            if isinstance(error, ReductionError) or "Timeout" not in str(error):
+                raise
+            return False
+        return True
 
     def _raise_cause(self) -> None:
         """If a rank has published the reason of an abort, raise it once all ranks that can do so have read it."""
