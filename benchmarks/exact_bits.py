@@ -3,14 +3,16 @@
 For each dtype and kind of data, in turn with 2 to 64 terms: sums and means of random elements by the kernels of each
 instruction set, beside the reference of tests/native/exact_reference.cpp, which tests compare with fractions. Besides,
 float64 accumulation without a certificate: how many sums of floats does it round wrongly?
-Run: python benchmarks/exact_bits.py [--elements 1000000000] [--others 100000000] [--json PATH]
+Run: python benchmarks/exact_bits.py [--elements 1000000000] [--others 100000000] [--jobs N] [--json PATH]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +87,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1_000_000_000, help="of float32, of all kinds together")
     parser.add_argument("--others", type=int, default=100_000_000, help="of each other dtype")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, default=RESULTS / "exact_bits.json")
     arguments = parser.parse_args()
+    counts = {dtype: arguments.elements if dtype == "float32" else arguments.others for dtype in FORMATS}
+    cases = list(itertools.product(sorted(FORMATS, key=lambda name: name != "float32"), KINDS))
     rows = []
-    for dtype in sorted(FORMATS, key=lambda name: name != "float32"):
-        count = arguments.elements if dtype == "float32" else arguments.others
-        for kind in KINDS:
-            rows.append(compare(dtype, kind, -(-count // len(KINDS))))
-            print(rows[-1], flush=True)
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        shares = [-(-counts[dtype] // len(KINDS)) for dtype, _ in cases]
+        for row in pool.map(compare, *zip(*cases, strict=True), shares):
+            rows.append(row)
+            print(row, flush=True)
     found = {"instruction sets": kernels.native().supported(), "terms": TERMS, "rows": rows}
     keep("exact_bits", found, arguments.json)
     return int(any(row["wrong"] for row in rows))

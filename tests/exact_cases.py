@@ -35,7 +35,7 @@ class Bits:
         return signs | exponents << np.uint64(self.stored) | mantissas
 
     def exponents(self, low, count):
-        """Return random exponents from ``low`` on, at most as many as there are of finite numbers."""
+        """Return random exponents of finite numbers, from ``low`` on."""
         low = max(low, 0)
         return np.uint64(low) + self.below(max(1, min(count, self.top - low)))
 

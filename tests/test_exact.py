@@ -85,7 +85,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(name, threads, monkeypa
 
 
 def test_reduce_and_batch_reduce_to_other_destinations():
-    """``reduce`` and ``batch_reduce`` are exact for any destinations, in place, and on a root that is no replica."""
+    """``reduce`` and ``batch_reduce`` are exact for any destinations, in place, and on a root that is not a replica."""
     xs, right = parts_of(3, cancelling, "float32", 5, 40)
     value = cr.PerReplica(xs)
     for ops in (cr.ReductionToOneDevice(), cr.ReductionToOneDevice("cpu:7"), cr.AllReduceCrossDeviceOps("ring")):
@@ -118,7 +118,7 @@ def test_slices_are_concatenated_and_their_mean_is_rounded_once():
         assert (result.values == np.concatenate(values) / np.float32(divisor)).all()
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refused arguments --------------------------------------------------------------------------------------------
 
 
 def test_products_of_floats_are_refused(framework):

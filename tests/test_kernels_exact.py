@@ -103,6 +103,14 @@ def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, d
     assert_same(got, exact_sums(terms, dtype), terms)
 
 
+@pytest.mark.parametrize("isa", SETS)
+def test_a_remainder_that_underflows_breaks_a_tie(isa):
+    """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number is zero."""
+    terms = np.array([3 + 3 * 2.0**-24, 2.0**-1074, 0.0]).reshape(3, 1).repeat(40, axis=1)
+    got = summed(exact_case(("float64", "float32"), 3, 3, 40).native(isa), terms.view("u8"), ("float64", "float32"))
+    assert (got.view("float32") == np.float32(1 + 2.0**-23)).all()
+
+
 @pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
 def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
     """The kernels in NumPy give the same bits."""

@@ -113,7 +113,7 @@ void ExactAccumulator::store(DType dtype, uint32_t divisor, char *to) const {
     while (top >= 0 && digits[top] == 0) top--;
     if (top < 0) return store_bits(all_negative_zero ? sign_bit : 0, format.nbytes, to);
 
-    // Divide, down to a few limbs below the leading one; what is left only breaks ties.
+    // Divide, down to a few limbs below the leading one; the remainder only breaks ties.
     int bottom = lowest; // the lowest limb that may not be zero
     bool rest = false;
     if (divisor != 1) {
