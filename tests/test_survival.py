@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -396,7 +397,15 @@ def test_more_ranks_than_bits_of_a_word(tmp_path):
 
 # Resources
 
-CYCLES = int(os.environ.get("CROSSREDUCE_CYCLES", "40"))
+CYCLES = int(os.environ.get("CROSSREDUCE_CYCLES", "60"))
+
+
+def used():
+    """Return the resources of this process, once the threads that answer other ranks have ended."""
+    gc.collect()
+    time.sleep(1)
+    dist.barrier()
+    return Resources(), resident_bytes()
 
 
 def soak(rendezvous, folder, cycles):
@@ -405,9 +414,8 @@ def soak(rendezvous, folder, cycles):
     total()
     invited, begun = crt.invitation(), None
     for cycle in range(cycles):
-        if cycle == cycles // 4:
-            gc.collect()
-            begun = Resources(), resident_bytes()
+        if cycle == cycles // 2:
+            begun = used()
         if rank == rendezvous.size - 1:
             dist.destroy_process_group()
             made = crt.join(invited)
@@ -421,12 +429,11 @@ def soak(rendezvous, folder, cycles):
         invited = crt.invitation()
         del made
         dist.barrier()
-    gc.collect()
-    time.sleep(0.3)  # threads that answer others end
-    ended = Resources(), resident_bytes()
-    changed = {
-        key: (value, vars(ended[0])[key]) for key, value in vars(begun[0]).items() if value != vars(ended[0])[key]
-    }
+    ended = used()
+    after, changed = vars(ended[0]), {}
+    for key, value in vars(begun[0]).items():
+        if value != after[key]:
+            changed[key] = (Counter(value), Counter(after[key])) if isinstance(value, list) else (value, after[key])
     return changed, (ended[1] - begun[1]) / begun[1]
 
 
