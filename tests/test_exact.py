@@ -3,11 +3,13 @@
 import itertools
 import os
 import sys
+from fractions import Fraction
 from unittest import mock
 
 import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, any_bits, cancelling, exact_sums, large, near, terms_of, wide
+from exact_oracle import FORMATS, nearest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import SETS
@@ -107,6 +109,26 @@ def test_other_reductions_are_as_without_the_option():
         xs = [rng.integers(0, 2, 30).astype(dtype) for _ in range(4)]
         for a, b in zip(cr.all_reduce(xs, op, options=EXACT), cr.all_reduce(xs, op), strict=True):
             assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_means_of_integers_are_rounded_once(framework, dtype):
+    """The mean of integers of up to 32 bits is the float that is nearest to the real mean, or an error."""
+    bounds = np.iinfo(dtype)
+    xs = [np.random.default_rng(k).integers(bounds.min, bounds.max, 50, dtype, endpoint=True) for k in range(7)]
+    (result, *_) = (framework.to_numpy(x) for x in cr.all_reduce(framework.arrays(xs), "mean", options=EXACT))
+    means = [Fraction(int(sum(map(int, column))), 7) for column in zip(*xs, strict=True)]
+    name = result.dtype.name
+    right = [nearest(abs(mean), name) | (mean < 0) << sum(FORMATS[name]) for mean in means]
+    assert result.view(UNSIGNED[name]).tolist() == right
+
+
+def test_means_of_wide_integers_are_refused(framework):
+    """The mean of integers of 64 bits accumulates in float64, which cannot hold every sum."""
+    xs = framework.arrays([np.ones(2, "int64")] * 2)
+    with pytest.raises(UnsupportedError, match=r"^the mean of 2 int64 is not exact: it accumulates in float64\."):
+        cr.all_reduce(xs, "mean", options=EXACT)
+    assert framework.to_numpy(cr.all_reduce(xs, "sum", options=EXACT)[1]).tolist() == [2, 2]
 
 
 def test_slices_are_concatenated_and_their_mean_is_rounded_once():

@@ -111,6 +111,14 @@ def test_a_remainder_that_underflows_breaks_a_tie(isa):
     assert (got.view("float32") == np.float32(1 + 2.0**-23)).all()
 
 
+@pytest.mark.parametrize("isa", SETS)
+def test_a_tiny_number_breaks_the_tie_of_a_subnormal_result(isa):
+    """Half of the smallest bfloat16 and something tiny are rounded up, although a float32 cannot hold the tiny part."""
+    terms = np.array([2.0**-134, 2.0**-170]).reshape(2, 1).repeat(40, axis=1)
+    got = summed(exact_case(("float64", "bfloat16"), 1, 2, 40).native(isa), terms.view("u8"), ("float64", "bfloat16"))
+    assert (got == 1).all()
+
+
 @pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
 def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
     """The kernels in NumPy give the same bits."""

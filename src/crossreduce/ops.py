@@ -51,6 +51,9 @@ INTEGERS: Final = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits i
 DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
 
 
+_MANTISSA_BITS: Final = {"float32": 24, "float64": 53}
+
+
 class Numbers(NamedTuple):
     """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none).
 
@@ -72,16 +75,23 @@ class Numbers(NamedTuple):
     def exactly(self) -> Numbers:
         """Return how the same reduction is computed with ``exact=True``.
 
-        Minima, maxima, and sums and products of integers do not depend on the order of the components anyway.
+        Minima, maxima, and sums and products of integers do not depend on the order of the components anyway, and a
+        mean of integers does not if the accumulator holds every sum.
 
         Raises:
-          UnsupportedError: a product of floats.
+          UnsupportedError: a product of floats, or a mean of integers of which the accumulator cannot hold every sum.
         """
+        given = f"op {self.op.value}, dtype {self.dtype}, exact=True"
+        if self.dtype in INTEGERS and self.op is ReduceOp.MEAN:
+            bits = int(self.dtype.lstrip("uint")) + (self.divisor - 1).bit_length()
+            if bits > _MANTISSA_BITS[self.accumulator]:
+                problem = f"the mean of {self.divisor} {self.dtype} is not exact: it accumulates in {self.accumulator}."
+                raise UnsupportedError.of(problem, given, "the sum, divided by the caller; or exact=False")
         if self.dtype not in FLOATS | COMPLEX or self.op in (ReduceOp.MIN, ReduceOp.MAX):
             return self
         if self.op is ReduceOp.PRODUCT:
             problem = "a product cannot be exact: the product of n floats has n times as many digits as one."
-            raise UnsupportedError.of(problem, f"op product, dtype {self.dtype}, exact=True", "exact=False")
+            raise UnsupportedError.of(problem, given, "exact=False")
         return self._replace(exact=True)
 
 

@@ -47,7 +47,8 @@ class CommunicationOptions:
       implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
       exact: whether sums and means of floats are correctly rounded: the result is the real sum or mean of the
         components, rounded once, to nearest even. It is the same for every order of the replicas, algorithm, packing
-        and number of threads (see docs/explanation/exactness.md). Products of floats are refused.
+        and number of threads (see docs/explanation/exactness.md). Products of floats and means of 64-bit integers are
+        refused.
     Raises:
       ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
         unknown algorithm, ``exact`` that is not a bool.
