@@ -286,9 +286,10 @@ def stopped_leader(rendezvous, folder, name):
     if rank == 0:  # it has decided with the others, and is stopped before it serves the store, or after that
         continues = getattr(forming, name)
 
-        def stop(*arguments):
+        def stop(*arguments, **options):
+            time.sleep(0.2 * (name == "Group"))  # the others use the store meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
-            return continues(*arguments)
+            return continues(*arguments, **options)
 
         setattr(forming, name, stop)
         with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
@@ -299,7 +300,7 @@ def stopped_leader(rendezvous, folder, name):
     return made.reformed.members, total(), time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("name", ["PeerStore", "formed"])
+@pytest.mark.parametrize("name", ["PeerStore", "formed", "Group"])
 def test_a_leader_that_is_stopped_while_the_group_is_formed(tmp_path, name):
     """If the rank that serves the new group's store is stopped before or after the others have its address, the others
     form the group without it. When it continues, it is excluded."""
