@@ -21,6 +21,11 @@ DTYPES = tuple(UNSIGNED)
 CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dtype in DTYPES[:3])]
 
 
+def named(value):
+    """Return the name of a parameter, the same in every process."""
+    return value.__name__ if callable(value) else str(value)
+
+
 def exact_case(dtypes, divisor, n, size, results=1):
     """Return the case that adds ``n`` sources exactly."""
     program = FusedProgram(1, ((0, *range(n)),), (~0,) * results)
@@ -67,7 +72,7 @@ def test_the_oracle_rounds_as_the_formats_do(dtype):
     assert got == right.view(UNSIGNED[dtype]).tolist()
 
 
-@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(KINDS, CONVERTED, SETS), ids=str)
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(KINDS, CONVERTED, SETS), ids=named)
 def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
     """Sums and quotients of every kind of data are rounded once, for any number of terms."""
     kernel_sizes = zip(itertools.count(), (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64), itertools.cycle((3, 64, 101, 37)))
@@ -119,7 +124,7 @@ def test_a_tiny_number_breaks_the_tie_of_a_subnormal_result(isa):
     assert (got == 1).all()
 
 
-@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=str)
+@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=named)
 def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
     """The kernels in NumPy give the same bits."""
     for n, divisor in ((1, 1), (2, 3), (5, 5), (8, 8), (33, 1)):
@@ -131,7 +136,7 @@ def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
 EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
 
 
-@pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=str)
+@pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=named)
 @settings(max_examples=15)
 @given(
     setup=setups(in_place=True),
@@ -157,7 +162,7 @@ def test_large_arrays_and_threads(isa, dtype):
         check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))
 
 
-@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
 def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
     """The reference in fixed point, which is used for many elements, gives the bits of fractions."""
     source, result = dtypes
@@ -168,7 +173,7 @@ def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
             assert_same(got, exact_sums(terms, source, divisor, result), terms)
 
 
-@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(exact_reference.KINDS, CONVERTED, SETS), ids=str)
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(exact_reference.KINDS, CONVERTED, SETS), ids=named)
 def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
     """On tens of thousands of elements per case the kernels give the bits of the reference in fixed point."""
     for seed, n in enumerate((2, 3, 8, 17, 64)):
@@ -179,7 +184,7 @@ def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("dtypes", CONVERTED, ids=str)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
 def test_ties_and_overflows_of_thousands_of_sums(isa, dtypes):
     """Ties that much smaller numbers break, and partial sums that overflow, are right on every instruction set."""
     for kind, (seed, n) in itertools.product((broken_ties, edges, large), enumerate((3, 5, 8, 9))):
