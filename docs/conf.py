@@ -42,6 +42,7 @@ nitpick_ignore_regex = [  # signatures name classes of other projects, whose sit
         "py:class",
         r"crossreduce\.planning\.(planners\.Request|bounds\.certificate\.Cut|bounds\.joint\.(GroupNeed|RateLevel))",
     ),
+    ("py:class", r"crossreduce\.torch\.reforming\.Result"),
     ("py:class", r"crossreduce\.(ranks\.communicator\.Communicator|transports\.mpi\.MpiTransport)"),
     ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),
     ("py:class", r"crossreduce\.values\.DistributedValues|Pair"),
@@ -60,6 +61,7 @@ nb_mime_priority_overrides = [(builder, "text/plain", 10) for builder in ("spell
 nb_ipywidgets_js = {}  # would load scripts from a network
 
 # The interface, from docstrings
+autodoc_mock_imports = ["torchft"]  # no extra installs it
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

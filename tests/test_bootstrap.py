@@ -18,7 +18,7 @@ from crossreduce.ranks import bootstrap, flight_recorder, membership
 from crossreduce.ranks.communicator import Communicator
 
 
-def bytes_for(count):
+def bytes_for(count, _hosts):
     return 4096 * count
 
 
@@ -147,7 +147,7 @@ def test_other_hosts_are_not_split():
 def without_memory(rendezvous):
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(ReductionError, match="memory could not be allocated") as error:
-        bootstrap.bootstrap(rendezvous, lambda count: 1 << 50)
+        bootstrap.bootstrap(rendezvous, lambda _count, _hosts: 1 << 50)
     return str(error.value), sorted(Path("/proc/self/fd").iterdir()) == before
 
 

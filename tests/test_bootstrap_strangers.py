@@ -119,7 +119,7 @@ def groups(rendezvous):
     for number in range(GROUPS):
         time.sleep(0.02 * rendezvous.rank)
         one = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, f"group {number}")
-        result = bootstrap.bootstrap(one, lambda count: 4096 * count)
+        result = bootstrap.bootstrap(one, lambda count, _hosts: 4096 * count)
         os.close(result.fd)
         found.append(result.hosts)
     return found, warnings.texts, Moment().seconds_since(began)

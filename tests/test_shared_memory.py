@@ -13,7 +13,7 @@ import time
 import pytest
 
 from crossreduce import kernels
-from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded
+from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded, UnsupportedError
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
 from crossreduce.ranks.instructions import PEER_BUFFER, READABLE_BUFFERS
@@ -489,3 +489,18 @@ def test_the_wait_timer_restarts_at_each_barrier():
     timer.waited_s(5)
     time.sleep(0.06)
     assert not timer.is_warning_due()
+
+
+def test_memory_without_room_for_the_registers_of_all_hosts():
+    """If more ranks than expected are alone on a host, other ranks have no registers: agreements are refused."""
+    fd = os.memfd_create("registers")
+    os.ftruncate(fd, RankMemory.nbytes(1, SLOT, 20, 8))
+    for hosts in (8, 9):
+        memory = RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0)
+        if hosts == 8:
+            assert memory.registers.decision(1) is None
+        else:
+            with pytest.raises(UnsupportedError, match="too many could not share memory"):
+                _ = memory.registers
+        memory.close()
+    os.close(fd)
