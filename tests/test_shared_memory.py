@@ -13,7 +13,7 @@ import time
 import pytest
 
 from crossreduce import kernels
-from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded, UnsupportedError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
 from crossreduce.ranks.instructions import PEER_BUFFER, READABLE_BUFFERS
