@@ -398,8 +398,9 @@ void run_share(void *argument, long number, char *memory) {
     const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);
-    const auto run_tiles = run.kernel.op == EXACT_SUM ? run_exact_sums : run_tile;
-    if (run.by_line) return (run.kernel.op == EXACT_SUM ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
+    const bool is_exact = run.kernel.op == EXACT_SUM;
+    const auto run_tiles = is_exact ? run_exact_sums : run_tile;
+    if (run.by_line) return (is_exact ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
     const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
