@@ -135,8 +135,8 @@ void reference_sums(int from, int to, const char *const *terms, size_t n, size_t
     }
 }
 
-// Fill n arrays with terms. Kinds: 0 random (the exponents of a uniform number), 1 wide exponents, 2 cancelling pairs, of
-// which some differ in the last bit, 3 ties (mantissas of few bits), 4 subnormal, 5 any bits.
+// Fill n arrays with terms. Kinds: 0 random (the exponents of a uniform number), 1 wide exponents, 2 cancelling pairs,
+// of which some differ in the last bit, 3 ties (mantissas of few bits), 4 subnormal, 5 any bits.
 void random_terms(int format, int kind, uint64_t seed, char *const *terms, size_t n, size_t size) {
     const Format &f = FORMATS[format];
     const auto nbytes = static_cast<size_t>(f.nbytes());
@@ -157,7 +157,10 @@ void random_terms(int format, int kind, uint64_t seed, char *const *terms, size_
             else exponent = (b >> 20) % (top + 1);
             if (kind == 3) fraction &= random.next() & random.next();
             uint64_t bits = exponent << f.stored | fraction | (a >> 63 ? f.sign() : 0);
-            if (kind == 2 && k % 2 == 1) bits = read(terms[k - 1] + i * nbytes, f.nbytes()) ^ f.sign() ^ ((b >> 10) % 8 == 0);
+            if (kind == 2 && k % 2 == 1) {
+                const uint64_t last = (b >> 10) % 8 == 0;
+                bits = read(terms[k - 1] + i * nbytes, f.nbytes()) ^ f.sign() ^ last;
+            }
             std::memcpy(terms[k] + i * nbytes, &bits, nbytes);
         }
 }

@@ -1,8 +1,9 @@
 // Exact sums: the real sum of floats, or its quotient by an integer, rounded once, to nearest even.
 //
-// The result does not depend on the order of the terms, so it is the same however a reduction is cut and scheduled. If a
-// term is NaN, or infinities of both signs are among the terms, the result is the NaN whose only payload is the quiet bit,
-// with sign 0. An exact zero is -0 if all terms are -0, else +0. A result that rounds to zero has the sign of the sum.
+// The result does not depend on the order of the terms, so it is the same however a reduction is cut and scheduled. If
+// a term is NaN, or infinities of both signs are among the terms, the result is the NaN whose only payload is the quiet
+// bit, with sign 0. An exact zero is -0 if all terms are -0, else +0. A result that rounds to zero has the sign of the
+// sum.
 #pragma once
 
 #include <cfenv>
@@ -19,8 +20,8 @@ constexpr uint32_t MAX_EXACT_COUNT = 1 << 24;
 // A term that is a float of any size, as a double, which holds it exactly. `at` is its address.
 double read_term(DType dtype, const char *at);
 
-// A sum as a fixed-point number that holds every sum of up to 2^31 doubles exactly: the reference, and what computes the
-// elements that the vector code cannot certify.
+// A fixed-point number that holds every sum of up to 2^31 doubles exactly. It computes the elements that the vector code
+// cannot certify.
 class ExactAccumulator {
   public:
     void add(double term);

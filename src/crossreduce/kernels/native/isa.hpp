@@ -55,7 +55,8 @@ struct ExactSum { // the terms of a run of exact sums, and their divisor
     const char *const *sources; // the address of each source's first term; terms are real numbers, and contiguous
     size_t count;               // of sources
     uint32_t divisor;
-    char *padding; // working memory, EXACT_PADDING bytes per source
+    int carry_bits; // the bits that a sum may need besides those of its terms: log2 of the count, rounded up
+    char *padding;  // working memory, EXACT_PADDING bytes per source
 };
 constexpr size_t EXACT_PADDING = 320;
 

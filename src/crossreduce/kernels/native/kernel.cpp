@@ -293,7 +293,9 @@ void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64
         gather(gathered, source, start, stop, itemsize);
         terms[k] = gathered;
     }
-    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor),
+    int carry_bits = 0;
+    while ((size_t{1} << carry_bits) < operands.size()) carry_bits++;
+    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor), carry_bits,
                           scratch.take<char>(operands.size() * EXACT_PADDING)};
     const ExactFunction function = kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)];
     const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
@@ -398,8 +400,9 @@ void run_share(void *argument, long number, char *memory) {
     const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);
-    const auto run_tiles = run.kernel.op == EXACT_SUM ? run_exact_sums : run_tile;
-    if (run.by_line) return (run.kernel.op == EXACT_SUM ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
+    const bool is_exact = run.kernel.op == EXACT_SUM;
+    const auto run_tiles = is_exact ? run_exact_sums : run_tile;
+    if (run.by_line) return (is_exact ? run_exact_sums : run_lines)(run, segment, start, stop, {memory});
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
     const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
