@@ -24,6 +24,7 @@ from ..ranks.contact import Json, receive, send
 from ..transports import tcp
 
 CONNECT_S: Final = 2.0  # how long a connection may take
+LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer
 _WAIT_S: Final = 0.02  # how long the server waits for a key before it answers that it is not there
 _WATCH_S: Final = 0.02  # between two looks whether a wait for the server must end
 _TEXT: Final = "latin-1"  # has a character for each byte
@@ -127,7 +128,7 @@ class PeerStore(dist.Store):  # type: ignore[misc]
         super().__init__()
         self._key, self.watch = key, watch
         self._lock, self._number = threading.Lock(), 0  # of the latest request
-        self.limit_s: float | None = None  # how long an answer may take; ``None``: as long as ``timeout``
+        self.limit_s = LIMIT_S  # how long an answer may take
         self._connection: socket.socket | None = None
         if address:
             self._connection = socket.create_connection((address, port), CONNECT_S)
@@ -160,13 +161,12 @@ class PeerStore(dist.Store):  # type: ignore[misc]
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
 
     def _wait_for_answer(self, connection: socket.socket) -> None:
-        limit_s = self.timeout.total_seconds() if self.limit_s is None else self.limit_s
-        deadline, arrived = time.monotonic() + limit_s, select.poll()
+        deadline, arrived = time.monotonic() + self.limit_s, select.poll()
         arrived.register(connection, select.POLLIN)
         while not arrived.poll(_WATCH_S * 1e3):
             self.watch()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {limit_s:g} s")
+                raise TimeoutError(f"waited {self.limit_s:g} s")
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
-from .peer_store import PeerStore
+from .peer_store import LIMIT_S, PeerStore
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
@@ -194,8 +194,9 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerS
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
-    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer. A
-    ``PeerStore`` needs none of that.
+    takes at most ``timeout_s`` seconds, too, and at most ``LIMIT_S``: this class makes no calls that wait for other
+    ranks in the store, and torch waits without limit for a store whose host does not answer. A ``PeerStore`` needs none
+    of that.
     """
     if not hasattr(store, "clone"):
         return store, None
@@ -216,7 +217,7 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerS
     for _, descriptor in _sockets().items() - opened.items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
             if found.getpeername()[1] == port:
-                _limit_waits(descriptor, timeout_s)
+                _limit_waits(descriptor, min(timeout_s, LIMIT_S))
                 return own, descriptor
     return own, None
 
