@@ -16,7 +16,7 @@ from members import Resources, member, resident_bytes, summed
 from ranks import Died, SocketRendezvous, ranks
 
 import crossreduce.torch as crt
-from crossreduce.errors import CollectiveTimeout, ContextError, ExcludedError, PeerLostError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, ExcludedError, PeerLostError
 from crossreduce.ranks import survivors
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.torch import forming
@@ -248,6 +248,50 @@ def late(rendezvous, folder):
 def test_a_late_rank_is_excluded_and_joins_again(tmp_path):
     """A rank that is alive, but too late in shrink, never gets into that group; as a new rank it can join."""
     assert ranks(3, late, tmp_path) == [(0, 60), (1, 60), (2, 60)]
+
+
+def stopped_before_grow(rendezvous, folder):
+    rank = begin(rendezvous, folder)
+    total()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
+            crt.grow()
+        return "excluded"
+    assert crt.grow(timeout_s=1) is None
+    with pytest.raises(PeerLostError, match="rank 2 of group .* did not take part in an agreement"):
+        total()
+    return crt.shrink().reformed.members, total()
+
+
+def test_a_rank_that_is_excluded_by_grow_is_not_waited_for(tmp_path):
+    """If no process joins, grow keeps the group. If it has excluded a rank, the next op fails at once: the timeout of
+    this group is 30 minutes."""
+
+    def go_on(pids):
+        time.sleep(8)
+        os.kill(pids[2], signal.SIGCONT)
+
+    found = ranks(3, stopped_before_grow, tmp_path, begun=go_on)
+    assert found == [((0, 1), 30), ((0, 1), 30), "excluded"], found
+
+
+def grow_often(rendezvous, folder):
+    begin(rendezvous, folder)
+    assert [crt.grow() for _ in range(20)] == [None] * 20
+    return len(dist.group.WORLD.communicator.agreements.published)
+
+
+def test_calls_of_grow_leave_nothing_behind(tmp_path):
+    """A rank that calls grow again and again while no process joins keeps only what it published for the last call."""
+    assert ranks(2, grow_often, tmp_path) == [1, 0]
+
+
+def test_the_error_for_a_damaged_invitation_does_not_show_its_key():
+    """An invitation has the key of the group; errors are printed where others may read them."""
+    with pytest.raises(ArgumentError, match="a text of 38 characters") as caught:
+        crt.join('["token", [[["127.0.0.1"], 1, "secret"')
+    assert "secret" not in str(caught.value)
 
 
 def forked_child(rendezvous, folder):

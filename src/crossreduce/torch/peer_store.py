@@ -6,6 +6,7 @@ Input: for the rank that serves it, a key; for the others its address as well. O
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -65,7 +66,7 @@ class _Server:
     """Answers the requests of other processes to a table, in one thread for each of them."""
 
     def __init__(self, key: bytes, table: _Table) -> None:
-        self._key, self._table = key, table
+        self._key, self._table, self._process = key, table, os.getpid()
         self._listener = tcp.opened_listener()
         self.port = int(self._listener.getsockname()[1])
         self._lock, self._closed, self._open = threading.Lock(), False, set[socket.socket]()
@@ -105,7 +106,11 @@ class _Server:
             connection.close()
 
     def close(self) -> None:
-        """End all connections. In a forked process, this does not end those of its parent."""
+        """End all connections. A forked process only closes its descriptors: its parent goes on to answer."""
+        if os.getpid() != self._process:
+            for end in (self._listener, *self._open):
+                end.close()
+            return
         with self._lock:
             self._closed = True
             ends = [self._listener, *self._open]

@@ -131,7 +131,8 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     Args:
       timeout_s: how long ranks of the group are waited for, in seconds.
     Returns:
-      The new group; ``None``, on all ranks: no process waits, and the group stays as it is.
+      The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
+      excluded, or has ended, its next op fails with a ``PeerLostError``.
     Raises:
       ArgumentError: there is no default group, or it has another backend.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
@@ -175,7 +176,8 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
         token, places = json.loads(invited)
         joiner = Joiner(str(token), [Place.read(place) for place in places])
     except (TypeError, ValueError) as error:
-        raise ArgumentError.of("this is not an invitation.", shown(invited), "what invitation() returned") from error
+        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
+        raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     try:
         made = joiner.join(timeout_s)
     finally:
