@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -49,8 +49,7 @@ def test_programs_that_send_a_request_slowly_do_not_block_a_process(place, monke
     stop = threading.Event()
     with ExitStack() as stack:
         strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", place.port)))
-            for _ in range(contact._ANSWERING)
+            stack.enter_context(socket.create_connection(("127.0.0.1", place.port))) for _ in range(contact._ANSWERING)
         ]
 
         for stranger in strangers:
@@ -59,10 +58,8 @@ def test_programs_that_send_a_request_slowly_do_not_block_a_process(place, monke
         def send_slowly():
             while not stop.wait(0.1):
                 for stranger in strangers:
-                    try:
+                    with suppress(OSError):  # the process has closed the connection
                         stranger.sendall(b"\0")
-                    except OSError:
-                        pass  # the process has closed the connection
 
         thread = threading.Thread(target=send_slowly)
         thread.start()

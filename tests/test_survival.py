@@ -259,7 +259,7 @@ def stopped_before_grow(rendezvous, folder):
             crt.grow()
         return "excluded"
     assert crt.grow(timeout_s=1) is None
-    with pytest.raises(PeerLostError, match="rank 2 of group .* did not take part in an agreement"):
+    with pytest.raises(PeerLostError, match=r"rank 2 of group .* did not take part in an agreement"):
         total()
     return crt.shrink().reformed.members, total()
 
@@ -330,9 +330,9 @@ def stopped_leader(rendezvous, folder, name):
     if rank == 0:  # it has decided with the others, and is stopped before it serves the store, or after that
         continues = getattr(forming, name)
 
-        def stop(*arguments):
+        def stop(*arguments, **options):
             os.kill(os.getpid(), signal.SIGSTOP)
-            return continues(*arguments)
+            return continues(*arguments, **options)
 
         setattr(forming, name, stop)
         with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):

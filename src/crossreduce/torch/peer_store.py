@@ -179,13 +179,13 @@ class PeerStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it."""
-        self.wait([key])
-        return str(self._run("get", [key])[0]).encode(_TEXT)
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for values, and return them."""
-        self.wait(keys)
-        return [str(value).encode(_TEXT) for value in self._run("get", keys)]
+        while None in (found := self._run("get", keys)):
+            self.wait(keys)
+        return [str(value).encode(_TEXT) for value in found]
 
     def has_extended_api(self) -> bool:
         """Return whether ``multi_get`` exists."""
@@ -196,8 +196,12 @@ class PeerStore(dist.Store):  # type: ignore[misc]
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: there is none), and return the value."""
-        return str(self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]).encode(_TEXT)
+        """Store ``desired`` if the value is ``expected`` (empty: there is none), and return the value.
+
+        As a ``TCPStore`` does, return ``expected`` if there is no value.
+        """
+        found = self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]
+        return expected if found is None else str(found).encode(_TEXT)
 
     def delete_key(self, key: str) -> bool:
         """Delete a value; return whether there was one."""

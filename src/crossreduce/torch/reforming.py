@@ -238,7 +238,9 @@ def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
 
 def _install(made: Group) -> None:
     """Make a group the default group."""
-    if getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):  # torch's, which knows the earlier rank
+    if getattr(sys.excepthook, "__qualname__", "").startswith(
+        "init_process_group."
+    ):  # torch's, which knows the earlier rank
         names = sys.excepthook.__code__.co_freevars
         cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))
         sys.excepthook = cells["old_hook"].cell_contents
