@@ -7,8 +7,10 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,9 +291,28 @@ def test_calls_of_grow_leave_nothing_behind(tmp_path):
 
 def test_the_error_for_a_damaged_invitation_does_not_show_its_key():
     """An invitation has the key of the group; errors are printed where others may read them."""
-    with pytest.raises(ArgumentError, match="a text of 38 characters") as caught:
-        crt.join('["token", [[["127.0.0.1"], 1, "secret"')
-    assert "secret" not in str(caught.value)
+    for damage in ("", '[["token", '):
+        damaged = damage + '["token", [[["127.0.0.1"], 1, "secret"]]]'
+        with pytest.raises(ArgumentError, match=f"a text of {len(damaged)} characters") as caught:
+            crt.join(damaged)
+        assert "secret" not in str(caught.value)
+
+
+def wrong_timeouts(rendezvous, folder):
+    begin(rendezvous, folder)
+    calls = crt.shrink, crt.grow, partial(crt.agree, True), partial(crt.committed, total)
+    for call in calls:
+        for timeout_s in (timedelta(seconds=10), "10", True, -1, float("nan")):
+            with pytest.raises(ArgumentError, match="timeout_s must be a number of seconds, 0 or more"):
+                call(timeout_s=timeout_s)
+    return crt.committed(total, timeout_s=np.float32(3))
+
+
+def test_timeouts_that_are_not_seconds(tmp_path):
+    """A timeout that is not a number of seconds is an error of the caller, before anything happens to the group."""
+    assert ranks(2, wrong_timeouts, tmp_path) == [30, 30]
+    with pytest.raises(ArgumentError, match="timeout_s must be a number of seconds"):
+        crt.join("[]", timeout_s=timedelta(seconds=10))
 
 
 def forked_child(rendezvous, folder):

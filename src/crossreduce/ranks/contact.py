@@ -43,9 +43,13 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[Json]) -> Place:
-        """Return a place that was sent as JSON."""
+        """Return a place that was sent as JSON.
+
+        Raises:
+          TypeError, ValueError: this is not a place.
+        """
         addresses, port, key = given
-        return cls(tuple(addresses), int(port), str(key))
+        return cls(tuple(addresses), int(port), bytes.fromhex(key).hex())
 
 
 class Successor(NamedTuple):
