@@ -109,7 +109,7 @@ class _Listener:
             self._free.release()
 
     def close(self) -> None:
-        """Stop to listen: from now on other processes are told that this one has ended."""
+        """Stop listening: requests of other processes find that this one has ended."""
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -147,9 +147,10 @@ def register(token: str, answer: Answer) -> None:
 
 
 def unregister(token: str, successor: Successor | None = None) -> None:
-    """End what ``listen`` began; the process stops to listen with its last group. ``token`` "": it did not register.
+    """End what ``listen`` began; the process stops listening when its last group ends.
 
-    ``successor``: the later form of the group in which this process goes on; later requests are told so.
+    ``token``: of the group; "" if it did not register. ``successor``: the later form of the group, in which this
+    process continues; the answers to later requests name it.
     """
     with _lock:
         if successor is not None:
@@ -196,7 +197,7 @@ class Peer:
         self.place, self.known, self.refused = place, known, False
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
-        """Return the answer to a request to a group; ``None``: there is none in time.
+        """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
 
         Raises:
           Ended: the process has ended.

@@ -1,7 +1,7 @@
 """What the ranks of a group do when ranks are lost, or new ones come: agree on a flag, and form the group again.
 
-Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those who are
-left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
+Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those that
+are left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
 """
 
 from __future__ import annotations

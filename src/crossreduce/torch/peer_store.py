@@ -106,7 +106,7 @@ class _Server:
             connection.close()
 
     def close(self) -> None:
-        """End all connections. A forked process only closes its descriptors: its parent goes on to answer."""
+        """End all connections. A forked process only closes its descriptors, since its parent still answers."""
         if os.getpid() != self._process:
             for end in (self._listener, *self._open):
                 end.close()

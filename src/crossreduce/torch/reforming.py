@@ -126,7 +126,7 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     """Let the processes into the default group that have called ``join``; all ranks of the group call it together.
 
     The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
-    group, as with ``shrink``. The new ranks know nothing yet: broadcast the parameters and the state of the optimizer
+    group, as with ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer
     from rank 0.
 
     Args:
