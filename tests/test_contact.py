@@ -1,4 +1,8 @@
-"""What a process answers for a group that it has left, because the group was formed again."""
+"""What a process answers for a group that it has left, and that other programs on the network do not block it."""
+
+import socket
+import threading
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -36,3 +40,32 @@ def test_it_names_the_group_in_which_it_is_now(place):
     assert Peer(place).ask("second", {"what": "join"}) == {"moved": "third"}
     assert Peer(place).ask("third", {"what": "join"}) == {"heard": "join"}
     assert Peer(place).ask("another", {"what": "join"}) == {"unknown": True}
+
+
+def test_programs_that_send_a_request_slowly_do_not_block_a_process(place, monkeypatch):
+    """A program that connects has a limited time for its whole request. If as many programs as there are threads send a
+    byte at a time, the request of a rank is still answered."""
+    monkeypatch.setattr(contact, "_UNKNOWN_S", 0.5)
+    stop = threading.Event()
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", place.port))) for _ in range(contact._ANSWERING)
+        ]
+
+        for stranger in strangers:
+            stranger.sendall((1000).to_bytes(4, "little"))  # the length of what follows
+
+        def send_slowly():
+            while not stop.wait(0.1):
+                for stranger in strangers:
+                    with suppress(OSError):  # the process has closed the connection
+                        stranger.sendall(b"\0")
+
+        thread = threading.Thread(target=send_slowly)
+        thread.start()
+        try:
+            answer = Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10)
+        finally:
+            stop.set()
+            thread.join()
+    assert answer == {"heard": "join"}

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from exact_cases import KINDS, UNSIGNED, any_bits, cancelling, exact_sums, large, near, terms_of, wide
+from exact_cases import KINDS, UNSIGNED, any_bits, cancelling, exact_sums, large, near, subnormal, terms_of, wide
 from exact_oracle import FORMATS, nearest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -240,15 +240,21 @@ def test_ops_of_the_tensorflow_plug_in(tensorflow_):
         assert bits_of(tensorflow_, strategy.experimental_local_results(result)) == [right["mean"].tobytes()] * 3
 
 
-def test_flushed_subnormals(torch_):
-    """A caller that flushes subnormal numbers to zero gets exact sums all the same."""
+@pytest.mark.parametrize("name", [*SETS, "numpy"])
+def test_flushed_subnormals(torch_, name):
+    """A caller that flushes subnormal numbers to zero gets exact sums all the same, from all kernels."""
     torch = torch_.torch
-    xs = [np.full(40, 1, np.uint32).view(np.float32) for _ in range(2)]
+    cases = [(op, dtype, parts_of(1, subnormal, dtype, 3, 40)) for op in ("sum", "mean") for dtype in DTYPES]
     if not torch.set_flush_denormal(True):
         assert sys.platform != "linux" or os.uname().machine != "x86_64"
         return
     try:
-        (result, _) = cr.all_reduce(xs, options=EXACT)
+        with mock.patch.object(kernels, "instruction_set", return_value=name):
+            pipeline._compiled.cache_clear()
+            ops = cr.HierarchicalCopyAllReduce()
+            found = [ops.reduce(op, cr.PerReplica(xs), "cpu:0", EXACT)[0].tobytes() for op, _, (xs, _) in cases]
     finally:
         torch.set_flush_denormal(False)
-    assert (result.view(np.uint32) == 2).all()
+        pipeline._compiled.cache_clear()
+    for got, (op, dtype, (_, right)) in zip(found, cases, strict=True):
+        assert got == right[op].tobytes(), (op, dtype)

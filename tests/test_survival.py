@@ -7,8 +7,10 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from members import Resources, member, resident_bytes, summed
 from ranks import Died, SocketRendezvous, ranks
 
 import crossreduce.torch as crt
-from crossreduce.errors import CollectiveTimeout, ContextError, ExcludedError, PeerLostError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, ExcludedError, PeerLostError
 from crossreduce.ranks import survivors
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.torch import forming
@@ -248,6 +250,69 @@ def late(rendezvous, folder):
 def test_a_late_rank_is_excluded_and_joins_again(tmp_path):
     """A rank that is alive, but too late in shrink, never gets into that group; as a new rank it can join."""
     assert ranks(3, late, tmp_path) == [(0, 60), (1, 60), (2, 60)]
+
+
+def stopped_before_grow(rendezvous, folder):
+    rank = begin(rendezvous, folder)
+    total()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
+            crt.grow()
+        return "excluded"
+    assert crt.grow(timeout_s=1) is None
+    with pytest.raises(PeerLostError, match=r"rank 2 of group .* did not take part in an agreement"):
+        total()
+    return crt.shrink().reformed.members, total()
+
+
+def test_a_rank_that_is_excluded_by_grow_is_not_waited_for(tmp_path):
+    """If no process joins, grow keeps the group. If it has excluded a rank, the next op fails at once: the timeout of
+    this group is 30 minutes."""
+
+    def go_on(pids):
+        time.sleep(8)
+        os.kill(pids[2], signal.SIGCONT)
+
+    found = ranks(3, stopped_before_grow, tmp_path, begun=go_on)
+    assert found == [((0, 1), 30), ((0, 1), 30), "excluded"], found
+
+
+def grow_often(rendezvous, folder):
+    begin(rendezvous, folder)
+    assert [crt.grow() for _ in range(20)] == [None] * 20
+    return len(dist.group.WORLD.communicator.agreements.published)
+
+
+def test_calls_of_grow_leave_nothing_behind(tmp_path):
+    """A rank that calls grow again and again while no process joins keeps only what it published for the last call."""
+    assert ranks(2, grow_often, tmp_path) == [1, 0]
+
+
+def test_the_error_for_a_damaged_invitation_does_not_show_its_key():
+    """An invitation has the key of the group; errors are printed where others may read them."""
+    for damage in ("", '[["token", '):
+        damaged = damage + '["token", [[["127.0.0.1"], 1, "secret"]]]'
+        with pytest.raises(ArgumentError, match=f"a text of {len(damaged)} characters") as caught:
+            crt.join(damaged)
+        assert "secret" not in str(caught.value)
+
+
+def wrong_timeouts(rendezvous, folder):
+    begin(rendezvous, folder)
+    calls = crt.shrink, crt.grow, partial(crt.agree, True), partial(crt.committed, total)
+    for call in calls:
+        for timeout_s in (timedelta(seconds=10), "10", True, -1, float("nan")):
+            with pytest.raises(ArgumentError, match="timeout_s must be a number of seconds, 0 or more"):
+                call(timeout_s=timeout_s)
+    return crt.committed(total, timeout_s=np.float32(3))
+
+
+def test_timeouts_that_are_not_seconds(tmp_path):
+    """A timeout that is not a number of seconds is an error of the caller, before anything happens to the group."""
+    assert ranks(2, wrong_timeouts, tmp_path) == [30, 30]
+    with pytest.raises(ArgumentError, match="timeout_s must be a number of seconds"):
+        crt.join("[]", timeout_s=timedelta(seconds=10))
 
 
 def forked_child(rendezvous, folder):

@@ -72,7 +72,7 @@ class CommunicationOptions:
             object.__setattr__(self, "implementation", self.implementation.lower())
         algorithm_name(self.implementation)
         if not isinstance(self.exact, bool):
-            raise ArgumentError.of("exact must be True or False.", shown(self.exact), "exact=True")
+            raise ArgumentError.of("exact must be True or False.", shown(self.exact), "exact=True, a bool of Python")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Exact sums in Python's integers: the fallback where the extension was not built, and an oracle of compiled kernels.
 
 Input: NumPy arrays of terms. Output: for each element the real sum, perhaps divided by an integer, rounded once, to
-nearest even. ``native/exact.hpp`` defines the results for NaN, infinities and zeros.
+nearest even. ``native/exact.hpp`` defines the results for NaN, infinities and zeros. Floats are read and written as
+bits, so the result does not depend on the caller's rounding mode, or on whether it flushes subnormal numbers to zero.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,29 +24,50 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     >>> exact_sum([np.float32([1e30]), np.float32([1]), np.float32([-1e30])], 1, np.dtype("float32"))
     array([1.], dtype=float32)
     """
-    wide = [x.astype(np.float64) for x in terms]
-    # The sum where a term is infinite or NaN, and the sign of a sum that is zero.
-    added = np.full_like(wide[0], -0.0)
-    for x in wide:
-        added += np.where(np.isfinite(x), np.copysign(0, x), x)
-    finite = np.logical_and.reduce([np.isfinite(x) for x in wide])
-    total: Any = 0
-    for x in wide:
-        fraction, exponent = np.frexp(np.where(finite, x, 0))
-        mantissa = np.ldexp(fraction, 53).astype(np.int64)
-        shift = exponent - 53 - _UNIT  # negative for subnormal numbers, whose mantissas end in zeros
-        mantissa >>= np.maximum(-shift, 0)
-        total = total + (mantissa.astype(object) << np.maximum(shift, 0).astype(object))
+    read = [_read(x) for x in terms]
+    total = sum(x.units for x in read)
     precision, unit = _FORMATS[dtype.name]
-    nonzero = finite & (total != 0)
-    added[np.isnan(added)] = np.nan
-    added[nonzero] = [_nearest(number, divisor, precision, unit) for number in total[nonzero]]
-    return added.astype(dtype)
+    sign_bit = 1 << (8 * dtype.itemsize - 1)
+    infinity = sign_bit - (1 << (precision - 1))
+    bits = np.array([_rounded(abs(number), divisor, precision, unit) for number in total], np.uint64)
+    bits = np.minimum(bits, np.uint64(infinity))
+    negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in read])
+    up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in read]) for sign in (False, True))
+    nan = np.logical_or.reduce([x.nan for x in read]) | (up & down)
+    bits[up | down] = infinity
+    negative = np.where(up | down, down, negative)
+    bits[negative] |= np.uint64(sign_bit)
+    bits[nan] = infinity | 1 << (precision - 2)
+    return bits.astype(f"u{dtype.itemsize}").view(dtype)
 
 
-def _nearest(numerator: int, divisor: int, precision: int, unit: int) -> float:
-    """Return ``numerator * 2 ** _UNIT / divisor``, rounded to a multiple of 2 ** ``unit`` with ``precision`` bits."""
-    magnitude, sign = abs(numerator), -1.0 if numerator < 0 else 1.0
+class _Terms(NamedTuple):
+    """Floats: ``units`` are multiples of 2 ** ``_UNIT`` in Python's integers, 0 for infinities and NaN."""
+
+    units: Any
+    negative: Any
+    infinite: Any
+    nan: Any
+
+
+def _read(x: Any) -> _Terms:
+    precision, unit = _FORMATS[x.dtype.name]
+    bits = x.view(f"u{x.itemsize}").astype(np.uint64).astype(np.int64)
+    negative = (bits >> (8 * x.itemsize - 1) & 1) == 1
+    largest = (1 << (8 * x.itemsize - precision)) - 1
+    exponent, fraction = bits >> (precision - 1) & largest, bits & ((1 << (precision - 1)) - 1)
+    finite = exponent != largest
+    mantissa = np.where(finite, fraction | (exponent > 0).astype(np.int64) << (precision - 1), 0)
+    shift = np.maximum(exponent, 1) - 1 + unit - _UNIT
+    units = np.where(negative, -mantissa, mantissa).astype(object) << shift.astype(object)
+    return _Terms(units, negative, ~finite & (fraction == 0), ~finite & (fraction != 0))
+
+
+def _rounded(magnitude: int, divisor: int, precision: int, unit: int) -> int:
+    """Return the bits of ``magnitude * 2 ** _UNIT / divisor``, rounded to a multiple of 2 ** ``unit``.
+
+    The mantissa has at most ``precision`` bits. If the result is too large for the format, so is the returned integer.
+    """
     # The exponent of the last bit: the quotient's integer part has ``precision`` bits then, or one less.
     exponent = max(magnitude.bit_length() - divisor.bit_length() + _UNIT - precision + 1, unit)
     if exponent > unit and (magnitude // (divisor << (exponent - _UNIT))).bit_length() < precision:
@@ -54,7 +75,4 @@ def _nearest(numerator: int, divisor: int, precision: int, unit: int) -> float:
     unit_of_whole = divisor << (exponent - _UNIT)
     whole, rest = divmod(magnitude, unit_of_whole)
     whole += 2 * rest > unit_of_whole or (2 * rest == unit_of_whole and whole % 2 == 1)  # to nearest even
-    try:
-        return math.ldexp(sign * whole, exponent)
-    except OverflowError:
-        return sign * math.inf
+    return whole + ((exponent - unit) << (precision - 1))  # the leading bit of ``whole`` adds 1 to the exponent

@@ -28,7 +28,7 @@ from .registers import Contribution, Decision, Overtaken, Registers
 from .shared_memory import RankMemory
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-_LOOK_S: Final = 0.02  # between two looks which ranks of the host are alive, or asks of other hosts
+_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or two requests to other hosts
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
@@ -174,7 +174,7 @@ class Agreements:
         return {}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
-        """Return what this host knows of an agreement, and which of its electors have arrived, are late or stopped.
+        """Return the state of an agreement on this host: which of its electors have arrived, are late or are stopped.
 
         ``decided``: see ``Registers.decision``.
         """
@@ -408,7 +408,7 @@ class _Speaker:
 
 
 def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:
-    """Put a rank's answer into ``answers``; ``None``: there is none."""
+    """Put a rank's answer into ``answers``, or ``None`` if it does not answer."""
     try:
         answers.put(peer.ask(token, request))
     except Ended:

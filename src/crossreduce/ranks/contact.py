@@ -8,6 +8,7 @@ connection prove that they know the key of the process, which is sent to the ran
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -42,9 +43,13 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[Json]) -> Place:
-        """Return a place that was sent as JSON."""
+        """Return a place that was sent as JSON.
+
+        Raises:
+          TypeError, ValueError: this is not a place.
+        """
         addresses, port, key = given
-        return cls(tuple(addresses), int(port), str(key))
+        return cls(tuple(addresses), int(port), bytes.fromhex(key).hex())
 
 
 class Successor(NamedTuple):
@@ -95,8 +100,8 @@ class _Listener:
     def _answer(self, connection: socket.socket) -> None:
         try:
             with connection, suppress(OSError, ValueError, EOFError):
+                request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
                 connection.settimeout(_UNKNOWN_S)
-                request = receive(connection, self.key, b"request")
                 token = str(request.pop("group", ""))
                 answer = self.answers.get(token)
                 send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
@@ -104,7 +109,7 @@ class _Listener:
             self._free.release()
 
     def close(self) -> None:
-        """Stop to listen: from now on other processes are told that this one has ended."""
+        """Stop listening: requests of other processes find that this one has ended."""
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -142,9 +147,10 @@ def register(token: str, answer: Answer) -> None:
 
 
 def unregister(token: str, successor: Successor | None = None) -> None:
-    """End what ``listen`` began; the process stops to listen with its last group. ``token`` "": it did not register.
+    """End what ``listen`` began; the process stops listening when its last group ends.
 
-    ``successor``: the later form of the group in which this process goes on; later requests are told so.
+    ``token``: of the group; "" if it did not register. ``successor``: the later form of the group, in which this
+    process continues; the answers to later requests name it.
     """
     with _lock:
         if successor is not None:
@@ -191,7 +197,7 @@ class Peer:
         self.place, self.known, self.refused = place, known, False
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
-        """Return the answer to a request to a group; ``None``: there is none in time.
+        """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
 
         Raises:
           Ended: the process has ended.
@@ -209,7 +215,7 @@ class Peer:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
                     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
                     send(connection, key, b"request", {"group": token, **request})
-                    answer = receive(connection, key, b"answer")
+                    answer = receive(connection, key, b"answer", deadline)
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
@@ -227,26 +233,30 @@ def send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, 
     connection.sendall(_LENGTH.pack(len(body)) + _proof(key, role, body) + body)
 
 
-def receive(connection: socket.socket, key: bytes, role: bytes) -> dict[str, Json]:
-    """Return a message that was sent in a role.
+def receive(connection: socket.socket, key: bytes, role: bytes, deadline: float = math.inf) -> dict[str, Json]:
+    """Return a message that was sent in a role. ``deadline``: when all of it must be there, in ``time.monotonic()``.
 
     Raises:
       ValueError: the sender does not know the key.
-      OSError, EOFError: the connection has ended.
+      OSError, EOFError: the connection has ended, or the deadline has passed.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
     if length > _MOST_BYTES:
         raise ValueError("the message is too long")
-    proof, body = _exactly(connection, _DIGEST), _exactly(connection, length)
+    proof, body = _exactly(connection, _DIGEST, deadline), _exactly(connection, length, deadline)
     if not secrets.compare_digest(proof, _proof(key, role, body)):
         raise ValueError("the sender does not know the key")
     content: dict[str, Json] = json.loads(body)
     return content
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     got = bytearray()
     while len(got) < count:
+        if deadline < math.inf:  # a timeout of the socket alone begins again with every byte
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
         part = connection.recv(count - len(got))
         if not part:
             raise EOFError

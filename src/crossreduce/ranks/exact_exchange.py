@@ -21,8 +21,10 @@ FURTHER_TAG: Final = 2  # those of other messages are in multi_host and measurem
 
 
 class HostTerms(NamedTuple):
-    """``size`` elements of the ranks of a host: the address of each rank's, and at which offset, in the memory of the
-    exchange, their sums would be if these had the accumulator's dtype and nothing else were there."""
+    """``size`` elements of each rank of a host, at ``addresses``.
+
+    ``offset``: the position of their sums, in bytes, in the memory of an exchange whose sums are not exact.
+    """
 
     size: int
     addresses: Sequence[int]

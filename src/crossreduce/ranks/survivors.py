@@ -1,7 +1,7 @@
 """What the ranks of a group do when ranks are lost, or new ones come: agree on a flag, and form the group again.
 
-Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those who are
-left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
+Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those that
+are left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
     electors = group.agreements.electors
     limit_s = group.timeout_s + SHRINK_S if timeout_s is None else timeout_s
     decision = group.decide(AGREE, flag, limit_s)
-    missing = sorted(set(electors) - set(decision.members))
-    if missing:
-        group.give_up(_missing(group, missing))
+    _end_without(group, electors)
     return decision.flag
 
 
@@ -89,12 +87,17 @@ def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Gr
 def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
     """Form a new group of the ranks of an intact one, and perhaps others; see ``shrink``.
 
-    If no other ranks are there, ``form`` returns ``None``, on all ranks, and the group is kept.
+    If no other ranks are there, ``form`` returns ``None``, on all ranks, and the group is kept. If ranks of it are
+    missing, later ops of the group fail.
 
     Raises:
       PeerLostError: other ranks shrink the group.
     """
-    return _reform(group, GROW, form, timeout_s)
+    electors = group.agreements.electors
+    made, found = _reform(group, GROW, form, timeout_s)
+    if made is None:
+        _end_without(group, electors)
+    return made, found
 
 
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
@@ -143,6 +146,13 @@ class _Watch:
         self._next = now + _WATCH_S
         if lost:
             raise _missing(self._group, lost)
+
+
+def _end_without(group: Communicator, electors: Sequence[int]) -> None:
+    """Make later ops of a group fail if some of its earlier electors did not take part in its latest agreement."""
+    missing = sorted(set(electors) - set(group.agreements.electors))
+    if missing:
+        group.give_up(_missing(group, missing))
 
 
 def _missing(group: Communicator, ranks: Sequence[int]) -> PeerLostError:

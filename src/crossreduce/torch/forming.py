@@ -46,7 +46,7 @@ class Forming:
             if self._joiners or not self._grows:
                 store = PeerStore(bytes.fromhex(self._agreements.place_of(old.rank()).key))
                 self._admit(members, store.port)
-            self._agreements.published[key] = [size, 0 if store is None else store.port]
+            self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
             peer = self._agreements.peer(members[0])
             size, port = self._asked(peer, key, watch)

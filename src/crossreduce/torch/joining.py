@@ -33,7 +33,7 @@ class Joiner:
         contact.register(self._token, self._answer)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering requests."""
         contact.unregister(self._token)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:

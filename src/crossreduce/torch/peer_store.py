@@ -6,6 +6,7 @@ Input: for the rank that serves it, a key; for the others its address as well. O
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -66,7 +67,7 @@ class _Server:
     """Answers the requests of other processes to a table, in one thread for each of them."""
 
     def __init__(self, key: bytes, table: _Table) -> None:
-        self._key, self._table = key, table
+        self._key, self._table, self._process = key, table, os.getpid()
         self._listener = tcp.opened_listener()
         self.port = int(self._listener.getsockname()[1])
         self._lock, self._closed, self._open = threading.Lock(), False, set[socket.socket]()
@@ -106,7 +107,11 @@ class _Server:
             connection.close()
 
     def close(self) -> None:
-        """End all connections. In a forked process, this does not end those of its parent."""
+        """End all connections. A forked process only closes its descriptors, since its parent still answers."""
+        if os.getpid() != self._process:
+            for end in (self._listener, *self._open):
+                end.close()
+            return
         with self._lock:
             self._closed = True
             ends = [self._listener, *self._open]
@@ -174,13 +179,13 @@ class PeerStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it."""
-        self.wait([key])
-        return str(self._run("get", [key])[0]).encode(_TEXT)
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for values, and return them."""
-        self.wait(keys)
-        return [str(value).encode(_TEXT) for value in self._run("get", keys)]
+        while None in (found := self._run("get", keys)):
+            self.wait(keys)
+        return [str(value).encode(_TEXT) for value in found]
 
     def has_extended_api(self) -> bool:
         """Return whether ``multi_get`` exists."""
@@ -191,8 +196,12 @@ class PeerStore(dist.Store):  # type: ignore[misc]
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: there is none), and return the value."""
-        return str(self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]).encode(_TEXT)
+        """Store ``desired`` if the value is ``expected`` (empty: there is none), and return the value.
+
+        As a ``TCPStore`` does, return ``expected`` if there is no value.
+        """
+        found = self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]
+        return expected if found is None else str(found).encode(_TEXT)
 
     def delete_key(self, key: str) -> bool:
         """Delete a value; return whether there was one."""

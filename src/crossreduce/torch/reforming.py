@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -39,11 +40,11 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group for
         good. ``None``: 10 s longer than the timeout of the group, since a rank may come from an op that timed out.
     Raises:
-      ArgumentError: there is no default group, or the group has another backend.
+      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
     found = group_of(group)
-    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else timeout_s
+    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else _seconds(timeout_s)
     answers: list[bool] = []
     function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
     found.queue.run(function, [], asynchronous=False)
@@ -74,10 +75,10 @@ def committed(
     Returns:
       What ``step`` returned.
     Raises:
-      ExcludedError: as for ``shrink``.
+      ArgumentError, ExcludedError: as for ``shrink``.
       Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
     """
-    reformed: Reformed | None = None
+    limit_s, reformed = _seconds(timeout_s), None
     while True:
         result, done = [], True
         try:
@@ -87,9 +88,9 @@ def committed(
         except (PeerLostError, CollectiveTimeout) as error:
             done = False
             _end_calls(error)
-        if agree(done, timeout_s=None if done else timeout_s) and result:
+        if agree(done, timeout_s=None if done else limit_s) and result:
             return result[0]
-        reformed = shrink(timeout_s=timeout_s).reformed
+        reformed = shrink(timeout_s=limit_s).reformed
 
 
 def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
@@ -109,15 +110,15 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
       The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
       many ops of the earlier group have succeeded on all of them.
     Raises:
-      ArgumentError: there is no default group, or the group has another backend.
+      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
         than half, or half with the lowest one, unless all others have ended.
     """
-    found = group_of(group)
+    found, limit_s = group_of(group), _seconds(timeout_s)
     if found is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
         _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, Forming(found, grows=False), timeout_s)
+    made, reformed = survivors.shrink(found.communicator, Forming(found, grows=False), limit_s)
     return _replaced(found, made, reformed)
 
 
@@ -125,20 +126,21 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     """Let the processes into the default group that have called ``join``; all ranks of the group call it together.
 
     The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
-    group, as with ``shrink``. The new ranks know nothing yet: broadcast the parameters and the state of the optimizer
+    group, as with ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer
     from rank 0.
 
     Args:
       timeout_s: how long ranks of the group are waited for, in seconds.
     Returns:
-      The new group; ``None``, on all ranks: no process waits, and the group stays as it is.
+      The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
+      excluded, or has ended, its next op fails with a ``PeerLostError``.
     Raises:
-      ArgumentError: there is no default group, or it has another backend.
+      ArgumentError: there is no default group, it has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
       ReductionError: the new group could not be formed.
     """
     found = group_of(None)
-    made, reformed = survivors.grow(found.communicator, Forming(found, grows=True), timeout_s)
+    made, reformed = survivors.grow(found.communicator, Forming(found, grows=True), _seconds(timeout_s))
     return None if made is None else _replaced(found, made, reformed)
 
 
@@ -164,10 +166,12 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     Returns:
       The group, with this process as one of the last ranks.
     Raises:
-      ArgumentError: this is no invitation, or this process has a default group already.
+      ArgumentError: this is not an invitation, this process has a default group already, or ``timeout_s`` is not a
+        number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
+    limit_s = _seconds(timeout_s)
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
@@ -175,9 +179,10 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
         token, places = json.loads(invited)
         joiner = Joiner(str(token), [Place.read(place) for place in places])
     except (TypeError, ValueError) as error:
-        raise ArgumentError.of("this is not an invitation.", shown(invited), "what invitation() returned") from error
+        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
+        raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     try:
-        made = joiner.join(timeout_s)
+        made = joiner.join(limit_s)
     finally:
         joiner.close()
     _install(made)
@@ -203,6 +208,13 @@ def group_of(group: Any) -> Group:
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
     found.queue.require_open()
     return found
+
+
+def _seconds(timeout_s: Any) -> float:
+    """Return a timeout, or raise an ``ArgumentError`` if it is not a number of seconds."""
+    if not isinstance(timeout_s, Real) or isinstance(timeout_s, bool) or not float(timeout_s) >= 0:
+        raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
+    return float(timeout_s)
 
 
 def _end_calls(error: ReductionError) -> None:

@@ -1,0 +1,52 @@
+"""The store that a rank serves for a group that was formed again."""
+
+import os
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from crossreduce.torch.peer_store import PeerStore
+
+KEY = b"of the tests    "
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_does_not_end_the_store_of_its_parent():
+    """When the store is deleted in a forked process, as at its exit, the parent's connections and its server go on."""
+    served = PeerStore(KEY)
+    connected = PeerStore(KEY, "127.0.0.1", served.port)
+    connected.set("first", b"1")
+    if (child := os.fork()) == 0:
+        try:
+            del served
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    connected.set("second", b"2")
+    assert PeerStore(KEY, "127.0.0.1", served.port).get("second") == b"2"
+
+
+def test_compare_set_returns_the_value_as_a_tcp_store_does():
+    """If there is no value and one was expected, the expected one is returned, and nothing is stored."""
+    stores = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), PeerStore(KEY)
+    for store in (dist.PrefixStore("prefix", each) for each in stores):
+        found = [store.compare_set("key", *pair) for pair in (("a", "b"), ("", "c"), ("d", "e"), ("c", "f"))]
+        assert found == [b"a", b"c", b"c", b"f"], store
+
+
+def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):
+    """``get`` returns a value that was stored, also if one is deleted between the wait for it and the query."""
+    store, later = PeerStore(KEY), iter([b"2"])
+    wait = store.wait
+
+    def wait_and_delete(keys):
+        wait(keys)
+        for value in later:
+            store.delete_key("key")
+            threading.Timer(0.05, store.set, ("key", value)).start()
+
+    monkeypatch.setattr(store, "wait", wait_and_delete)
+    threading.Timer(0.05, store.set, ("key", b"1")).start()
+    assert store.get("key") == b"2"
+    assert store.multi_get(["key", "key"]) == [b"2", b"2"]
