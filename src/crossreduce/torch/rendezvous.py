@@ -26,6 +26,7 @@ from .peer_store import LIMIT_S, PeerStore
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
+_CAUSE_S: Final = 2.0  # the same for a query in an op
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
 
 
@@ -54,6 +55,7 @@ class StoreRendezvous:
         self._calls = 0
         self.owner = self._global_ranks.index(0) if _owner(store) == 0 and 0 in self._global_ranks else None
         self._failure: ReductionError | None = None
+        self._is_quick = False  # whether a query may take ``_CAUSE_S`` only
         self._unreachable: OSError | None = None  # why the store cannot be reached any more
         self._answered: dict[int, bool] = {}  # the known answers to a roll call: whether each rank's wait timed out
 
@@ -109,7 +111,7 @@ class StoreRendezvous:
 
     def _raise_cause(self) -> None:
         """If a rank has published the reason of an abort, raise it once all ranks that can do so have read it."""
-        if (cause := self.abort_cause()) is None:
+        if (cause := self._known_cause()) is None:
             return
         self._failure = error = decoded(cause)
         lost = getattr(error, "ranks", ())
@@ -134,7 +136,16 @@ class StoreRendezvous:
         return bytes(self._query(lambda: self._store.compare_set(_CAUSE, "", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
-        """Return the stored reason, or ``None``."""
+        """Return the stored reason, or ``None``. From now on, the store has to answer quickly, as ranks wait in an op.
+
+        A rank that has lost the link to the store must notice in time that other ranks have aborted the group.
+        """
+        if not self._is_quick:
+            _limit_waits(self._connection, _CAUSE_S)
+            self._is_quick = True
+        return self._known_cause()
+
+    def _known_cause(self) -> bytes | None:
         found = self._query(lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
         return None if found is None else bytes(found)
 
