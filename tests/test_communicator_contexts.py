@@ -313,9 +313,9 @@ def spin_times(rendezvous, cpus):
     os.sched_setaffinity(0, {cpus[rendezvous.rank]})
     recorded, original = [], shared_memory.RankMemory.__init__
 
-    def recording(self, fd, host, rank, slot, spin_s, *more):
+    def recording(self, fd, host, rank, slot, size, hosts, spin_s, *more):
         recorded.append(spin_s)
-        original(self, fd, host, rank, slot, spin_s, *more)
+        original(self, fd, host, rank, slot, size, hosts, spin_s, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory.RankMemory, "__init__", recording)

@@ -268,6 +268,7 @@ def test_p17_communication_options():
         ("bytes_per_pack", 0),
         ("timeout_seconds", None),
         ("implementation", "auto"),
+        ("exact", False),  # ours
     ]
     for implementation in ("AUTO", "RING", "NCCL"):
         assert cr.CommunicationOptions(implementation=implementation).implementation == implementation.lower()

@@ -202,9 +202,9 @@ class Agreements:
         """
         number, now = self.number + 1, time.monotonic()
         hosts = {self._host_of[rank] for rank in members} - {self._own}
-        request = self.request("status", number, electors=members)
-        found: dict[int, dict[str, Json] | None] = dict(self.ask_hosts(hosts, members, request))
+        found: dict[int, dict[str, Json] | None] = {}
         try:
+            found |= self.ask_hosts(hosts, members, self.request("status", number, electors=members))
             found[self._own] = self.status(number, members)
         except Overtaken:  # they have excluded this rank
             return [rank for rank in members if rank != self._rank]
