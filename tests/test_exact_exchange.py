@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, exact_sums, narrow, terms_of, wide
 from planned import planned
-from test_exchange import ALL, ThreadTransport, together
+from test_exchange import ALL, ThreadTransport, run_pieces, together
 
 from crossreduce.lowering import lower
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.exact_exchange import FURTHER_TAG, ExactExchange, HostTerms
-from crossreduce.ranks.exchange import PeerDisconnected, agreed, exchange_program, first_data, run_stage, take_first
+from crossreduce.ranks.exchange import PeerDisconnected, exchange_program
 from crossreduce.ranks.instructions import reduction_numbers
 
 REDUCTIONS = [each for each in ALL if "broadcast" not in each.id]
@@ -28,20 +28,14 @@ def exchange(schedule, terms, dtype, op, sizes, shared):
         program = exchange_program(lower(schedule), k, tuple(range(count)), sizes, numbers, len(sizes) == 1)
         made = ExactExchange(program, shared.at(k), 7, 20, count * RANKS)
         rows = [np.ascontiguousarray(row) for row in terms[k * RANKS : (k + 1) * RANKS]]
-        out = np.zeros(sum(sizes), terms.dtype)
-        for stage in range(len(sizes) + program.delay):
-            if stage < len(sizes) and sizes[stage]:
+
+        def put(stage):
+            if sizes[stage]:
                 addresses = [row.ctypes.data + int(starts[stage]) * row.itemsize for row in rows]
                 made.add(stage, [HostTerms(sizes[stage], addresses, program.partial_at(stage))])
-            if stage == 0:
-                others = [peer for peer in range(count) if peer != k]
-                take_first([made], agreed(b"call", first_data([made]), others, shared.at(k), 7, 20))
-            run_stage([made], stage)
-            done = stage - program.delay
-            if done >= 0:
-                to = out.ctypes.data + int(starts[done]) * out.itemsize
-                ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
-        made.close()
+
+        others = [peer for peer in range(count) if peer != k]
+        out = run_pieces(made, program, sizes, put, others, shared.at(k), terms.dtype)
         return out if k in schedule.chunks[0].destinations else None
 
     return together(count, host)

@@ -114,6 +114,23 @@ def together(count, function, timeout_s=30):
     return results
 
 
+def run_pieces(made, program, sizes, put, others, transport, dtype, timeout_s=20):
+    """Run an exchange of pieces on one host, and close it; return the result. ``put(stage)`` provides a piece."""
+    starts, out = np.cumsum([0, *sizes]), np.zeros(sum(sizes), dtype)
+    for stage in range(len(sizes) + program.delay):
+        if stage < len(sizes):
+            put(stage)
+        if stage == 0:
+            take_first([made], agreed(b"call", first_data([made]), others, transport, 7, timeout_s))
+        run_stage([made], stage)
+        done = stage - program.delay
+        if done >= 0:
+            to = out.ctypes.data + int(starts[done]) * out.itemsize
+            ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
+    made.close()
+    return out
+
+
 def exchange(schedule, inputs, numbers, sizes, shared=None, peers=None, timeout_s=20):
     """Run an exchange with one thread per host; return each host's result, ``None`` for hosts that need none."""
     shared = shared or ThreadTransport()
@@ -125,21 +142,14 @@ def exchange(schedule, inputs, numbers, sizes, shared=None, peers=None, timeout_
         eager = len(sizes) == 1 and sizes[0] < 64  # the rounds of larger pieces have messages of their own
         program = exchange_program(lower(schedule), k, peers, sizes, numbers, eager)
         made = Exchange(program, shared.at(peers[k]), 7, timeout_s)
-        out = np.zeros(sum(sizes), oracle.dtype_of(numbers.result))
-        for stage in range(len(sizes) + program.delay):
-            if stage < len(sizes) and inputs[k] is not None:
+
+        def put(stage):
+            if inputs[k] is not None:
                 piece = np.ascontiguousarray(inputs[k][starts[stage] : starts[stage + 1]])
                 ctypes.memmove(made.base + program.partial_at(stage), piece.ctypes.data, piece.nbytes)
-            if stage == 0:
-                others = [peer for peer in peers if peer != peers[k]]
-                received = agreed(b"call", first_data([made]), others, shared.at(peers[k]), 7, timeout_s)
-                take_first([made], received)
-            run_stage([made], stage)
-            done = stage - program.delay
-            if done >= 0:
-                to = out.ctypes.data + int(starts[done]) * out.itemsize
-                ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
-        made.close()
+
+        others, dtype = [peer for peer in peers if peer != peers[k]], oracle.dtype_of(numbers.result)
+        out = run_pieces(made, program, sizes, put, others, shared.at(peers[k]), dtype, timeout_s)
         return out if k in schedule.chunks[0].destinations else None
 
     return together(count, host)

@@ -174,12 +174,12 @@ class Agreements:
         return {}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
-        """Return the state of an agreement on this host: which of its electors have arrived, are late or are stopped.
+        """Return the state of an agreement on this host: which of its electors have arrived, and which are late.
 
-        ``decided``: see ``Registers.decision``.
+        Ranks that have ended, or are stopped, are neither. ``decided``: see ``Registers.decision``.
         """
         decided = self._registers.decision(number)
-        arrived, late, stopped = {}, [], []
+        arrived, late = {}, []
         for place, rank in enumerate(self._memory.host):
             if rank not in electors:
                 continue
@@ -187,11 +187,9 @@ class Agreements:
             if rank == self._rank or self._memory.alive(rank):
                 if given.number == number:
                     arrived[str(rank)] = [given.kind, given.flag, given.progress]
-                elif self._memory.is_stopped(rank):
-                    stopped.append(rank)
-                else:
+                elif not self._memory.is_stopped(rank):
                     late.append(rank)
-        return {"decided": decided, "arrived": arrived, "late": late, "stopped": stopped}
+        return {"decided": decided, "arrived": arrived, "late": late}
 
     # Questions to other hosts
 

@@ -170,7 +170,7 @@ def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
     if found is None:
         return {"unknown": True}
     if request["what"] in ("result", "status") and request["number"] == found.number:
-        return {"decided": found.decision, "arrived": {}, "late": [], "stopped": []}
+        return {"decided": found.decision, "arrived": {}, "late": []}
     while (later := _successors.get(found.token)) is not None:
         found = later
     return {"moved": found.token}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 try:
-    import torch.distributed as dist
+    import torch.distributed  # noqa: F401 - the modules below need it
 except ImportError as error:
     from ..frameworks import missing
 
@@ -24,12 +24,11 @@ except ImportError as error:
 
 from _crossreduce_torch import register
 
-from ..errors import ArgumentError, shown
 from ..ranks.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
 from ..ranks.survivors import Reformed
 from ..topology import Topology
-from .group import Group
+from .group import BACKEND, Group, given_group
 from .hook import HookState, all_reduce_hook
 from .options import Options
 from .reforming import agree, committed, grow, invitation, join, shrink
@@ -54,7 +53,7 @@ __all__ = [
     "stats",
 ]
 
-NAME: Final = "crossreduce"
+NAME: Final = BACKEND
 """The name of the backend, for ``torch.distributed.init_process_group``."""
 
 
@@ -72,7 +71,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: there is no default group, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
-    found = _group(group)
+    found = given_group(group, HookState)
     measured: list[Topology] = []
     found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
     return measured[0]
@@ -88,19 +87,7 @@ def stats(group: Any = None) -> Stats:
     Raises:
       ArgumentError: there is no default group, or the group has another backend.
     """
-    found: Stats = _group(group).communicator.stats()
-    return found
-
-
-def _group(group: Any) -> Any:
-    """Return a group or a ``HookState``; ``None``: the default group."""
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        remedy = f'torch.distributed.init_process_group("{NAME}")'
-        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(found, (Group, HookState)):
-        remedy = 'a process group of the backend "crossreduce", or a HookState'
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
+    found: Stats = given_group(group, HookState).communicator.stats()
     return found
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.multi_host import rail_peers
@@ -47,6 +47,7 @@ _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
+BACKEND: Final = "crossreduce"
 READY: Final[list[Group]] = []  # a group for which torch is to make its tables
 
 
@@ -110,7 +111,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
-        return "crossreduce"
+        return BACKEND
 
     def __repr__(self) -> str:
         """Return the group's name, as torch shows it in errors about a group that it does not know any more."""
@@ -413,6 +414,24 @@ Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
 Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
+
+
+def given_group(group: Any, *others: type) -> Any:
+    """Return a group of this backend, or an object of one of the classes ``others``; ``None``: the default group.
+
+    Raises:
+      ArgumentError: there is no default group, or this is something else, such as a group of another backend.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        remedy = f'torch.distributed.init_process_group("{BACKEND}")'
+        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
+    if not isinstance(found, (Group, *others)):
+        remedy = "".join(
+            [f'a process group of the backend "{BACKEND}"', *(f", or a {kind.__name__}" for kind in others)]
+        )
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
+    return found
 
 
 def connect(

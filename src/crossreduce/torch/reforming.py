@@ -20,10 +20,9 @@ from ..ranks import survivors
 from ..ranks.contact import Place
 from ..ranks.survivors import SHRINK_S, Reformed
 from .forming import Forming
-from .group import READY, Group
+from .group import BACKEND, READY, Group, given_group
 from .joining import Joiner
 
-_BACKEND: Final = "crossreduce"
 _INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 Result = TypeVar("Result")
 
@@ -199,13 +198,7 @@ def group_of(group: Any) -> Group:
       ArgumentError: there is no default group, or the group has another backend.
       ContextError: the group was destroyed.
     """
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        remedy = f'torch.distributed.init_process_group("{_BACKEND}")'
-        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(found, Group):
-        remedy = f'a process group of the backend "{_BACKEND}"'
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
+    found: Group = given_group(group)
     found.queue.require_open()
     return found
 
@@ -240,7 +233,7 @@ def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
     READY.append(made)
     name = f"{old.group_name} reformed"
     tables._new_process_group_helper(
-        made.size(), made.rank(), numbers, dist.Backend(_BACKEND), made.base_store, name, timeout=made.timeout
+        made.size(), made.rank(), numbers, dist.Backend(BACKEND), made.base_store, name, timeout=made.timeout
     )
     tables._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
     return made
@@ -256,5 +249,5 @@ def _install(made: Group) -> None:
         sys.excepthook = cells["old_hook"].cell_contents
     READY.append(made)
     dist.init_process_group(
-        _BACKEND, store=made.base_store, rank=made.rank(), world_size=made.size(), timeout=made.timeout
+        BACKEND, store=made.base_store, rank=made.rank(), world_size=made.size(), timeout=made.timeout
     )
