@@ -57,6 +57,11 @@ struct ExactSum { // the terms of a run of exact sums, and their divisor
     uint32_t divisor;
     int carry_bits; // the bits that a sum may need besides those of its terms: log2 of the count, rounded up
     char *padding;  // working memory, EXACT_PADDING bytes per source
+
+    ExactSum(const char *const *sources, size_t count, uint32_t divisor, char *padding)
+        : sources(sources), count(count), divisor(divisor), carry_bits(0), padding(padding) {
+        while ((size_t{1} << carry_bits) < count) carry_bits++;
+    }
 };
 constexpr size_t EXACT_PADDING = 320;
 

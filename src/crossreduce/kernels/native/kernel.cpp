@@ -293,9 +293,7 @@ void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64
         gather(gathered, source, start, stop, itemsize);
         terms[k] = gathered;
     }
-    int carry_bits = 0;
-    while ((size_t{1} << carry_bits) < operands.size()) carry_bits++;
-    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor), carry_bits,
+    const ExactSum sum = {terms, operands.size(), static_cast<uint32_t>(kernel.divisor),
                           scratch.take<char>(operands.size() * EXACT_PADDING)};
     const ExactFunction function = kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)];
     const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
