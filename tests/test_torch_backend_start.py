@@ -14,13 +14,21 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from members import starter
 from ranks import Died, Moment, ranks
 
 import crossreduce.torch
 from crossreduce import kernels
-from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, PeerLostError, ReductionError
+from crossreduce.errors import (
+    ArgumentError,
+    BackendError,
+    CollectiveTimeout,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+)
 from crossreduce.ranks import bootstrap
 from crossreduce.torch.rendezvous import ConnectionStore, StoreRendezvous
 
@@ -287,6 +295,10 @@ def bad_threads():
     os.environ["CROSSREDUCE_NUM_THREADS"] = "many"
 
 
+def bad_exactness():
+    os.environ["CROSSREDUCE_EXACT"] = "yes"
+
+
 def no_kernels():
     kernels.instruction_set.cache_clear()
     os.environ["CROSSREDUCE_KERNELS"] = "numpy"
@@ -310,6 +322,7 @@ def no_interface():
 
 @pytest.mark.parametrize(("fault", "kind", "start"), [
     (bad_threads, ArgumentError, "rank {}: CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096."),
+    (bad_exactness, ArgumentError, "rank {}: CROSSREDUCE_EXACT must be 0 or 1.\n  given: 'yes'"),
     (no_kernels, BackendError, "rank {}: ranks need the compiled kernels."),
     (small_files, ReductionError, "rank {}: memory could not be allocated."),
     (few_files, ReductionError, "rank {} cannot join the group.\n  given: OSError: [Errno 24] Too many open files"),
@@ -328,6 +341,33 @@ def test_a_fault_of_one_rank_is_raised_on_all(place, faulty, fault, kind, start)
     found = ranks(3, failure, place, before, 60.0)
     assert (kind, start.format(faulty)) == (same(found)[0], same(found)[1][: len(start.format(faulty))])
     assert all(raised.seconds_since(begun) < 5 for *_, begun, raised in found)
+
+
+def different_sums(rendezvous, place):
+    os.environ["CROSSREDUCE_EXACT"] = "01"[rendezvous.rank == 1]
+    begin(rendezvous, place)
+    x, texts = torch.full((3,), 0.5), []
+    for operation in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
+        with pytest.raises(MismatchError) as error:
+            operation(x)
+        texts.append(str(error.value))
+    dist.all_reduce(counts := torch.tensor([rendezvous.rank]))  # sums of integers are exact anyway
+    return texts, x.tolist(), counts.item()
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_ranks_of_which_only_one_sums_exactly(place, hosts):
+    """If CROSSREDUCE_EXACT is 1 on one rank only, the first sum of floats raises the same error on all ranks. It names
+    that rank, nothing is reduced, and the group can still be used."""
+    found = ranks(3, different_sums, place, environment=[{"CROSSREDUCE_HOST": host} for host in hosts])
+    assert found == [found[0]] * 3
+    texts, x, count = found[0]
+    for text, call in zip(texts, ("all_reduce {}", "reduce {} root 0"), strict=True):
+        exact, default = (f"{call.format(op)} float32[3]" for op in ("exact_sum", "sum"))
+        assert text.startswith("rank 1 differs from ranks 0, 2 in op at op ")
+        assert f"given: rank 1: {exact}; ranks 0, 2: {default}\n" in text
+    assert (x, count) == ([0.5] * 3, 3)
 
 
 def test_a_limit_on_files_of_the_rank_that_allocates_is_raised_on_all(tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 
 from .errors import BackendError, ContextError
 from .torch import Group
-from .torch.options import is_exact
 
 try:
     from torchft.process_group import ProcessGroupWrapper
@@ -54,4 +53,4 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Group:
         """Make the group of the current replica groups; torchft calls this."""
         self._aborted = None
-        return Group(store, rank, world_size, self._timeout, "torchft", exact=is_exact(None))
+        return Group(store, rank, world_size, self._timeout, "torchft")

@@ -90,7 +90,7 @@ class Member(Peers):
             self._own_transport = self.transport if callable(transport) else None
             self._require_transport()
         except Exception as error:
-            failure = self._shared_failure(error, where, alone)
+            failure = shared_failure(rendezvous, error, where, alone)
             if str(failure) == str(error):
                 raise
             raise failure from error
@@ -244,25 +244,6 @@ class Member(Peers):
         """Return two hosts, by their numbers, as errors show them."""
         return " and ".join(f"host {host} ({rank_list(self._global_hosts()[host])})" for host in (a, b))
 
-    def _shared_failure(self, error: Exception, where: str, alone: bool) -> ReductionError:
-        """Return the error that all ranks raise because this rank, ``where``, cannot join the group.
-
-        ``alone``: whether ``error`` is about this rank only; then the text names it.
-        """
-        if not isinstance(error, ReductionError):
-            given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
-            failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
-        elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
-            failure = renewed(error, f"{where}: {error}")
-        else:
-            failure = error
-        self.rendezvous.publish_abort(encoded(failure))
-        try:
-            self.rendezvous.all_gather(b"")
-        except ReductionError as shared:  # the error that was published first, which may be another rank's
-            return shared
-        return failure
-
     @property
     def peers_of_hosts(self) -> tuple[int, ...]:
         """The ranks, one of each host, with which this rank exchanges messages; empty if there are none."""
@@ -354,6 +335,26 @@ class Member(Peers):
 
     def _global_hosts(self) -> list[list[int]]:
         return [[self.global_ranks[rank] for rank in host] for host in self.hosts]
+
+
+def shared_failure(rendezvous: Rendezvous, error: Exception, where: str, alone: bool) -> ReductionError:
+    """Return the error that all ranks raise because this rank, ``where``, cannot join the group.
+
+    ``alone``: whether ``error`` is about this rank only; then the text names it.
+    """
+    if not isinstance(error, ReductionError):
+        given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
+        failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
+    elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
+        failure = renewed(error, f"{where}: {error}")
+    else:
+        failure = error
+    rendezvous.publish_abort(encoded(failure))
+    try:
+        rendezvous.all_gather(b"")
+    except ReductionError as shared:  # the error that was published first, which may be another rank's
+        return shared
+    return failure
 
 
 def renewed(error: ReductionError, text: str | None = None) -> ReductionError:

@@ -18,6 +18,7 @@ from ..errors import PeerLostError, message
 from ..ranks.contact import ANSWER_S, Ended, Peer, Place
 from ..ranks.survivors import Reformed
 from .group import Group
+from .options import Options
 from .peer_store import PeerStore
 from .rendezvous import StoreRendezvous
 
@@ -144,7 +145,7 @@ def formed(
 ) -> Group:
     """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot. ``exact``: see ``Options``."""
     store.set_timeout(timeout)
-    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, exact=exact, watch=watch)
+    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, options=Options(exact), watch=watch)
     made.base_store, store.watch = store, _nothing
     assert isinstance(made.communicator.rendezvous, StoreRendezvous)
     made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group

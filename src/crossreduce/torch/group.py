@@ -25,6 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
+from ..ranks.membership import shared_failure
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.multi_host import rail_peers
 from ..ranks.survivors import Reformed
@@ -56,8 +57,8 @@ def create(options: Any, backend_options: Any = None) -> Group:
     if READY:
         return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
-    rank, size, exact = options.group_rank, options.group_size, is_exact(backend_options)
-    return Group(options.store, rank, size, options.timeout, options.group_id, global_ranks, exact)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    return Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -76,19 +77,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         timeout: timedelta,
         name: str,
         global_ranks: Sequence[int] = (),
-        exact: bool = False,
+        options: Any = None,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
-        ``exact``: whether sums and means of floats are exact; see ``Options``. ``watch`` is called while this waits for
-        other ranks, and raises a ``ReductionError`` to end that.
+        ``options``: the group's ``pg_options``; see ``Options``. ``watch`` is called while this waits for other ranks,
+        and raises a ``ReductionError`` to end that.
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         with reaching(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks, watch)
+        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, watch)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
@@ -100,8 +101,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings = timeout, gloo.options
-        self.exact = exact
-        self._collectives = Collectives(self.communicator, gloo, exact)
+        self._collectives = Collectives(self.communicator, gloo, self.exact)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
@@ -441,15 +441,16 @@ def connect(
     timeout: timedelta,
     name: str,
     global_ranks: Sequence[int],
+    options: Any,
     watch: Callable[[], None] = lambda: None,
-) -> tuple[Any, Communicator]:
-    """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
+) -> tuple[Any, Communicator, bool]:
+    """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
 
     Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
     ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
     rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
     when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty: the
-    group is the world.
+    group is the world. ``options``: see ``is_exact``; if they are wrong on one rank, all ranks raise its error.
     """
     seconds, made = timeout.total_seconds(), []
 
@@ -470,8 +471,13 @@ def connect(
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
     rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks, watch)
+    try:
+        exact = is_exact(options)
+    except ArgumentError as error:
+        where = f"rank {global_ranks[rank] if global_ranks else rank}"
+        raise shared_failure(rendezvous, error, where, alone=True) from error
     communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
-    return made[0], communicator
+    return made[0], communicator, exact
 
 
 def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:

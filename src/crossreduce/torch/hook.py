@@ -19,7 +19,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from .collectives import Collectives
 from .group import close, connect, wait_in_backward
 from .op_queue import OpQueue
-from .options import Options, is_exact
+from .options import Options
 
 Hook = Callable[[Any, Any], Any]
 _NUMBER: Final = itertools.count()
@@ -58,8 +58,9 @@ class HookState:
         name = f"{group.group_name} hook {next(_NUMBER)}"
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
         global_ranks = dist.get_process_group_ranks(group)
-        gloo, self.communicator = connect(store, group.rank(), group.size(), timeout, name, global_ranks)
-        self._collectives = Collectives(self.communicator, gloo, is_exact(options))
+        rank, size = group.rank(), group.size()
+        gloo, self.communicator, exact = connect(store, rank, size, timeout, name, global_ranks, options)
+        self._collectives = Collectives(self.communicator, gloo, exact)
         self.queue = OpQueue(name, inline=False)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
