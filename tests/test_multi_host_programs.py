@@ -13,10 +13,11 @@ from test_rank_programs import POISON, Machine
 from crossreduce.ops import ReduceOp, copying
 from crossreduce.packing import itemsize
 from crossreduce.ranks import multi_host, programs
-from crossreduce.ranks.host_parts import host_parts
+from crossreduce.ranks.host_parts import host_names, host_parts
 from crossreduce.ranks.instructions import reduction_numbers
 from crossreduce.ranks.multi_host import MultiHostEngine
 from crossreduce.ranks.one_host import collective_arrays
+from crossreduce.topology import Topology
 
 
 def stages_as_lists(stages, kind=0, nbytes=0):
@@ -34,12 +35,13 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
 
 
-def compiled(hosts, collective, size, numbers, root):
-    """Return each rank's plan."""
+def compiled(hosts, collective, size, numbers, root, topology=None):
+    """Return each rank's plan, on a topology of the hosts if it was measured."""
     plans = {}
     for host in hosts:
         for rank in host:
             engine = MultiHostEngine(hosts, rank, SimpleNamespace(host=host), None)
+            engine.topology = topology
             plans[rank] = engine.compile(collective, size, numbers, root, b"")
     return plans
 
@@ -181,3 +183,26 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
                 using, size = numbers if "reduce" in collective else copying(dtype), (9 << 20) // itemsize(dtype)
                 for plan in compiled(hosts, collective, size, using, None).values():
                     assert plan.stages > 9
+
+
+@pytest.mark.parametrize(
+    ("collective", "size", "travelling"), [("all_reduce", 1 << 19, 6), ("reduce_scatter", 21_845, 8)]
+)
+def test_exact_reductions_are_planned_for_the_bytes_that_travel(monkeypatch, collective, size, travelling):
+    """On measured links, an exact reduction of float32 has the plan and the pieces of a default one with as many bytes
+    on the links, and not those of one with as many elements: partial sums are float64, and results are float32."""
+    monkeypatch.undo()
+    monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
+    hosts = ((0,), (1,), (2,))
+    topology = Topology.from_matrix([[0, 5, 1], [5, 0, 5], [1, 5, 0]], host_names(3), latency_s=1e-4)
+
+    def exchanges(size, exact):
+        numbers = reduction_numbers(ReduceOp.SUM, "float32", 3, exact)
+        plans = compiled(hosts, collective, size, numbers, None, topology)
+        return [plans[rank].exchanges[0] for rank in range(3)]
+
+    found = exchanges(size, True)
+    for same, due in ((True, exchanges(size * travelling // 4, False)), (False, exchanges(size, False))):
+        assert ([one.part for one in found] == [one.part for one in due]) == same
+        counts = len(found[0].pieces), len(due[0].pieces)  # pieces have whole elements, so their numbers may differ
+        assert (counts[0] == pytest.approx(counts[1], rel=0.1)) == same

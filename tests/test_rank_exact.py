@@ -126,7 +126,7 @@ def long_lists(rendezvous):
         return send(address, nbytes, dst, tag)
 
     comm.transport.send = counting
-    given = inputs(wide, "bfloat16", 3, 1_500_000, 0)[comm.rank]
+    given = inputs(wide, "bfloat16", comm.size, 1_500_000, 0)[comm.rank]
     comm.all_reduce(ReduceOp.SUM, view(given, "bfloat16"), view(given, "bfloat16"), exact=True)
     comm.close()
     return given, max(sizes)
@@ -134,8 +134,8 @@ def long_lists(rendezvous):
 
 def test_further_terms_that_are_not_read_before_they_are_expected():
     """A list of more than 1 MiB, which blocks a TCP connection until its receive is posted, arrives."""
-    due = right(wide, "bfloat16", 3, 1_500_000, 1)
-    found = ranks(3, long_lists, environment=on("aab"))  # the sum of two terms may need further ones, one does not
+    due = right(wide, "bfloat16", 5, 1_500_000, 1)
+    found = ranks(5, long_lists, environment=on("aaaab"))  # the sum of four terms needs several further ones, one none
     assert max(longest for _, longest in found) > 1 << 20
     for got, _ in found:
         assert (got == due).all()

@@ -23,8 +23,9 @@ from trace_events import read_events
 
 import crossreduce.trace
 from crossreduce import ArgumentError, ReductionError, Topology, simulate
-from crossreduce.cli.trace import _show
+from crossreduce.cli.trace import _prediction, _show
 from crossreduce.ops import ReduceOp
+from crossreduce.packing import itemsize
 from crossreduce.ranks import tracing
 from crossreduce.ranks.host_parts import host_schedule
 from crossreduce.ranks.shared_memory import BROKEN, LEFT
@@ -741,6 +742,24 @@ def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
     assert by_text["all_reduce sum float32[100000]"] > 1.5 * seconds
     assert by_text["all_reduce sum float32[10]"] > 0
     del out
+
+
+def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
+    """The prediction of an exact float32 all-reduce is that of a default one with 1.5 times the bytes, as partial sums
+    are float64 and results float32; maxima and integers are sent as they are."""
+    links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0", "host2/cpu:0"], gb_per_s=2, latency_s=1e-5)
+    group = trace_calls.GroupTrace("world", "token", ((0, 1), (2,), (3,)), {}, ())
+    predict = _prediction(links)
+
+    def seconds(op, dtype, size):
+        text, nbytes = f"all_reduce {op} {dtype}[{size}]", size * itemsize(dtype)
+        return predict(group, trace_calls.TracedCall(1, text, nbytes, 0, 1, 0, None, ()))
+
+    assert seconds("exact_sum", "float32", 200_000) == seconds("sum", "float32", 300_000) > 1e-4
+    assert seconds("exact_mean", "float64", 200_000) == seconds("mean", "float64", 300_000)
+    assert seconds("exact_sum", "float16", 200_000) == seconds("sum", "int8", 1_000_000)
+    assert seconds("max", "float32", 200_000) == seconds("sum", "int32", 200_000)
+    assert seconds("exact_product", "float32", 8) is None
 
 
 # Bad input

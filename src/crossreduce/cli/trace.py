@@ -22,9 +22,11 @@ from rich.text import Text
 from typer import Argument, Option
 
 from ..errors import ArgumentError, ReductionError, rank_list
-from ..ops import ACCUMULATORS, INTEGERS, ReduceOp
+from ..ops import ReduceOp, copying
 from ..packing import itemsize
 from ..ranks.host_parts import host_names, host_schedule
+from ..ranks.instructions import reduction_numbers
+from ..ranks.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate
 from ..topology import Topology
 from ..traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, newest, read_directory
@@ -133,16 +135,16 @@ def _prediction(given: Topology | None) -> Predict:
         if match is None or nbytes == 0:
             return None
         collective, root = match["collective"], match["root"]
-        op, dtype = match["op"] or "sum", match["dtype"]
-        widened = False
+        op, dtype, ranks = match["op"], match["dtype"], sum(map(len, hosts))
         try:
-            if op.startswith(EXACT):
-                widened = True
-            elif match["op"] and dtype not in INTEGERS:
-                widened = itemsize(ACCUMULATORS[ReduceOp(op), dtype]) > itemsize(dtype)
-            rounded = 1 << (nbytes - 1).bit_length()
+            numbers = copying(dtype)
+            if op:
+                numbers = reduction_numbers(ReduceOp(op.removeprefix(EXACT)), dtype, ranks, op.startswith(EXACT))
+            widened = partial_itemsize(numbers) > itemsize(numbers.result)
+            moved = nbytes // itemsize(dtype) * travelling_itemsize(numbers, collective)
+            rounded = 1 << (moved - 1).bit_length()
             schedule = host_schedule(topology, hosts, collective, rounded, None if root is None else int(root), widened)
-            return float(simulate(schedule, topology, nbytes).seconds)
+            return float(simulate(schedule, topology, moved).seconds)
         except (ReductionError, ValueError, KeyError):  # such as a topology of other hosts
             return None
 

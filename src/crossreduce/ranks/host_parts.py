@@ -150,7 +150,7 @@ def host_schedule(
       topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
       hosts: the ranks of each host.
       collective: its name.
-      nbytes: of all arrays together, rounded up to a power of 2.
+      nbytes: that travel, of all arrays together, rounded up to a power of 2.
       root: the root, of a collective that has one.
       widened: whether partial results are larger than results.
       lost: the pairs of hosts without a link. Data from one to the other has to be forwarded.

@@ -56,7 +56,7 @@ from .host_parts import (
 )
 from .instructions import ArrayPlaces, BufferReference, Phase, RankInstruction, kernel, native_program, pipelined
 from .one_host import RankExecutable
-from .partial_sums import header_nbytes, partial_itemsize
+from .partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
 from .shared_memory import RankMemory, StageRunner
 
@@ -112,11 +112,11 @@ class MultiHostEngine:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
             return RankExecutable(native_program([[]] * 3, *counted(text, collective)), 3, text, _digest(text, ""))
-        nbytes = itemsize(numbers.dtype)
+        nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
         rounded = 1 << (size * arrays * nbytes - 1).bit_length()
-        widened = numbers.exact or itemsize(numbers.accumulator) > itemsize(numbers.result)
+        widened = partial_itemsize(numbers) > itemsize(numbers.result)
         schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
         between = lower(schedule)
         if self.lost:

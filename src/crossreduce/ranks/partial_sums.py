@@ -47,6 +47,23 @@ def partial_itemsize(numbers: Numbers) -> int:
     return _DOUBLE * reals(numbers.dtype) * (1 + is_pair(numbers.dtype))
 
 
+def travelling_itemsize(numbers: Numbers, collective: str) -> int:
+    """Return the bytes per element that a message between hosts has, on average, without further terms.
+
+    An all-reduce sends as many results as partial results; other reductions send partial results only. It counts the
+    larger partial results of exact reductions, but not those of half types, which are float32 by default.
+
+    >>> from crossreduce.ops import ReduceOp
+    >>> exact = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)
+    >>> [travelling_itemsize(exact, name) for name in ("all_reduce", "reduce_scatter")]
+    [6, 8]
+    """
+    if not numbers.exact:
+        return itemsize(numbers.dtype)
+    partial = partial_itemsize(numbers)
+    return (partial + itemsize(numbers.result)) // 2 if collective == "all_reduce" else partial
+
+
 def header_nbytes(numbers: Numbers) -> int:
     """Return the bytes before the elements of a partial result."""
     return HEADER if numbers.exact else 0
