@@ -185,6 +185,52 @@ def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
         assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
 
 
+@pytest.fixture
+def cancelling(monkeypatch):
+    """Replace the inputs: additions in most orders lose the 1, which is the exact sum of each element."""
+    given = [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]
+    monkeypatch.setattr(exact, "inputs", lambda *_: given)
+    monkeypatch.setattr(exact, "result", lambda *_: np.ones(exact.PERIOD, "float32"))
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce"])
+def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework, collective):
+    """With --exact the sums are exact, for every framework; the output and the JSON say so."""
+    path = tmp_path / "bench.json"
+    line = ["bench", "-b", 64, "-e", 64, "-n", 1, "-g", 3, "--collective", collective, "-A", "ring,direct", "-J", path]
+    for option in ("--exact", None):
+        code, out, _ = crossreduce(*line, "--framework", framework.name, *([option] if option else []))
+        rows = json.loads(path.read_text())["results"]
+        wrong = [row[form]["nwrong"] for row in rows for form in ("out_of_place", "in_place") if row[form]]
+        assert len(wrong) == (4 if framework.name in ("numpy", "torch") else 2)
+        assert all((count == 0) == (option is not None) for count in wrong)
+        assert code == (option is None)
+        assert ("\n# Sums of crossreduce are exact: rounded once.\n" in out) == (option is not None)
+        assert json.loads(path.read_text())["crossreduce"]["exact"] == (option is not None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-o prod", "a product cannot be exact"),
+        ("-o avg -d int64", "the mean of 8 int64 is not exact"),
+        ("--collective broadcast", "--exact cannot be used with broadcast, which adds nothing: omit --exact."),
+        (
+            "--framework torch -g cuda:0-1",
+            "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1",
+        ),
+        ("--against numpy -o prod", "a product cannot be exact"),
+        ("--launch 2 -o prod -d half", "a product cannot be exact"),
+        ("--launch 2 --collective all_gather", "--exact cannot be used with all_gather"),
+    ],
+)
+def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(crossreduce, line, words):
+    """With --exact, products, means of 64-bit integers, collectives without sums, and GPUs are errors at once."""
+    code, out, error = crossreduce("bench", "--exact", *line.split())
+    assert (code, out) == (2, "")
+    assert words in error
+
+
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
 def test_bench_measures_every_root(crossreduce, collective):
     """reduce and broadcast are measured from every requested root, and their busbw equals their algbw."""

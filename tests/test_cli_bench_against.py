@@ -6,11 +6,12 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from command_line import run_without
 
 from crossreduce import kernels
-from crossreduce.cli.bench import against, chart, contest, ranks
+from crossreduce.cli.bench import against, chart, contest, exact, ranks
 from crossreduce.cli.bench.request import BenchRequest
 
 ALL = ",".join(against.PEERS)
@@ -78,6 +79,29 @@ def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
     assert "- This library has no all-reduce for sum of float32." in text
     assert "Fastest ways: jax: psum; torch: quick, slow" in text
     assert "Faster than crossreduce: torch (1 KiB: 0.25x), torch (1 KiB, kept: 0.25x) Wrong elements: 0" in text
+
+
+def test_a_report_of_exact_sums_says_so(printed, measured, tmp_path):
+    """With --exact, the table, the JSON and the chart say that the sums of crossreduce are exact; else they do not."""
+    for option in ("--exact", None):
+        chosen = [option] if option else []
+        out = printed("bench", "--against", "jax", *chosen, "-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg")
+        given = option is not None
+        assert json.loads((tmp_path / "a.json").read_text())["crossreduce"]["exact"] == given
+        assert ("The times of crossreduce with exact sums, and" in " ".join(out.split())) == given
+        assert ("crossreduce's time with exact sums" in (tmp_path / "a.svg").read_text()) == given
+
+
+def test_one_process_computes_exact_sums(monkeypatch):
+    """With ``exact`` the sums of crossreduce are exact. The inputs cancel, so that those of a loop lose the result."""
+    monkeypatch.setattr(exact, "inputs", lambda *_: [np.full(64, x, "float32") for x in (1e30, 1, -1e30)])
+    monkeypatch.setattr(exact, "result", lambda *_: np.ones(64, "float32"))
+    for is_exact, wrong in ((True, 0), (False, 3 * 256)):
+        request = request_for(
+            [], devices=("cpu:0", "cpu:1", "cpu:2"), maximum_bytes=1024, iterations=1, warmup_iters=1, exact=is_exact
+        )
+        (row,) = contest.in_process(request, "numpy")
+        assert [way["nwrong"] for way in row["contenders"].values()] == [wrong, 3 * 256]
 
 
 def test_the_ratio_is_the_median_of_the_rounds():

@@ -375,6 +375,38 @@ def test_the_json_of_ranks_has_the_peers_and_their_ratios(table):
         assert re.search(rf"^# +{row['size']} +-1 +{due:.2f}x$", out, re.MULTILINE)
 
 
+EXACT = """
+import sys
+import numpy as np
+from crossreduce.cli.bench import contest, exact, ranks
+exact.inputs = lambda *_: [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]
+exact.result = lambda *_: np.ones(exact.PERIOD, "float32")
+if sys.argv[1] == "contest":
+    contest.main(*sys.argv[2:])
+else:
+    sys.exit(ranks.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_ranks_compute_exact_sums(tmp_path, is_exact):
+    """With ``exact`` the sums of crossreduce are exact, whatever CROSSREDUCE_EXACT says; gloo's are as always. The
+    inputs cancel, so that additions in most orders lose the exact sum."""
+    request = replace(request_for(size=400), exact=is_exact, json=str(tmp_path / "bench.json"))
+    environment = os.environ | {"CROSSREDUCE_EXACT": str(int(not is_exact))}
+    for arguments in (["ranks", request.to_json()], ["contest", request.to_json(), "gloo", str(tmp_path)]):
+        command = launching(3, EXACT, *arguments)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+        assert ran.returncode == (arguments[0] == "ranks" and not is_exact), ran.stderr
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["crossreduce"]["exact"] is is_exact
+    (ours,), (theirs,) = report["results"], report["crossreduce"]["peers"]["gloo"]
+    (row,) = json.loads((tmp_path / "times.json").read_text())
+    for wrong in (row["contenders"]["crossreduce"]["nwrong"], ours["in_place"]["nwrong"]):
+        assert (wrong == 0) == is_exact
+    assert min(row["contenders"]["gloo"]["nwrong"], theirs["in_place"]["nwrong"]) > 0
+
+
 def test_torchrun_can_start_the_ranks():
     """Under torchrun each process is a rank, and rank 0 prints one table."""
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "crossreduce")

@@ -134,7 +134,12 @@ def report_of(
         "version": 1,
         "start_time": start_time,
         "args": ["crossreduce", *request.args[1:]],
-        "crossreduce": {"version": __version__, "framework": request.framework, "algorithm": request.algorithms[0]},
+        "crossreduce": {
+            "version": __version__,
+            "framework": request.framework,
+            "algorithm": request.algorithms[0],
+            "exact": request.exact,
+        },
         "machine": machine(),
         "config": {
             "collective": request.collective,
@@ -181,10 +186,11 @@ def show(report: dict[str, Any]) -> None:
             cells.append(_time(row["ours"].get(place)))
             cells += [_cell(row["peers"].get(name)) for name in names]
         table.add_row(*cells)
+    exactly = " with exact sums" if report["crossreduce"]["exact"] else ""
     console = terminal()
     console.print(
         f"{config['collective']}, {config['op']} of {config['type']}, {config['devices']} devices in host memory. The "
-        "times of crossreduce, and those of the others as multiples of them: above 1x crossreduce is faster.",
+        f"times of crossreduce{exactly}, and those of the others as multiples of them: above 1x crossreduce is faster.",
         highlight=False,
     )
     console.print(table)

@@ -91,6 +91,8 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
     peers = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
     low, high = min(ratios) / 1.3, max(ratios) * 1.3
     title = "Time of other libraries, as a multiple of crossreduce's time"
+    if report["crossreduce"].get("exact"):  # reports of versions that had no exact sums lack it
+        title += " with exact sums"
     width, height = 9.4, 5.2
     with new_figure(path, width, height, title) as drawn:
         drawn.set_facecolor(theme.paper)

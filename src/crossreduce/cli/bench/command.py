@@ -73,6 +73,9 @@ def bench(
         str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
     ] = "all_reduce",
     framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
+    exact: Annotated[
+        bool, Option("--exact", metavar=" ", help="crossreduce's sums and means of floats are exact: rounded once.")
+    ] = False,
     topology: Annotated[
         str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
     ] = None,
@@ -114,6 +117,9 @@ def bench(
     listed framework, in one process with one array per device, and with gloo
     and MPI in one process per device. Defaults are then -b 1K -e 64M -f 4
     -w 10; --iters is the number of rounds; --json writes all ratios.
+
+    --exact is exact=True of the calls, and the option of the torch backend;
+    the peers add as always. Data that cancels takes longer than the inputs.
 
     The exit code is 1 if an element is wrong. The inputs are such that their
     reduction is exact in any order.
@@ -179,8 +185,11 @@ def bench(
         json=None if json is None else str(json.absolute()),
         args=tuple(sys.argv),
         average=average,
+        exact=exact,
         backends=tuple(dict.fromkeys([ranks.OURS, *listed])) if in_ranks else (),
     )
+    if exact:
+        request.require_exact()
     if against:
         raise Exit(contests.measure(request, opponents, keep_memory, picture))
     code = ranks.measure(request, launch) if in_ranks else in_process.measure(request, planned_on, topology)

@@ -86,7 +86,7 @@ def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a framework's own ways, beside crossreduce for arrays of ``request.framework``."""
     theirs, ours = load(peer, request.devices), load(request.framework, request.devices)
     ops = AllReduceCrossDeviceOps(request.algorithms[0], request.num_packs)
-    op, devices = request.op, request.devices
+    op, devices, options = request.op, request.devices, request.options
     patterns = exact.inputs(op, request.dtype, len(devices))
     reduced = exact.result(op, patterns)
 
@@ -104,7 +104,7 @@ def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
 
     for size, count in request.counts():
         value = PerReplica(put(ours, count), devices)
-        contenders = {OURS: contender(ours, partial(ops.reduce, op, value, value), count)}
+        contenders = {OURS: contender(ours, partial(ops.reduce, op, value, value, options), count)}
         for name, way in theirs.own_ways(op, put(theirs, count), devices).items():
             try:
                 contenders[name] = contender(theirs, way.run, count, way.one_result)
@@ -119,12 +119,12 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
     """Yield, on rank 0, the rows of a library of ranks beside crossreduce's backend of torch.distributed, in place."""
     import torch.distributed as dist
 
-    import crossreduce.torch  # noqa: F401 - registers the backend
+    from ...torch import Options
 
     theirs: Backend | None = MpiBackend() if peer in MPIS else None
     rank = int(os.environ["RANK"]) if theirs is None else theirs.rank
     n, meeting = len(request.devices), f"file://{folder}/rendezvous"
-    dist.init_process_group(OURS, init_method=meeting, rank=rank, world_size=n)
+    dist.init_process_group(OURS, init_method=meeting, rank=rank, world_size=n, pg_options=Options(request.exact))
     try:
         control = dist.new_group(backend="gloo")
         backends: dict[str, Backend] = {OURS: TorchBackend(dist.group.WORLD, control)}

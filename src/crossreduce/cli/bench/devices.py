@@ -45,7 +45,7 @@ def measure(request: BenchRequest, topology: Topology | None, topology_name: str
 
 def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceOps) -> Measure:
     """Return the function that times the calls of one algorithm and checks a result."""
-    devices, collective, op = request.devices, request.collective, request.op
+    devices, collective, op, options = request.devices, request.collective, request.op, request.options
 
     def prepare(
         patterns: list[NDArray[Any]], count: int, root: int, in_place: bool
@@ -57,8 +57,8 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
             return given, lambda: ops.broadcast(given[root], value)
         if collective == "reduce":
             out = PerReplica([given[root]], [devices[root]]) if in_place else None
-            return given, lambda: ops.reduce(op, value, devices[root], out=out)
-        return given, lambda: ops.reduce(op, value, value, out=value if in_place else None)
+            return given, lambda: ops.reduce(op, value, devices[root], options, out=out)
+        return given, lambda: ops.reduce(op, value, value, options, out=value if in_place else None)
 
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool

@@ -40,6 +40,8 @@ def header(request: BenchRequest) -> list[str]:
         lines += ["#", f"# {where}. THESE ARE NOT GPU NUMBERS."]
     if request.processes:
         lines += ["#", "# EACH RANK'S DATA IS IN HOST MEMORY. THESE ARE NOT GPU NUMBERS."]
+    if request.exact:
+        lines += ["#", "# Sums of crossreduce are exact: rounded once."]
     lines += ["#", "# Using devices"]
     return lines + [
         f"#  Rank {d['rank']:2} Group {d['group']:2} Pid {d['pid']:6} on {d['hostname']:>10} device {d['device']:2} "
@@ -139,6 +141,7 @@ def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str,
             "transport": request.transport,
             "framework": request.framework,
             "framework_version": request.framework_version,
+            "exact": request.exact,
             "python": platform.python_version(),
             "numpy": np.__version__,
         },

@@ -283,9 +283,12 @@ def run(request: BenchRequest) -> int:
     import torch
     import torch.distributed as dist
 
+    options = None
     if OURS in request.backends:
-        import crossreduce.torch  # noqa: F401 - registers the backend
-    dist.init_process_group(request.backends[0])
+        from ...torch import Options  # registers the backend
+
+        options = Options(request.exact)
+    dist.init_process_group(request.backends[0], pg_options=options)
     try:
         return _measure(replace(request, framework_version=torch.__version__), dist)
     finally:

@@ -14,6 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...devices import parse
+from ...errors import ArgumentError, UnsupportedError
+from ...frameworks.numpy import numbers_of
+from ...ops import ReduceOp
+from ...options import CommunicationOptions
+from ...ranks.instructions import reduction_numbers
 from . import exact
 
 
@@ -103,6 +108,7 @@ class BenchRequest:
     average: int = 1  # nccl-tests' -a: how the ranks' times are combined
     backends: tuple[str, ...] = ()  # the ranks' backends; the first is compared with the others
     framework_version: str = ""
+    exact: bool = False  # whether crossreduce computes exact sums
     processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
 
     @property
@@ -112,6 +118,26 @@ class BenchRequest:
             return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"
         kinds = {parse(device).kind for device in self.devices}
         return "in-process emulation" if kinds == {"cpu"} else "in-process"
+
+    @property
+    def options(self) -> CommunicationOptions | None:
+        """The options of crossreduce's calls in one process; ``None``: the default ones."""
+        return CommunicationOptions(exact=True) if self.exact else None
+
+    def require_exact(self) -> None:
+        """Raise unless the collective, the op, the dtype and the devices allow exact sums."""
+        if self.redop == "none":
+            problem = f"--exact cannot be used with {self.collective}, which adds nothing: omit --exact."
+            raise ArgumentError(problem)
+        others = [device for device in self.devices if parse(device).kind != "cpu"]
+        if others:
+            problem = "exact sums are computed only in host memory."
+            raise UnsupportedError.of(problem, f"--exact on {', '.join(others)}", "cpu devices, as in --devices 8")
+        op, count = ReduceOp(self.op), len(self.devices)
+        if self.backends:
+            reduction_numbers(op, self.dtype, count, exact=True)
+        else:
+            numbers_of(op, self.dtype, count).exactly()
 
     def to_json(self) -> str:
         """Return the request as JSON text, for another process."""
