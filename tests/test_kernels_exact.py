@@ -109,6 +109,30 @@ def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, d
 
 
 @pytest.mark.parametrize("isa", SETS)
+def test_quotients_next_to_ties(isa):
+    """Quotients of a bfloat16 that are as near to a point between two bfloat16s as any, without being equal to it, are
+    right: s / n differs from m by 1 / n, for an odd number m of 9 bits. Also subnormal quotients are rounded once."""
+    draw, found = np.random.default_rng(0), []
+    for k in range(9, 26):
+        s = draw.permutation(np.arange(128, 256))[:, None] << k
+        m = np.arange(257, 512, 2)
+        for step in (-1, 1):
+            rows, columns = np.nonzero(((s + step) % m == 0) & ((s + step) // m <= 1 << 24))
+            found += [
+                (int(s[i, 0]), (int(s[i, 0]) + step) // int(m[j])) for i, j in zip(rows[:4], columns[:4], strict=True)
+            ]
+    assert {k for k in range(9, 24) for _, n in found if n >> k == 1} == {*range(9, 24)}
+    for s, n in found:
+        bits = [
+            np.float32(s * 2.0**exponent).view("u4") >> 16
+            for exponent in (0, -30, -133 - s.bit_length() + n.bit_length())
+        ]
+        terms = np.array([[bits[0], bits[1], bits[2], bits[0] | 0x8000] * 12], "u2")
+        got = summed(exact_case(("bfloat16", "bfloat16"), n, 1, terms.shape[1]).native(isa), terms, ("bfloat16",) * 2)
+        assert_same(got, exact_sums(terms, "bfloat16", n), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
 def test_a_remainder_that_underflows_breaks_a_tie(isa):
     """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number is zero."""
     terms = np.array([3 + 3 * 2.0**-24, 2.0**-1074, 0.0]).reshape(3, 1).repeat(40, axis=1)
