@@ -59,7 +59,7 @@ def _arrangements(topology: Topology, members: tuple[str, ...]) -> tuple[tuple[L
         hosts[parse(device).host].append(number[device])
     found: list[tuple[Level, ...]] = []
     alike = len(hosts) > 1 and len({len(group) for group in hosts.values()}) == 1
-    if len(hosts) == len(members) > 1 or not alike and len(members) > MOST_SEARCHED:
+    if len(hosts) == len(members) > 1 or (not alike and len(members) > MOST_SEARCHED):
         return ()
     links = _Links(topology, members)
     if alike:

@@ -68,7 +68,7 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
                 far = src != dst and (names[src], names[dst]) not in topology.by_ends
                 if far and base.through(r, chunk, src, dst) is None:
                     needed[chunk, src, dst] = None
-    if not needed or base is schedule and len(needed) > _MANY * len(names):
+    if not needed or (base is schedule and len(needed) > _MANY * len(names)):
         return schedule
     symmetry = nodes = None
     if isinstance(schedule, GeneratedSchedule):
