@@ -156,9 +156,9 @@ with mpi.join(timeout_s=30) as group:
     raises(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
     raises(cr.ArgumentError, "not a known reduction", lambda: group.all_reduce(grid, "summ"))
     raises(cr.ArgumentError, "one row for each", lambda: group.all_to_all(np.zeros(n + 1)))
-    called = group._communicator.memory.number
+    called = group.communicator.memory.number
     raises(cr.ArgumentError, "out must be", lambda: group.all_to_all(np.zeros(n), out=np.zeros(n + 1)))
-    assert group._communicator.memory.number == called
+    assert group.communicator.memory.number == called
     raises(cr.ArgumentError, "not a rank", lambda: group.broadcast(grid, n))
     raises(cr.ArgumentError, "not a rank", lambda: group.gather(grid, -1))
     if n > 1:

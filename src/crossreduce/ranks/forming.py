@@ -1,7 +1,8 @@
 """A new group of the ranks of an earlier one that are left, and of processes that join: its store, and its ranks.
 
-Input: the earlier group, and its ranks that are left. Output: a ``Group`` with a store that its lowest rank serves; or
-an error, if another rank is lost meanwhile. The ranks find each other through ``ranks.contact``.
+Input: the earlier group, its ranks that are left, and a function that makes a group of ranks that meet at a store.
+Output: such a group with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks
+find each other through ``contact``.
 """
 
 from __future__ import annotations
@@ -9,61 +10,95 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Final
-
-import torch.distributed as dist
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import PeerLostError, message
-from ..ranks.contact import ANSWER_S, Ended, Peer, Place
-from ..ranks.survivors import Reformed
-from .group import Group
-from .peer_store import PeerStore
-from .rendezvous import StoreRendezvous
+from .communicator import Communicator
+from .contact import ANSWER_S, Ended, Peer, Place
+from .store import StoreClient
+from .survivors import Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
 _PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
-class Forming:
-    """The new group of some ranks of ``old``, and of the processes that want to join if ``grows``."""
+class Formed(Protocol):
+    """A group that was formed of another one."""
 
-    def __init__(self, old: Group, *, grows: bool) -> None:
-        self._old, self._grows = old, grows
-        self._agreements = old.communicator.agreements
+    communicator: Communicator
+    reformed: Reformed | None
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+Group = TypeVar("Group", bound=Formed)
+Watch: TypeAlias = Callable[[], None]
+
+
+class Settings(NamedTuple):
+    """What a group takes over from the earlier one. ``exact``: see ``crossreduce.torch.Options``."""
+
+    timeout_s: float
+    name: str
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Group]):
+    """Groups of one kind: those of torch, or those of NumPy arrays.
+
+    Args:
+      name: a process can join a group of its own kind only.
+      new_store: serves a store, or connects to one; its arguments are those of ``StoreClient``.
+      new_group: returns a group of ranks that meet at a store, or raises a ``ReductionError``. Its arguments: the
+        store, the rank, the size, the settings, and a function that raises if the ranks cannot meet any more.
+    """
+
+    name: str
+    new_store: Callable[..., StoreClient]
+    new_group: Callable[[Any, int, int, Settings, Watch], Group]
+
+
+class Forming(Generic[Group]):
+    """The new group of some ranks of a group, and of the processes that want to join if ``grows``."""
+
+    def __init__(self, old: Communicator, kind: Kind[Group], settings: Settings, *, grows: bool) -> None:
+        self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
+        self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
         self._check_at = 0.0
 
-    def __call__(self, reformed: Reformed, watch: Callable[[], None]) -> Group | None:
+    def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
         """Make the group; for arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
         members, old = reformed.members, self._old
         key = f"store {self._agreements.number}"
-        rank = members.index(old.rank())
+        rank = members.index(old.rank)
         if rank == 0:
             self._joiners = self._waiting(members) if self._grows else {}
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                store = PeerStore(bytes.fromhex(self._agreements.place_of(old.rank()).key))
+                store = self._kind.new_store(bytes.fromhex(self._agreements.place_of(old.rank).key))
                 self._admit(members, store.port)
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
             peer = self._agreements.peer(members[0])
             size, port = self._asked(peer, key, watch)
-            store = connected(peer, port, watch) if port else None
+            store = connected(self._kind, peer, port, watch) if port else None
         if store is None:
             return None
-        name, exact = old.communicator.name, old.exact
-        return formed(store, rank, size, old.timeout, name, lambda: self._check(watch), exact=exact)
+        return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
         places = self._agreements.joiners()
         for rank in members:
-            if rank != self._old.rank():
+            if rank != self._old.rank:
                 with suppress(Ended):
                     peer = self._agreements.peer(rank)
-                    answer = peer.ask(self._old.communicator.token, {"what": "waiting"})
+                    answer = peer.ask(self._old.token, {"what": "waiting"})
                     places |= (answer or {}).get("waiting", {})
         peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
         return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
@@ -75,10 +110,8 @@ class Forming:
             "what": "admit",
             "size": len(members) + len(self._joiners),
             "port": port,
-            "timeout_s": self._old.timeout.total_seconds(),
-            "name": self._old.communicator.name,
-            "exact": self._old.exact,
-            "token": self._old.communicator.token,
+            "settings": self._settings,
+            "token": self._old.token,
             "number": agreements.number + 1,
             "members": [agreements.place_of(rank) for rank in members],
         }
@@ -86,7 +119,7 @@ class Forming:
             with suppress(Ended):  # the check finds that
                 peer.ask(token, offer | {"rank": len(members) + k})
 
-    def _check(self, watch: Callable[[], None]) -> None:
+    def _check(self, watch: Watch) -> None:
         """Raise if the new group cannot be formed any more."""
         watch()
         if self._joiners and (now := time.monotonic()) > self._check_at:
@@ -96,14 +129,14 @@ class Forming:
                 problem = "a process that was to join the group has ended, or does not answer."
                 raise PeerLostError(message(problem, f"{len(gone)} of {len(self._joiners)}", "call grow again"))
 
-    def _asked(self, peer: Peer, key: str, watch: Callable[[], None]) -> tuple[int, int]:
+    def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        limit_s = self._old.timeout.total_seconds()
+        limit_s = self._settings.timeout_s
         deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
         while time.monotonic() < deadline:
             answer = None
             with suppress(Ended):
-                answer = peer.ask(self._old.communicator.token, {"what": "published", "key": key}, patience_s)
+                answer = peer.ask(self._old.token, {"what": "published", "key": key}, patience_s)
             patience_s = min(2 * patience_s, ANSWER_S)
             if answer is not None and answer.get("value") is not None:
                 size, port = answer["value"]
@@ -122,30 +155,14 @@ def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
         return False
 
 
-def connected(peer: Peer, port: int, watch: Callable[[], None]) -> PeerStore:
+def connected(kind: Kind[Group], peer: Peer, port: int, watch: Watch) -> StoreClient:
     """Return the store that another process serves; ``watch`` is called while it does not answer.
 
     Raises:
       PeerLostError: it cannot be reached.
     """
     try:
-        return PeerStore(bytes.fromhex(peer.place.key), peer.known, port, watch)
+        return kind.new_store(bytes.fromhex(peer.place.key), peer.known, port, watch)
     except OSError as error:
         problem = "the store of the new group cannot be reached."
         raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
-
-
-def _nothing() -> None:
-    """Watch nothing."""
-
-
-def formed(
-    store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None], *, exact: bool
-) -> Group:
-    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot. ``exact``: see ``Options``."""
-    store.set_timeout(timeout)
-    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, exact=exact, watch=watch)
-    made.base_store, store.watch = store, _nothing
-    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
-    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
-    return made
