@@ -21,7 +21,7 @@ import crossreduce.torch as crt
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, ExcludedError, PeerLostError
 from crossreduce.ranks import survivors
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.torch import reforming
+from crossreduce.torch import forming
 
 LONG = timedelta(minutes=30)
 
@@ -349,14 +349,14 @@ def stopped_leader(rendezvous, folder, name):
     with pytest.raises(PeerLostError, match="rank 2 died"):
         total()
     if rank == 0:  # it has decided with the others, and is stopped before it serves the store, or after that
-        continues = getattr(reforming, name)
+        continues = getattr(forming, name)
 
         def stop(*arguments, **options):
             time.sleep(0.2 * (name == "Group"))  # the others use the store meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
             return continues(*arguments, **options)
 
-        setattr(reforming, name, stop)
+        setattr(forming, name, stop)
         with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
             crt.shrink()
         return "excluded"

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
 from ..ranks import joining, survivors
-from ..ranks.forming import Forming, Kind, Settings
-from ..ranks.rendezvous import StoreRendezvous
 from ..ranks.survivors import SHRINK_S, Reformed
 from ..validation import seconds
+from .forming import KIND, forming, kind
 from .group import BACKEND, READY, Group, given_group
-from .peer_store import PeerStore
 
-_KIND: Final = "torch"
 Result = TypeVar("Result")
 
 
@@ -118,7 +114,7 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
     if found is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
         _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, _forming(found, grows=False), limit_s)
+    made, reformed = survivors.shrink(found.communicator, forming(found, grows=False), limit_s)
     return _replaced(found, made, reformed)
 
 
@@ -140,7 +136,7 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
       ReductionError: the new group could not be formed.
     """
     found = group_of(None)
-    made, reformed = survivors.grow(found.communicator, _forming(found, grows=True), seconds(timeout_s))
+    made, reformed = survivors.grow(found.communicator, forming(found, grows=True), seconds(timeout_s))
     return None if made is None else _replaced(found, made, reformed)
 
 
@@ -150,7 +146,7 @@ def invitation(group: Any = None) -> str:
     It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
     processes is in it.
     """
-    return joining.invitation(group_of(group).communicator, _KIND)
+    return joining.invitation(group_of(group).communicator, KIND)
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
@@ -171,7 +167,7 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    made = joining.join(invited, _kind(), limit_s)
+    made = joining.join(invited, kind(), limit_s)
     _install(made)
     return made
 
@@ -189,31 +185,6 @@ def group_of(group: Any) -> Group:
     found: Group = given_group(group)
     found.queue.require_open()
     return found
-
-
-def _kind() -> Kind[Group]:
-    return Kind(_KIND, PeerStore, formed)
-
-
-def _forming(old: Group, *, grows: bool) -> Forming[Group]:
-    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
-    return Forming(old.communicator, _kind(), settings, grows=grows)
-
-
-def _nothing() -> None:
-    """Watch nothing."""
-
-
-def formed(store: PeerStore, rank: int, size: int, settings: Settings, watch: Callable[[], None]) -> Group:
-    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
-    timeout = timedelta(seconds=settings.timeout_s)
-    store.set_timeout(timeout)
-    part = dist.PrefixStore("formed/", store)
-    made = Group(part, rank, size, timeout, settings.name, exact=settings.exact, watch=watch)
-    made.base_store, store.watch = store, _nothing
-    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
-    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
-    return made
 
 
 def _end_calls(error: ReductionError) -> None:

@@ -1,0 +1,46 @@
+"""Groups of torch that are formed again: what ``ranks.forming`` needs to make them.
+
+Input: an earlier group, or a store that a rank of the new one serves. Output: a ``Forming``, or the new ``Group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from ..ranks.forming import Forming, Kind, Settings
+from ..ranks.rendezvous import StoreRendezvous
+from .group import Group
+from .peer_store import PeerStore
+
+KIND: Final = "torch"
+
+
+def kind() -> Kind[Group]:
+    """Return what makes torch's groups and their stores."""
+    return Kind(KIND, PeerStore, formed)
+
+
+def forming(old: Group, *, grows: bool) -> Forming[Group]:
+    """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
+    return Forming(old.communicator, kind(), settings, grows=grows)
+
+
+def _nothing() -> None:
+    """Watch nothing."""
+
+
+def formed(store: PeerStore, rank: int, size: int, settings: Settings, watch: Callable[[], None]) -> Group:
+    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
+    timeout = timedelta(seconds=settings.timeout_s)
+    store.set_timeout(timeout)
+    part = dist.PrefixStore("formed/", store)
+    made = Group(part, rank, size, timeout, settings.name, exact=settings.exact, watch=watch)
+    made.base_store, store.watch = store, _nothing
+    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
+    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
+    return made
