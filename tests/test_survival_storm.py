@@ -131,13 +131,17 @@ def storm(case, shared, disturb=lambda: None):
             lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
             f"the others do not go on: {counts}",
         )
+        if go_on(pids):
+            time.sleep(0.2)
+        shared.end()
+        wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
+
+    def go_on(pids):
+        """Continue the processes that are stopped; one may then stop again, in the call in which it was to fail."""
         stopped = [victim for victim in victims if state(pids[victim]) == "T"]
         for victim in stopped:
             os.kill(pids[victim], signal.SIGCONT)
-        if stopped:
-            time.sleep(0.2)
-        shared.end()
-        wait_until(lambda: all(state(pid) in "ZX" for pid in pids), "processes do not end")
+        return stopped
 
     return begun
 

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from operator import index
 from typing import Any, Final, TypeVar
@@ -349,6 +350,9 @@ def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
         )
     if error is not None:
         rendezvous.publish_abort(encoded(error))
+        with suppress(ReductionError):  # it waits until others have read the error
+            rendezvous.all_gather(b"")
+        raise error
     rendezvous.all_gather(b"")
 
 

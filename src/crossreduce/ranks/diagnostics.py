@@ -15,7 +15,7 @@ from ..ops import ReduceOp
 from ..traces.calls import EXACT
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
-UNUSABLE: Final = "The group cannot be used again: call crossreduce.torch.shrink, or restart the job."
+UNUSABLE: Final = "The group cannot be used again: call shrink, or restart the job."
 NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
