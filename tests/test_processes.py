@@ -483,8 +483,9 @@ def late(rendezvous, address, folder):
         return found
     while not all(Path(folder, f"made{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
-    for rank, size, kind in ((1, 2, ArgumentError), (1, 3, MismatchError)):
-        with pytest.raises(kind):
+    errors = (1, 2, ArgumentError, "joined as rank 1"), (1, 3, MismatchError, "size is 3 on rank 1 and 2 on rank")
+    for rank, size, kind, message in errors:
+        with pytest.raises(kind, match=message):
             processes.join(rank, size, address, timeout_s=5)
     time.sleep(0.5)
     Path(folder, "refused").touch()

@@ -78,7 +78,6 @@ def test_the_reference_has_the_public_interface():
         "torchft.ProcessGroupCrossreduce",
         "mpi.join",
         "mpi.MpiGroup",
-        "array_group.ArrayGroup",
         "kernels.instruction_set",
         "kernels.threads",
     ]

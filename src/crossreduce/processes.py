@@ -29,7 +29,7 @@ from .errors import (
 )
 from .ranks import joining, survivors
 from .ranks.communicator import Communicator
-from .ranks.forming import Forming, Kind, Settings
+from .ranks.forming import Forming, GroupKind, Settings
 from .ranks.membership import Hosts
 from .ranks.rendezvous import ConnectionStore, StoreRendezvous, reaching
 from .ranks.store import StoreClient, StorePart
@@ -379,4 +379,4 @@ def _group_of(
     return RankGroup(communicator, store)
 
 
-_KIND: Final[Kind[RankGroup]] = Kind("NumPy ranks", StoreClient, _group_of)
+_KIND: Final[GroupKind[RankGroup]] = GroupKind("NumPy ranks", StoreClient, _group_of)

@@ -165,7 +165,7 @@ def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str
     was no call, its text is empty.
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))  # doctest: +ELLIPSIS
-    rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call crossreduce.torch.shr...
+    rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call shrink, or ...
       given: rank 3: pid 4711 on host a
       try:   read the last output of rank 3; crossreduce doctor DIR shows the last calls of each rank
     >>> lost_text({3: "pid 4711 on host a"}, CallSignature(0, ""), "world").partition(". ")[0]

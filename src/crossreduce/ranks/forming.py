@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Group]):
+class GroupKind(Generic[Group]):
     """Groups of one kind: those of torch, or those of NumPy arrays.
 
     Args:
@@ -65,7 +65,7 @@ class Kind(Generic[Group]):
 class Forming(Generic[Group]):
     """The new group of some ranks of a group, and of the processes that want to join if ``grows``."""
 
-    def __init__(self, old: Communicator, kind: Kind[Group], settings: Settings, *, grows: bool) -> None:
+    def __init__(self, old: Communicator, kind: GroupKind[Group], settings: Settings, *, grows: bool) -> None:
         self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
@@ -155,7 +155,7 @@ def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
         return False
 
 
-def connected(kind: Kind[Group], peer: Peer, port: int, watch: Watch) -> StoreClient:
+def connected(kind: GroupKind[Group], peer: Peer, port: int, watch: Watch) -> StoreClient:
     """Return the store that another process serves; ``watch`` is called while it does not answer.
 
     Raises:

@@ -16,7 +16,7 @@ from . import contact
 from .agreement import read_decision
 from .communicator import Communicator
 from .contact import Ended, Json, Peer, Place
-from .forming import PAUSE_S, Group, Kind, Settings, connected
+from .forming import PAUSE_S, Group, GroupKind, Settings, connected
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -24,12 +24,12 @@ _INVITING: Final = 8  # the number of ranks that an invitation names, besides th
 
 
 def invitation(group: Communicator, kind: str) -> str:
-    """Return a text with which a process can join a group of a ``Kind`` with this name; it has keys of the ranks."""
+    """Return a text with which a process can join a group; ``kind``: its ``GroupKind.name``. It has the ranks' keys."""
     ranks = [group.rank, *(rank for rank in range(0, group.size, -(-group.size // _INVITING)) if rank != group.rank)]
     return json.dumps([kind, group.token, [group.agreements.place_of(rank) for rank in ranks]])
 
 
-def join(invited: str, kind: Kind[Group], timeout_s: float) -> Group:
+def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     """Wait until the ranks of a group call ``grow``, and form it together with them.
 
     Raises:
@@ -56,7 +56,7 @@ def join(invited: str, kind: Kind[Group], timeout_s: float) -> Group:
 class Joiner(Generic[Group]):
     """A process that wants to join a group of which it knows some ranks."""
 
-    def __init__(self, group: str, places: Sequence[Place], kind: Kind[Group]) -> None:
+    def __init__(self, group: str, places: Sequence[Place], kind: GroupKind[Group]) -> None:
         self._group, self._places, self._kind = group, list(places), kind
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None

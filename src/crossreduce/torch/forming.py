@@ -11,7 +11,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ..ranks.forming import Forming, Kind, Settings
+from ..ranks.forming import Forming, GroupKind, Settings
 from ..ranks.rendezvous import StoreRendezvous
 from .group import Group
 from .peer_store import PeerStore
@@ -19,9 +19,9 @@ from .peer_store import PeerStore
 KIND: Final = "torch"
 
 
-def kind() -> Kind[Group]:
+def kind() -> GroupKind[Group]:
     """Return what makes torch's groups and their stores."""
-    return Kind(KIND, PeerStore, formed)
+    return GroupKind(KIND, PeerStore, formed)
 
 
 def forming(old: Group, *, grows: bool) -> Forming[Group]:
