@@ -312,19 +312,21 @@ def _reached(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
         try:
             store = StoreClient(key, host, port)
             store.num_keys()
-        except OSError as error:  # rank 0 does not listen yet, or the host's name is not known yet
-            if time.monotonic() > began + timeout_s:
-                problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
-                remedy = "start all ranks; the address of rank 0's host; a longer timeout"
-                raise CollectiveTimeout(message(problem, str(error), remedy), [0]) from None
-        except RuntimeError as error:
-            refused_at = refused_at or time.monotonic()
-            if time.monotonic() > refused_at + min(_REFUSED_S, timeout_s):
-                problem = f"what listens at {host}:{port} does not accept rank {rank}."
-                remedy = "the same key on all ranks; a port at which no other program listens"
-                raise ArgumentError.of(problem, str(error), remedy) from None
+        except (OSError, RuntimeError) as error:
+            now, failure = time.monotonic(), error
         else:
             return store
+        if isinstance(failure, OSError) or "Timeout" in str(failure):  # rank 0 does not listen yet, or was stopped
+            if now > began + timeout_s:
+                problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
+                remedy = "start all ranks; the address of rank 0's host; a longer timeout"
+                raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
+        else:
+            refused_at = refused_at or now
+            if now > refused_at + min(_REFUSED_S, timeout_s):
+                problem = f"what listens at {host}:{port} does not accept rank {rank}."
+                remedy = "the same key on all ranks; a port at which no other program listens"
+                raise ArgumentError.of(problem, str(failure), remedy)
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])
 
