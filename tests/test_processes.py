@@ -177,6 +177,25 @@ def test_a_step_is_repeated_until_all_who_are_left_have_done_it(address):
     ] * 3, found
 
 
+def fails_on_one_rank(rendezvous, address):
+    group, sizes = joined(rendezvous, address), []
+
+    def step(group):
+        sizes.append(group.size)
+        found = total(group)
+        if len(sizes) == 1 and rendezvous.rank == 1:
+            raise PeerLostError("a connection of the program was lost")
+        return found
+
+    group, found = group.committed(step)
+    return sizes, found, group.reformed.members
+
+
+def test_a_step_that_failed_on_one_rank_is_repeated_on_all(address):
+    """A step counts on all ranks or on none: if one rank has lost a connection, those that succeeded repeat it, too."""
+    assert ranks(3, fails_on_one_rank, address) == [([3, 3], 60, (0, 1, 2))] * 3
+
+
 def fails(rendezvous, address):
     group = joined(rendezvous, address)
 
