@@ -1,6 +1,7 @@
 """The speed of plans on measured links, and the time to plan again after a failure.
 
-``python benchmarks/live_replan.py`` measures two parts, prints them, and keeps them in results/live_replan.json:
+``python benchmarks/live_replan.py [PART ...]`` measures three parts, or some of them, prints them, and keeps them in
+results/live_replan.json:
 
   hosts: eight torch ranks on four network namespaces (tests/namespaces.py, requires root), with links of 200 Mbit/s for
     each pair, one of 20 Mbit/s, and one pair without a link. All-reduces before ``measure_topology``, after it, and
@@ -9,6 +10,8 @@
   planning: the CPU seconds of ``Plan.replanned`` after a change of a machine, and of ``plan`` on the changed machine in
     a new process, with the predicted times of both plans: all-reduces of 256 MiB by "auto", and by "one_device" where a
     link is lost that the plan does not use. Neither searches a bound that it does not need.
+  lost: the CPU seconds in which ranks plan an all-reduce between hosts when they find that the link between two of them
+    is lost, each case in a new process.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ LIMIT_S = 400
 MACHINES = (("dgx-1v", 1), ("mi300x", 1), ("mi300x", 4), ("hgx-h100", 4))
 CHANGES = ("lost link", "lost device", "slower link", "unused link lost")
 NBYTES = 256 << 20
+HOSTS, HOST_BYTES = (3, 4, 6, 8), (1 << 10, 1 << 20, 1 << 26)
 
 Row = dict[str, Any]
 
@@ -188,10 +192,40 @@ def in_process(how: str, machine: str, hosts: int, change: str, topology: str = 
     return row
 
 
-def main() -> None:
-    from common import keep, size_text
+def one_lost_link(hosts: int, nbytes: int) -> float:
+    """Return the CPU seconds of one case of the part "lost"."""
+    from crossreduce.ranks.host_parts import host_schedule
 
-    hosts, planning = of_hosts(), of_planning()
+    def planned(count: int, lost: tuple[int, int]) -> None:
+        host_schedule(None, tuple((k,) for k in range(count)), "all_reduce", nbytes, None, False, (lost,))
+
+    planned(3, (1, 2))  # load all modules
+    began = time.process_time()
+    planned(hosts, (0, 1))
+    return time.process_time() - began
+
+
+def of_lost_links() -> list[Row]:
+    """Run the part "lost"."""
+    rows = []
+    for hosts in HOSTS:
+        for nbytes in HOST_BYTES:
+            argv = [sys.executable, __file__, "link", str(hosts), str(nbytes)]
+            runs = [float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout) for _ in range(5)]
+            rows.append({"hosts": hosts, "bytes": nbytes, "cpu_s": float(f"{statistics.median(runs):.3g}")})
+    return rows
+
+
+PARTS = {"hosts": of_hosts, "planning": of_planning, "lost": of_lost_links}
+
+
+def main(parts: list[str]) -> None:
+    from common import RESULTS, keep, size_text
+
+    path = RESULTS / "live_replan.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = {part: kept[part] for part in PARTS if part in kept} | {part: PARTS[part]() for part in parts}
+    hosts, planning = kept["hosts"], kept["planning"]
     for row in hosts["rows"]:
         row |= {key: float(f"{row[key]:.4g}") for key in ("seconds", "gb_per_s", "bound_gb_per_s", "ratio")}
         numbers = f"{row['seconds']:8.3f} s, {row['gb_per_s'] * 1e3:6.2f} MB/s, {row['ratio']:.1%} of the bound"
@@ -202,7 +236,9 @@ def main() -> None:
         times = f"{row['again_cpu_s']:.3f} s, cold {row['cold_cpu_s']:.3f} s"
         slower = row["again_predicted_s"] / row["cold_predicted_s"]
         print(f"{case:36} {times}; predicted time over that of the cold plan {slower:.3f}; {row['what']}")
-    keep("live_replan", {"hosts": hosts, "planning": planning})
+    for row in kept["lost"]:
+        print(f"{row['hosts']} hosts, {size_text(row['bytes']):>7}, a lost link: {1e3 * row['cpu_s']:.0f} ms")
+    keep("live_replan", kept, path)
 
 
 if __name__ == "__main__":
@@ -210,5 +246,7 @@ if __name__ == "__main__":
         one_rank(Path(sys.argv[2]), sys.argv[3])
     elif sys.argv[1:2] == ["plan"]:
         print(json.dumps(one_case(sys.argv[2], int(sys.argv[3]), *sys.argv[4:6])))
+    elif sys.argv[1:2] == ["link"]:
+        print(one_lost_link(int(sys.argv[2]), int(sys.argv[3])))
     else:
-        main()
+        main(sys.argv[1:] or list(PARTS))

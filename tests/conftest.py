@@ -42,6 +42,7 @@ LINUX_ONLY = [
     "test_multi_host.py",
     "test_namespaces.py",
     "test_nccl.py",
+    "test_processes.py",
     "test_reconfigure_torch.py",
     "test_registers.py",
     "test_report_browser.py",

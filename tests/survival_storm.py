@@ -1,7 +1,8 @@
 """One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
 
 A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep what they have committed. ``Shared`` is memory that the processes and the test share.
+keep what they have committed. ``Shared`` is memory that the processes and the test share. ``storm_of_torch`` and
+``storm_of_numpy`` have the calls of each kind of groups.
 """
 
 from __future__ import annotations
@@ -17,14 +18,9 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
-from crossreduce.torch import reforming
 
 MOST = 16  # processes
 SIZES = (1, 300, 20_000, 400_000)
@@ -60,7 +56,11 @@ class Shared:
 
 
 class Process:
-    """A process of the storm; see ``lives``."""
+    """A process of the storm; see ``lives``.
+
+    A subclass has the calls of one kind of groups: ``make_group``, ``join``, ``invitation``, ``synchronised``,
+    ``reduce``, ``committed``, ``grow`` and ``leave``.
+    """
 
     def __init__(self, number, case, shared):
         self.number, self.case, self.shared = number, case, shared
@@ -71,8 +71,8 @@ class Process:
         self.records, self.delays, self.slowest = [], [], {}
         self.detected_at = None
         self.failures = [each for each in case["failures"] if each["who"] == number]
-        for what in ("agree", "shrink", "grow", "join"):
-            setattr(reforming, what, self.wrapped(what, getattr(reforming, what)))
+        for what, (place, name) in self.PLACES.items():
+            setattr(place, name, self.wrapped(what, getattr(place, name)))
 
     def wrapped(self, what, function):
         """Return a function that measures ``function``, and perhaps lets this process fail in it."""
@@ -115,11 +115,9 @@ class Process:
     def begin(self):
         case = self.case
         if self.known:
-            where = f"tcp://{case['address']}:{case['port']}"
-            dist.init_process_group("crossreduce", where, rank=self.number, world_size=case["size"])
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case["timeout_s"]))
+            self.make_group()
             partial, whole = self.folder / f"partial{self.number}", self.folder / f"invitation{self.number}"
-            partial.write_text(reforming.invitation())
+            partial.write_text(self.invitation())
             partial.rename(whole)
             Path(self.folder, f"ready{self.number}").touch()
             return
@@ -127,38 +125,22 @@ class Process:
         while not self.shared.ends:
             for path in sorted(self.folder.glob("invitation*")):
                 with suppress(PeerLostError, CollectiveTimeout):
-                    reforming.join(path.read_text(), timeout_s=3)
+                    self.join(path.read_text())
                     self.synchronise = True
                     return
         raise ExcludedError("the storm has ended before this process has joined")
 
     def step(self):
         """Make random collectives; return the ranks that took part, as bits, and whether the storm ends."""
-        size = dist.get_world_size()
         if self.synchronise:
-            state = torch.tensor([self.known, self.step_number, self.total])
-            dist.broadcast(state, 0)
-            assert state[0], "the lowest rank has no state"
-            self.step_number, self.total = map(int, state[1:])
+            known, self.step_number, self.total = self.synchronised([self.known, self.step_number, self.total])
+            assert known, "the lowest rank has no state"
         draw = random.Random(self.step_number)
-        x = torch.tensor([1 << self.number, self.shared.ends], dtype=torch.int64)
-        big = torch.full([draw.choice(SIZES)], 1 + self.number, dtype=torch.float32)
-        works = []
-        if draw.random() < 0.5:
-            works.append(dist.all_reduce(big, async_op=draw.random() < 0.5))
-        if draw.random() < 0.2:
-            parts = [torch.empty_like(big) for _ in range(size)]
-            works.append(dist.all_gather(parts, big.clone(), async_op=draw.random() < 0.5))
-        if draw.random() < 0.2:
-            dist.barrier()
-        dist.all_reduce(x)
-        for work in works:
-            if work is not None:
-                work.wait()
+        mask, ends = self.reduce(draw, [1 << self.number, self.shared.ends])
         if self.detected_at is not None:
             self.delays.append(time.monotonic() - self.detected_at)
             self.detected_at = None
-        return int(x[0]), bool(x[1])
+        return mask, bool(ends)
 
     def detecting(self):
         try:
@@ -169,13 +151,13 @@ class Process:
 
     def train(self):
         while not self.ends:
-            mask, ends = reforming.committed(self.detecting, timeout_s=self.case["wait_s"])
+            mask, ends = self.committed()
             self.known, self.synchronise, self.ends = True, False, ends
             self.total += mask
             self.records.append((self.step_number, mask, self.total))
             self.step_number += 1
             self.shared[self.number] += 1
-            if self.case["joiners"] and self.step_number % GROW_EVERY == 0 and reforming.grow() is not None:
+            if self.case["joiners"] and self.step_number % GROW_EVERY == 0 and self.grow():
                 self.synchronise = True
 
     def run(self):
@@ -186,8 +168,8 @@ class Process:
             self.train()
         except ExcludedError as error:
             end = f"excluded: {error}"
-        if end == "done" and dist.is_initialized():
-            dist.destroy_process_group()
+        if end == "done":
+            self.leave()
         return {"records": self.records, "delays": self.delays, "slowest": self.slowest, "end": end}
 
 
@@ -212,9 +194,8 @@ def enter(namespace):
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def lives(rendezvous, case, shared):
+def lives(rendezvous, kind, case, shared):
     """One process of a storm. The signal SIGQUIT makes it write where its threads are."""
-    torch.set_num_threads(1)
     fail_on_signal()
     output = Path(case["folder"], f"output{rendezvous.rank}")
     with output.open("w") as opened:
@@ -222,7 +203,7 @@ def lives(rendezvous, case, shared):
         if case["namespaces"]:
             enter(case["namespaces"][rendezvous.rank])
         try:
-            return Process(rendezvous.rank, case, shared).run()
+            return kind(rendezvous.rank, case, shared).run()
         except BaseException:
             opened.write(traceback.format_exc())
             raise

@@ -81,8 +81,9 @@ def test_faults_of_the_engine_are_found(library, tmp_path):
         return ran(library, *fault.found_by, package=package)
 
     with ThreadPoolExecutor(2) as pool:
-        everything = pool.map(outcome, range(len(cuda_faults.FAULTS)))
-        for fault, done in zip(cuda_faults.FAULTS, everything, strict=True):
+        numbers = cuda_faults.some_faults(range(len(cuda_faults.FAULTS)))
+        for number, done in zip(numbers, pool.map(outcome, numbers), strict=True):
+            fault = cuda_faults.FAULTS[number]
             assert done.returncode != 0, f"{fault} was not found"
             assert re.search(r"^(AssertionError|crossreduce.errors.DriverError)", done.stderr, re.M), (
                 fault,

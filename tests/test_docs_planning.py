@@ -306,6 +306,7 @@ def others():
     assert rate == width / Fraction(24, len(four.devices))
     yield f"more than {fitting.MOST_TREES} trees per root"
     yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices"
+    yield f'Beyond {schedules._MOST_LISTED} devices `"auto"` estimates its time'
 
 
 def again():

@@ -53,7 +53,8 @@ FLOORS = (
     ("cross_device_ops",),
     ("trees",),
     ("strategy",),
-    ("torch", "jax", "tensorflow", "mpi"),
+    ("array_group",),
+    ("torch", "jax", "tensorflow", "mpi", "processes"),
     ("torchft",),
     ("cli",),
     ("__main__",),
@@ -184,7 +185,7 @@ EXCEPTIONS = {
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
     "engines.cuda.jax": {"numpy"},  # a NumPy integer is an attribute of 64 bits, whether or not JAX has x64 enabled
     "engines.host.tensorflow": {"numpy"},
-    "mpi": {"numpy"},  # mpi reduces its users' NumPy arrays
+    "array_group": {"numpy"},  # reduces its users' NumPy arrays
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import direct, halving_doubling, planners, ring
+from crossreduce.planning import direct, halving_doubling, planners, ring, schedules
 from crossreduce.planning.bounds import bound as bounds
 from crossreduce.planning.bounds.bound import bound_of_members
 from crossreduce.planning.bounds.certificate import Bound
@@ -328,6 +328,38 @@ def test_idle_devices_of_large_machines_forward():
     plan.bound.check()
     assert plan.ratio == 1
     assert "host0/cuda:3" not in plan.schedule.devices
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes", "listed"),
+    [
+        (lambda: dragonfly(17, 4, 2), 8, True),
+        (lambda: dragonfly(17, 4, 2), 1 << 16, False),  # the links would be busy for too long
+        (lambda: Topology.star(130, gb_per_s=25, latency_s=1e-6), 8, True),
+        (lambda: Topology.machine("hgx-h100", 17), 8, False),  # each host queues eight operations
+    ],
+    ids=["dragonfly", "dragonfly, more bytes", "star", "hgx-h100"],
+)
+def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
+    """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
+    monkeypatch.setattr(schedules, "_MOST_LISTED", 0)
+    schedules.fastest.cache_clear()
+    made: list[str] = []
+    timed = schedules.fastest_of
+
+    def fastest_of(some, *args, **keywords):
+        some = list(some)
+        made.extend(schedule.algorithm for schedule in some)
+        return timed(some, *args, **keywords)
+
+    monkeypatch.setattr(schedules, "fastest_of", fastest_of)
+    topology = make()
+    auto = cr.plan(topology, nbytes=nbytes)
+    schedules.fastest.cache_clear()
+    monkeypatch.undo()
+    named = cr.plan(topology, nbytes=nbytes, algorithm="one_shot")
+    assert ("one_shot" in made) == listed == (auto.algorithm == "one_shot")
+    assert 0.9 * auto.seconds <= named.seconds
 
 
 def forged(kind: str) -> Bound:

@@ -133,7 +133,7 @@ def every_collective(rendezvous, lost, measured):
                 close(reduced, parts(n, size, dtype), op, dtype)
         check_rows(comm, ReduceOp(op), dtype, -(-size // n))
     with pytest.raises(MismatchError, match="rank 0 differs"):
-        comm.agree("a" if me else "b")
+        comm.require_same("a" if me else "b")
     with pytest.raises(UnsupportedError, match=r"every two hosts[\s\S]*no connection between host 0"):
         comm.delegate("all_reduce band int32[3]", lambda: pytest.fail("it must not begin"))
     for peer in range(n):

@@ -121,7 +121,7 @@ def test_a_time_of_zero_raises():
 def deserted(rendezvous):
     comm, transport = joined(rendezvous, 3.0)
     if comm.rank == 1:
-        comm.agree("measure_topology 1 s")
+        comm.require_same("measure_topology 1 s")
         transport.abort()
         return None
     with pytest.raises((PeerLostError, CollectiveTimeout), match="rank 1 ") as error:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from overlaps import FORMS, cases, check
 
 import crossreduce as cr
-from crossreduce import mpi
+from crossreduce import array_group, mpi
 
 HERE = Path(__file__).parent
 # PyPI's Open MPI installs mpiexec beside the interpreter. The variables in ALLOWED permit the user root and more ranks
@@ -139,7 +139,7 @@ group.barrier()
 began = time.monotonic()
 try:
     if rank == 4:  # as after Ctrl-C in a call
-        group._communicator.abort()
+        group.communicator.abort()
     else:
         group.all_reduce(np.ones(100_000))
 except cr.PeerLostError as error:
@@ -230,8 +230,8 @@ def test_importing_the_module_imports_no_mpi():
 def test_arrays_are_converted_for_the_kernels():
     """Any layout and byte order is accepted, no dimension is added, and a suitable array is not copied."""
     given = np.arange(12.0).reshape(3, 4)
-    assert mpi._readable(given) is given or mpi._readable(given).ctypes.data == given.ctypes.data
-    assert mpi._readable(given.T).flags.c_contiguous
-    assert mpi._readable(np.float32(3)).shape == ()
-    assert mpi._readable(given.astype(">f8")).dtype.isnative
-    assert mpi._readable(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64
+    assert array_group._readable(given) is given or array_group._readable(given).ctypes.data == given.ctypes.data
+    assert array_group._readable(given.T).flags.c_contiguous
+    assert array_group._readable(np.float32(3)).shape == ()
+    assert array_group._readable(given.astype(">f8")).dtype.isnative
+    assert array_group._readable(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64

@@ -210,7 +210,7 @@ def disagreeing(rendezvous):
         lambda: comm.all_reduce(ReduceOp.MAX if me == 1 else ReduceOp.SUM, memory(x), memory(out)),
         lambda: comm.all_reduce(ReduceOp.SUM, memory(x[: 10_000 + me]), memory(out[: 10_000 + me])),
         lambda: comm.barrier() if me == 4 else comm.all_reduce(ReduceOp.SUM, memory(x), memory(out)),
-        lambda: comm.agree(f"inner op {me // 3}"),
+        lambda: comm.require_same(f"inner op {me // 3}"),
         lambda: comm.barrier() if me == 0 else comm.all_gather(memory(x), memories(rows)),
     ]
     for call in calls:

@@ -315,3 +315,26 @@ def test_a_rank_killed_while_it_writes_the_abort_reason():
     assert isinstance(died, Died)
     assert first == second
     assert first.startswith("rank 2 died during op 1, barrier")
+
+
+def leaves_after_its_last_call(rendezvous):
+    comm = member(rendezvous)
+    summed(comm)
+    missing = comm.memory.missing
+
+    def slow():
+        found = missing()
+        time.sleep(0.5)
+        return found
+
+    if comm.rank == 0:
+        comm.memory.missing = slow
+    else:
+        time.sleep(0.3)
+    summed(comm)
+    comm.close()
+
+
+def test_a_rank_that_leaves_after_a_call_is_not_lost_in_it():
+    """A rank that arrives and leaves while another one looks for missing ranks has not missed the call."""
+    ranks(2, leaves_after_its_last_call)

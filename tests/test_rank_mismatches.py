@@ -55,7 +55,7 @@ def all_to_all(size=10):
 
 
 def agree(text):
-    return lambda comm: ((lambda: comm.agree(text)), [], [])
+    return lambda comm: ((lambda: comm.require_same(text)), [], [])
 
 
 P = PIECE_BYTES // 4

@@ -198,7 +198,7 @@ def killed_after_its_part(rendezvous):
     """Rank 0 stops while it reads; rank 1, which has read, is killed at the last barrier; then rank 0 goes on."""
     group, _ = group_of(rendezvous)
     big = np.ones((2, 1 << 24), np.float32)
-    pids = group._communicator.peers
+    pids = group.communicator.peers
     group.all_reduce(np.ones(1, np.float32))
     if group.rank == 1:
         threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -230,7 +230,7 @@ def interrupted(rendezvous, delay_s):
         with pytest.raises(KeyboardInterrupt) as caught:
             group.all_reduce(x)
         assert (type(caught.value), time.monotonic() - begun < 2) == (KeyboardInterrupt, True)
-        assert "rank 0 was interrupted" in str(group._communicator.memory.abort_cause())
+        assert "rank 0 was interrupted" in str(group.communicator.memory.abort_cause())
     else:
         time.sleep(1)
     with pytest.raises(PeerLostError, match="rank 0 was interrupted"):

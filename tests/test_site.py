@@ -72,7 +72,7 @@ def test_the_reference_has_the_public_interface():
     """The reference documents each public name once, and no other name."""
     found = [name for text in PAGES.values() for name in re.findall(r"^\.\. auto\w+:: crossreduce\.(\S+)$", text, re.M)]
     expected = list(crossreduce.__all__)
-    for module in ("tensorflow", "jax", "torch", "trace"):
+    for module in ("tensorflow", "jax", "torch", "trace", "processes"):
         expected += [f"{module}.{name}" for name in public(module)]
     expected += [
         "torchft.ProcessGroupCrossreduce",

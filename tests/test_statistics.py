@@ -54,7 +54,7 @@ def every_collective(rendezvous):
         comm.all_to_all(memories(rows), memories(results))
     for _ in range(9):
         comm.barrier()
-    comm.agree("barriers of another kind")
+    comm.require_same("barriers of another kind")
     with pytest.raises(MismatchError, match="differ"):
         comm.all_reduce(ReduceOp.SUM if root else ReduceOp.MAX, memory(x), memory(x))
     found = comm.stats()

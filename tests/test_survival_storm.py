@@ -1,4 +1,4 @@
-"""Random failures of ranks of the torch backend, after which the others go on.
+"""Random failures of ranks of the torch backend, and of NumPy ranks, after which the others go on.
 
 CROSSREDUCE_STORM=200 in the environment runs 200 storms instead of a few.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import namespaces
 import pytest
-import torch  # noqa: F401 - the ranks are forked with it
 from ranks import Died, ranks
+from storm_of_numpy import NumpyProcess
+from storm_of_torch import TorchProcess
 from survival_storm import FAILURES, Failure, Shared, lives
 from test_torch_storm import free_port
 
@@ -130,13 +131,17 @@ def storm(case, shared, disturb=lambda: None):
             lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
             f"the others do not go on: {counts}",
         )
+        if go_on(pids):
+            time.sleep(0.2)
+        shared.end()
+        wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
+
+    def go_on(pids):
+        """Continue the processes that are stopped; one may then stop again, in the call in which it was to fail."""
         stopped = [victim for victim in victims if state(pids[victim]) == "T"]
         for victim in stopped:
             os.kill(pids[victim], signal.SIGCONT)
-        if stopped:
-            time.sleep(0.2)
-        shared.end()
-        wait_until(lambda: all(state(pid) in "ZX" for pid in pids), "processes do not end")
+        return stopped
 
     return begun
 
@@ -175,24 +180,28 @@ def check(case, found):
     return [one for process, one in enumerate(found) if process not in victims and process not in case["excluded"]]
 
 
-def run(case, disturb=lambda: None):
+def run(kind, case, disturb=lambda: None):
     """Run a storm, and require that all who are left have gone on."""
     shared, total = Shared(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
-    found = ranks(total, lives, case, shared, check=False, begun=begun, timeout_s=120, environment=environment)
+    found = ranks(total, lives, kind, case, shared, check=False, begun=begun, timeout_s=120, environment=environment)
     rest = check(case, found)
     if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
         figures = {key: [one[key] for one in rest] for key in ("delays", "slowest")}
         with Path(log).open("a") as opened:
-            opened.write(json.dumps({"case": case, **figures}) + "\n")
+            opened.write(json.dumps({"kind": kind.__name__, "case": case, **figures}) + "\n")
 
 
+KINDS = pytest.mark.parametrize("kind", [TorchProcess, NumpyProcess])
+
+
+@KINDS
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_others_go_on(tmp_path, seed):
+def test_the_others_go_on(tmp_path, kind, seed):
     """Whichever ranks die, stop or raise, wherever: the others go on with the same results on all of them, none of
     them hangs, and a rank that was stopped is excluded, or still in the group."""
-    run(drawn(seed, tmp_path))
+    run(kind, drawn(seed, tmp_path))
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -250,8 +259,9 @@ def drawn_on_hosts(seed, folder, bed):
     }
 
 
+@KINDS
 @pytest.mark.parametrize("seed", range(int(os.environ.get("CROSSREDUCE_STORM", "6"))))
-def test_the_others_go_on_on_several_hosts(tmp_path, bed, seed):
+def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
     """Whichever ranks or hosts are lost: the others go on. If a host loses its links, the part that has the majority of
     the ranks, or half of them with the lowest one, goes on, and the other part raises ExcludedError.
 
@@ -270,7 +280,7 @@ def test_the_others_go_on_on_several_hosts(tmp_path, bed, seed):
             bed.isolate(case["cut"])
 
     try:
-        run(case, disturb)
+        run(kind, case, disturb)
     finally:
         for a, b in pairs:
             bed.mend(a, b)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from members import starter
 from ranks import Died, Moment, ranks
 
-import crossreduce.torch
 from crossreduce import kernels
 from crossreduce.errors import (
     ArgumentError,
@@ -30,7 +29,8 @@ from crossreduce.errors import (
     ReductionError,
 )
 from crossreduce.ranks import bootstrap
-from crossreduce.torch.rendezvous import ConnectionStore, StoreRendezvous
+from crossreduce.ranks.rendezvous import ConnectionStore
+from crossreduce.torch.rendezvous import TorchRendezvous
 
 TIMEOUT_S = 2.0
 STORES = ("file", "tcp")
@@ -239,7 +239,7 @@ def test_a_store_that_is_written_in_python():
     store, found = Store({}), [None, None]
 
     def meet(rank):
-        rendezvous = StoreRendezvous(dist.PrefixStore("group/", store), rank, 2, 5.0)
+        rendezvous = TorchRendezvous(dist.PrefixStore("group/", store), rank, 2, 5.0)
         found[rank] = rendezvous.all_gather(b"%d" % rank)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
@@ -255,14 +255,14 @@ def test_the_rank_that_runs_the_store_is_named(place):
     """If rank 0 runs the store and dies, all others raise a PeerLostError that names it."""
 
     def before(rank):
-        real = crossreduce.torch.group.StoreRendezvous.all_gather
+        real = TorchRendezvous.all_gather
 
         def dying(self, payload):
             if self._calls == 2 and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(self, payload)
 
-        crossreduce.torch.group.StoreRendezvous.all_gather = dying
+        TorchRendezvous.all_gather = dying
 
     found = ranks(3, failure, place, before, check=False)
     for rank in (1, 2):

@@ -107,7 +107,8 @@ class PeerLostError(_RanksError, ConnectionError):
 class ExcludedError(ReductionError, RuntimeError):
     """The other ranks of the group have gone on without this rank, or may do so; it can never come back into the group.
 
-    It can join a later form of the group as a new rank; see ``crossreduce.torch.join``.
+    It can join a later form of the group as a new rank; see ``crossreduce.torch.join`` and
+    ``crossreduce.processes.join_invited``.
     """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from .devices import canonical
@@ -79,6 +80,17 @@ def read_op(op: object) -> ReduceOp:
     if isinstance(op, (ReduceOp, str)):
         return ReduceOp(op)
     return ReduceOp._missing_(op)  # Enum would compare it with ==, which is elementwise for arrays
+
+
+def seconds(timeout_s: Any) -> float:
+    """Return a timeout as a number.
+
+    Raises:
+      ArgumentError: it is not a number of seconds, or is negative.
+    """
+    if not isinstance(timeout_s, Real) or isinstance(timeout_s, bool) or not float(timeout_s) >= 0:
+        raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
+    return float(timeout_s)
 
 
 def given_options(options: object, experimental_hints: object) -> object:

@@ -58,16 +58,19 @@ def _arrangements(topology: Topology, members: tuple[str, ...]) -> tuple[tuple[L
     for device in members:
         hosts[parse(device).host].append(number[device])
     found: list[tuple[Level, ...]] = []
+    alike = len(hosts) > 1 and len({len(group) for group in hosts.values()}) == 1
+    if len(hosts) == len(members) > 1 or (not alike and len(members) > MOST_SEARCHED):
+        return ()
     links = _Links(topology, members)
-    if len(hosts) > 1 and len({len(group) for group in hosts.values()}) == 1:
+    if alike:
         columns = tuple(zip(*hosts.values(), strict=True))
-        size = len(next(iter(hosts.values())))
-        for sizes in [(size,), *_factors(size)] if size > 1 and all(map(links.joined, columns)) else []:
+        size = len(columns)
+        for sizes in [(size,), *_factors(size)] if all(map(links.joined, columns)) else []:
             parts = [_best_of(links, group, sizes) for group in hosts.values()]
             if all(part is not None for part in parts):
                 merged = [sum((part[k] for part in parts if part), ()) for k in range(len(sizes))]
                 found.append((*merged, columns))
-    elif len(members) <= MOST_SEARCHED:
+    else:
         searched = (_best_of(links, tuple(number.values()), sizes) for sizes in _factors(len(members)))
         found += [levels for levels in searched if levels is not None]
     return tuple(found)

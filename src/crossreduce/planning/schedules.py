@@ -8,14 +8,18 @@ are first used, so that ``import crossreduce`` stays quick.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..errors import PlanError, shown
 from ..progress import steps
 from ..schedule import Pieces, Schedule, fastest_of, verify
 from ..schedule.schedule import many
+from ..schedule.traffic import queues
 from ..topology import Topology
 from . import planners
 from .planners import NO_MORE, Request, collective_between
@@ -30,8 +34,13 @@ _FEW_GENERATED: Final = 48
 _LISTED: Final = ("ring", "halving_doubling")
 
 # "one_shot" and "recursive_doubling" can be the fastest for the smallest buffers, but all their transfers are listed.
+# With more devices, "one_shot" is listed only if an estimate says that it is faster, and if it has not more transfers
+# than this: 1.1 million take about a minute and 1.5 GB.
 _MOST_LISTED: Final = 512
+_MOST_TRANSFERS: Final = 1 << 21
 _SMALL_BYTES: Final = 1 << 24  # of what each device receives in "one_shot"
+_WORTH_LISTING: Final = 0.9  # of the best time so far
+_SAMPLE: Final = 64  # the number of devices whose routes are counted for the estimate
 
 # Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and may take
 # "direct" (a balanced load; see ``choose``) from there on. The limit was not measured here, but taken from a similar
@@ -197,8 +206,32 @@ def fastest(request: Request) -> Pieces:
     if request.algorithm in CHOICES:
         from .shallow.forests import faster
 
-        return faster(request, best)
+        return faster(request, _at_once(request, best))
     return best
+
+
+def _at_once(request: Request, best: Pieces) -> Pieces:
+    """Return the faster one of ``best`` and, for many devices and few bytes, ``one_shot``."""
+    topology, n = request.topology, len({*request.sources, *request.destinations})
+    few = n > _MOST_LISTED and n * (n - 1) <= _MOST_TRANSFERS and n * request.nbytes <= _SMALL_BYTES
+    if topology is None or request.collective != "all_reduce" or request.root is not None or not few:
+        return best
+    schedule = planners.one_shot_schedule(request._replace(algorithm="one_shot"))
+    # An estimate: the operations of a host, one after another, the longest way, and the load of the links inside.
+    queued = queues(schedule, request.costs.operation_s).values()
+    operations_s = max((cost for queue in queued for _, cost in queue.launches), default=0.0)
+    some, loads, latency_s = request.sources[:: -(-n // _SAMPLE)], Counter[tuple[str, str]](), Fraction(0)
+    for src in some:
+        for dst in request.destinations:
+            pairs = tuple(pairwise(topology.route(src, dst) or ()))
+            loads.update(pairs[1:])
+            latency_s = max(latency_s, sum((topology.by_ends[pair].latency_s for pair in pairs), Fraction(0)))
+    slowest = max((count / topology.by_ends[pair].bandwidth for pair, count in loads.items()), default=Fraction(0))
+    link_s = float(slowest) * n / len(some) * request.nbytes / 1e9
+    if operations_s + float(latency_s) + link_s >= _WORTH_LISTING * best.seconds:
+        return best
+    verify(schedule)
+    return fastest_of([schedule], topology, request.nbytes, costs=request.costs, known=best)
 
 
 def _tried(topology: Topology, request: Request) -> list[Request]:

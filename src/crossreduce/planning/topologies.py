@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import PlanError
 from ..schedule import GeneratedSchedule, Route, Schedule
 from ..topology import Link, Switch, Topology
 from ..topology.automorphisms import extended
+
+_MANY: Final = 64  # transfers per device: with more, nearly all routes of each device are needed
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
@@ -54,7 +56,8 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
     """Return a schedule that names the route of each transfer between devices without a direct link.
 
     Of a generated schedule, then all images of a transfer take images of its route. A route is searched from the end
-    with more transfers, so that one search finds many; from every source, it would take much longer.
+    with more transfers, so that one search finds many; from every source, it would take much longer. If a schedule
+    needs so many routes that this gains nothing, it is returned as it is.
     """
     base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
     names = base.devices
@@ -65,7 +68,7 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
                 far = src != dst and (names[src], names[dst]) not in topology.by_ends
                 if far and base.through(r, chunk, src, dst) is None:
                     needed[chunk, src, dst] = None
-    if not needed:
+    if not needed or (base is schedule and len(needed) > _MANY * len(names)):
         return schedule
     symmetry = nodes = None
     if isinstance(schedule, GeneratedSchedule):

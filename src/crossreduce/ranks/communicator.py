@@ -165,9 +165,9 @@ class Communicator(CountedMember):
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
-        self.agree("barrier")
+        self.require_same("barrier")
 
-    def agree(self, text: str) -> None:
+    def require_same(self, text: str) -> None:
         """Check that all ranks pass the same text, and move nothing.
 
         Raises:
@@ -203,7 +203,7 @@ class Communicator(CountedMember):
           PeerLostError, CollectiveTimeout: as for every call.
         """
         if self._remote is None or not isinstance(self._own_transport, TcpTransport):
-            return self.agree(text)
+            return self.require_same(text)
         self._checks += 1
         number = self._checks
         self.rendezvous.announce(number)
@@ -212,7 +212,7 @@ class Communicator(CountedMember):
         )
         self._remote.patience = patience
         try:
-            self.agree(text)
+            self.require_same(text)
         finally:
             self._remote.patience = None
         own = json.dumps(sorted(patience.given_up)).encode()
@@ -246,7 +246,7 @@ class Communicator(CountedMember):
           UnsupportedError: some hosts have no link to each other, which the other library would need.
         """
         if self.lost_links:
-            self.agree(f"inner {text}")
+            self.require_same(f"inner {text}")
             problem = f"{text.partition(' ')[0]} of these arguments needs a connection between every two hosts."
             given = "no connection between " + "; ".join(self.link_text(*pair) for pair in self.lost_links)
             raise UnsupportedError.of(problem, given, "a collective of the library, which passes through other hosts")
@@ -286,7 +286,7 @@ class Communicator(CountedMember):
         known = self._remote.topology
         changed = known is None or not same_speeds(known, topology)
         digest = self._remote.plan_digest(topology if known is None or changed else known)
-        self.agree(planned_text("links between hosts", digest))
+        self.require_same(planned_text("links between hosts", digest))
         if changed:
             with self.lock:
                 self._remote.topology = topology

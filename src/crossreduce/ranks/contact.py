@@ -15,13 +15,12 @@ import socket
 import struct
 import threading
 import time
-from _thread import start_new_thread
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
+from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
 _UNKNOWN_S: Final = 2.0  # how long a program that connects may take to send its request
@@ -67,61 +66,27 @@ class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
     """The system of the other process answers that nothing listens at its place, so that process has ended."""
 
 
-class _Listener:
-    """The listening socket of this process. Groups register under their tokens."""
+class _Contact:
+    """Where this process listens. Groups register under their tokens."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.key = secrets.token_bytes(_DIGEST)
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
-        self._socket = tcp.opened_listener()
-        self.place = Place(tuple(tcp.addresses()), self._socket.getsockname()[1], self.key.hex())
-        self._free = threading.BoundedSemaphore(_ANSWERING)
-        self._closed = False
-        start_new_thread(self._run, ())  # no Thread, whose end Python would await when it exits
-
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.01)  # such as too many open files
-                continue
-            self._free.acquire()
-            try:
-                start_new_thread(self._answer, (connection,))
-            except RuntimeError:  # too many threads
-                connection.close()
-                self._free.release()
+        self.listener = Listener(self._answer, most=_ANSWERING)
+        self.place = Place(tuple(tcp.addresses()), self.listener.port, self.key.hex())
 
     def _answer(self, connection: socket.socket) -> None:
-        try:
-            with connection, suppress(OSError, ValueError, EOFError):
-                request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
-                connection.settimeout(_UNKNOWN_S)
-                token = str(request.pop("group", ""))
-                answer = self.answers.get(token)
-                send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
-        finally:
-            self._free.release()
-
-    def close(self) -> None:
-        """Stop listening: requests of other processes find that this one has ended."""
-        self._closed = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def close_after_fork(self) -> None:
-        """Close the socket in a forked process: while it is open, others do not notice the end of the parent."""
-        self._socket.close()
+        request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
+        connection.settimeout(_UNKNOWN_S)
+        token = str(request.pop("group", ""))
+        answer = self.answers.get(token)
+        send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
 
 
 _lock = threading.Lock()
-_open: list[_Listener] = []  # at most one
+_open: list[_Contact] = []  # at most one
 _successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
 _MOST_SUCCESSORS: Final = 4096
 
@@ -134,7 +99,7 @@ def listen() -> Place:
     """
     with _lock:
         if not _open:
-            _open.append(_Listener())
+            _open.append(_Contact())
         _open[0].joining += 1
         return _open[0].place
 
@@ -161,7 +126,7 @@ def unregister(token: str, successor: Successor | None = None) -> None:
             if _open[0].answers.pop(token, None) is None:
                 _open[0].joining -= 1
             if not _open[0].answers and not _open[0].joining:
-                _open.pop().close()
+                _open.pop().listener.close()
 
 
 def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
@@ -179,8 +144,7 @@ def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
-    while _open:
-        _open.pop().close_after_fork()
+    _open.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,7 +15,7 @@ from ..ops import ReduceOp
 from ..traces.calls import EXACT
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
-UNUSABLE: Final = "The group cannot be used again: call crossreduce.torch.shrink, or restart the job."
+UNUSABLE: Final = "The group cannot be used again: call shrink, or restart the job."
 NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -165,7 +165,7 @@ def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str
     was no call, its text is empty.
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))  # doctest: +ELLIPSIS
-    rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call crossreduce.torch.shr...
+    rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call shrink, or ...
       given: rank 3: pid 4711 on host a
       try:   read the last output of rank 3; crossreduce doctor DIR shows the last calls of each rank
     >>> lost_text({3: "pid 4711 on host a"}, CallSignature(0, ""), "world").partition(". ")[0]

@@ -84,7 +84,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
                 if probe is not None and other is not None and communicator.has_link(own, other):
                     probe.pair(other, each_s)
-                communicator.agree("measure_topology")
+                communicator.require_same("measure_topology")
         if probe is not None:
             found |= {"in": probe.bandwidth, "latency": probe.latency}
     speeds = _gathered(communicator, found)
@@ -93,7 +93,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         with communicator.aborting():
             for _ in range(_ALL_AT_ONCE):
                 received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
-                communicator.agree("measure_topology")  # all have received before any sends again
+                communicator.require_same("measure_topology")  # all have received before any sends again
         own_cable = json.dumps([median(column) for column in zip(*received, strict=True)]).encode()
         of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(own_cable)]
         speeds = speeds._replace(cables=_cables(speeds, [of_ranks[ranks[0]] for ranks in hosts]))

@@ -256,7 +256,9 @@ class Member(Peers):
         """Raise if a missing rank has ended, another host has aborted or the timeout has passed; warn of late ranks."""
         missing = self.memory.missing()
         waited_s = timer.waited_s(self.memory.arrivals())
-        self._require_alive(missing)
+        if gone := [rank for rank in missing if not self.memory.alive(rank)]:
+            still_missing = self.memory.missing()  # a rank may have arrived since, and left after the call
+            self._require_alive([rank for rank in gone if rank in still_missing])
         self._require_no_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get the time to do so.
         remote = self._remote is not None and all(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..errors import ContextError, PeerLostError, ReductionError, message, rank_list
+from ..errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, message, rank_list
 from .communicator import Communicator
 from .diagnostics import UNUSABLE
 
@@ -28,6 +28,7 @@ class Closable(Protocol):
 
 
 Group = TypeVar("Group", bound=Closable)
+Result = TypeVar("Result")
 Form: TypeAlias = Callable[["Reformed", Callable[[], None]], Group | None]
 
 
@@ -98,6 +99,38 @@ def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Grou
     if made is None:
         _end_without(group, electors)
     return made, found
+
+
+def committed(
+    step: Callable[[], Result],
+    changed: Callable[[], None],
+    agree: Callable[[bool], bool],
+    shrink: Callable[[], None],
+    end_calls: Callable[[ReductionError], None],
+) -> Result:
+    """Run a step until it has succeeded on all ranks that are left, and return its result.
+
+    Args:
+      step: raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
+      changed: called after the group has shrunk, before the step is repeated.
+      agree: agrees on whether the step has succeeded here.
+      shrink: forms the group again.
+      end_calls: called with the error of a step that has failed, so that no rank waits in it for this one.
+    """
+    is_repeated = False
+    while True:
+        result, done = [], True
+        try:
+            if is_repeated:
+                changed()
+            result.append(step())
+        except (PeerLostError, CollectiveTimeout) as error:
+            done = False
+            end_calls(error)
+        if agree(done) and result:
+            return result[0]
+        shrink()
+        is_repeated = True
 
 
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:

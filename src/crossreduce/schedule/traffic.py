@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 from typing import Final, NamedTuple
 
 from ..devices import parse
@@ -375,8 +376,15 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
 @lru_cache(maxsize=1 << 15)
 def _route(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None) -> tuple[tuple[Pair, ...], float]:
     """Return the links of a route, and the sum of their latencies."""
-    pairs = route_links(topology, src, dst, through)
-    return pairs, float(sum(topology.by_ends[pair].latency_s for pair in pairs))
+    pairs, (latencies, scale) = route_links(topology, src, dst, through), _latencies(topology)
+    return pairs, sum([latencies[pair] for pair in pairs]) / scale
+
+
+@lru_cache(maxsize=64)
+def _latencies(topology: Topology) -> tuple[dict[Pair, int], int]:
+    """Return the latency of each link in whole units, and the number of units in a second."""
+    scale = lcm(*(link.latency_s.denominator for link in topology.links))
+    return {pair: int(link.latency_s * scale) for pair, link in topology.by_ends.items()}, scale
 
 
 @lru_cache(maxsize=64)

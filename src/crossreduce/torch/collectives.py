@@ -185,7 +185,9 @@ class Collectives(InnerGloo):
         self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
         apart = self._are_apart("all_gather", results, [tensor])
         if len(set(sizes)) > 1:
-            self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank's list has all sizes
+            self._communicator.require_same(
+                f"all_gather {_name(tensor)} of sizes {sizes}"
+            )  # every rank's list has all sizes
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
@@ -299,7 +301,7 @@ class Collectives(InnerGloo):
         Raises:
           MismatchError: a rank sends more or less than the receiver expects; raised on all ranks.
         """
-        self._communicator.agree(f"all_to_all {_name(tensor)}")
+        self._communicator.require_same(f"all_to_all {_name(tensor)}")
         own = torch.tensor([*sizes, *rooms])
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
@@ -325,7 +327,7 @@ class Collectives(InnerGloo):
         method(*elements, *options)
 
     def _refuse_lists(self, name: str, counts: list[int]) -> NoReturn:
-        self._communicator.agree(f"{name} of lists of {counts}")
+        self._communicator.require_same(f"{name} of lists of {counts}")
         problem = f"a list of tensors of this {name} is empty."
         if 0 not in counts:
             problem = f"{name} takes one tensor per rank unless it is coalesced."
@@ -353,7 +355,7 @@ class Collectives(InnerGloo):
         first: dict[int, int] = {}
         order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
         if len(first) < len(order):
-            self._communicator.agree(f"{collective} of tensors {order}, with results that share memory")
+            self._communicator.require_same(f"{collective} of tensors {order}, with results that share memory")
         return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
@@ -382,7 +384,7 @@ class Collectives(InnerGloo):
             self._agree(collective, None, tensor, root)
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
-        self._communicator.agree(call_text(collective, op, root, _name(tensor), tensor.shape))
+        self._communicator.require_same(call_text(collective, op, root, _name(tensor), tensor.shape))
 
     def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
         expected = [tensor.numel()] * self._size if root == self._rank else []
@@ -401,7 +403,7 @@ class Collectives(InnerGloo):
         if fits:
             return
         call = call_text(collective, None, None, _name(tensors[0]), tensors[0].shape)
-        self._communicator.agree(f"{call} with {list(sizes)}")
+        self._communicator.require_same(f"{call} with {list(sizes)}")
         if not _alike(tensors):
             found = ", ".join(sorted({f"{_name(x)} on {x.device}" for x in tensors}))
             problem = f"the tensors of this {collective} differ in dtype, or are not all on the CPU."
@@ -419,7 +421,7 @@ class Collectives(InnerGloo):
             return True
         if share_memory(results):
             call = call_text(collective, None, None, _name(results[0]), results[0].shape)
-            self._communicator.agree(f"{call} with results that share memory")
+            self._communicator.require_same(f"{call} with results that share memory")
             problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
             raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
         return False

@@ -1,151 +1,46 @@
-"""A new group of the ranks of an earlier one that are left, and of processes that join: its store, and its ranks.
+"""Groups of torch that are formed again: what ``ranks.forming`` needs to make them.
 
-Input: the earlier group, and its ranks that are left. Output: a ``Group`` with a store that its lowest rank serves; or
-an error, if another rank is lost meanwhile. The ranks find each other through ``ranks.contact``.
+Input: an earlier group, or a store that a rank of the new one serves. Output: a ``Forming``, or the new ``Group``.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 
-from ..errors import PeerLostError, message
-from ..ranks.contact import ANSWER_S, Ended, Peer, Place
-from ..ranks.survivors import Reformed
+from ..ranks.forming import Forming, GroupKind, Settings
+from ..ranks.rendezvous import StoreRendezvous
 from .group import Group
 from .options import Options
 from .peer_store import PeerStore
-from .rendezvous import StoreRendezvous
 
-PAUSE_S: Final = 0.002  # between two questions to a rank
-_PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
-_CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
+KIND: Final = "torch"
 
 
-class Forming:
-    """The new group of some ranks of ``old``, and of the processes that want to join if ``grows``."""
-
-    def __init__(self, old: Group, *, grows: bool) -> None:
-        self._old, self._grows = old, grows
-        self._agreements = old.communicator.agreements
-        self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
-        self._check_at = 0.0
-
-    def __call__(self, reformed: Reformed, watch: Callable[[], None]) -> Group | None:
-        """Make the group; for arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
-        members, old = reformed.members, self._old
-        key = f"store {self._agreements.number}"
-        rank = members.index(old.rank())
-        if rank == 0:
-            self._joiners = self._waiting(members) if self._grows else {}
-            size, store = len(members) + len(self._joiners), None
-            if self._joiners or not self._grows:
-                store = PeerStore(bytes.fromhex(self._agreements.place_of(old.rank()).key))
-                self._admit(members, store.port)
-            self._agreements.published = {key: [size, 0 if store is None else store.port]}
-        else:
-            peer = self._agreements.peer(members[0])
-            size, port = self._asked(peer, key, watch)
-            store = connected(peer, port, watch) if port else None
-        if store is None:
-            return None
-        name, exact = old.communicator.name, old.exact
-        return formed(store, rank, size, old.timeout, name, lambda: self._check(watch), exact=exact)
-
-    def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
-        """Return the processes that want to join and answer now."""
-        places = self._agreements.joiners()
-        for rank in members:
-            if rank != self._old.rank():
-                with suppress(Ended):
-                    peer = self._agreements.peer(rank)
-                    answer = peer.ask(self._old.communicator.token, {"what": "waiting"})
-                    places |= (answer or {}).get("waiting", {})
-        peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
-        return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
-
-    def _admit(self, members: Sequence[int], port: int) -> None:
-        """Tell the processes that join their ranks."""
-        agreements = self._agreements
-        offer = {
-            "what": "admit",
-            "size": len(members) + len(self._joiners),
-            "port": port,
-            "timeout_s": self._old.timeout.total_seconds(),
-            "name": self._old.communicator.name,
-            "exact": self._old.exact,
-            "token": self._old.communicator.token,
-            "number": agreements.number + 1,
-            "members": [agreements.place_of(rank) for rank in members],
-        }
-        for k, (token, peer) in enumerate(self._joiners.items()):
-            with suppress(Ended):  # the check finds that
-                peer.ask(token, offer | {"rank": len(members) + k})
-
-    def _check(self, watch: Callable[[], None]) -> None:
-        """Raise if the new group cannot be formed any more."""
-        watch()
-        if self._joiners and (now := time.monotonic()) > self._check_at:
-            self._check_at = now + _CHECK_S
-            gone = [token for token, peer in self._joiners.items() if not answers(peer, token)]
-            if gone:
-                problem = "a process that was to join the group has ended, or does not answer."
-                raise PeerLostError(message(problem, f"{len(gone)} of {len(self._joiners)}", "call grow again"))
-
-    def _asked(self, peer: Peer, key: str, watch: Callable[[], None]) -> tuple[int, int]:
-        """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        limit_s = self._old.timeout.total_seconds()
-        deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
-        while time.monotonic() < deadline:
-            answer = None
-            with suppress(Ended):
-                answer = peer.ask(self._old.communicator.token, {"what": "published", "key": key}, patience_s)
-            patience_s = min(2 * patience_s, ANSWER_S)
-            if answer is not None and answer.get("value") is not None:
-                size, port = answer["value"]
-                return int(size), int(port)
-            watch()
-            time.sleep(PAUSE_S)
-        problem = "the rank that serves the store of the new group does not answer."
-        raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
+def kind() -> GroupKind[Group]:
+    """Return what makes torch's groups and their stores."""
+    return GroupKind(KIND, PeerStore, formed)
 
 
-def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
-    """Return whether a process that wants to join answers in time."""
-    try:
-        return "ready" in (peer.ask(token, {"what": "ready"}, timeout_s) or {})
-    except Ended:
-        return False
-
-
-def connected(peer: Peer, port: int, watch: Callable[[], None]) -> PeerStore:
-    """Return the store that another process serves; ``watch`` is called while it does not answer.
-
-    Raises:
-      PeerLostError: it cannot be reached.
-    """
-    try:
-        return PeerStore(bytes.fromhex(peer.place.key), peer.known, port, watch)
-    except OSError as error:
-        problem = "the store of the new group cannot be reached."
-        raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
+def forming(old: Group, *, grows: bool) -> Forming[Group]:
+    """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
+    return Forming(old.communicator, kind(), settings, grows=grows)
 
 
 def _nothing() -> None:
     """Watch nothing."""
 
 
-def formed(
-    store: PeerStore, rank: int, size: int, timeout: timedelta, name: str, watch: Callable[[], None], *, exact: bool
-) -> Group:
-    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot. ``exact``: see ``Options``."""
+def formed(store: PeerStore, rank: int, size: int, settings: Settings, watch: Callable[[], None]) -> Group:
+    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
+    timeout = timedelta(seconds=settings.timeout_s)
     store.set_timeout(timeout)
-    made = Group(dist.PrefixStore("formed/", store), rank, size, timeout, name, options=Options(exact), watch=watch)
+    part = dist.PrefixStore("formed/", store)
+    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), watch=watch)
     made.base_store, store.watch = store, _nothing
     assert isinstance(made.communicator.rendezvous, StoreRendezvous)
     made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group

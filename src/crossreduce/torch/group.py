@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 import sys
 import threading
 import weakref
@@ -27,9 +26,8 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
 from ..ranks.membership import shared_failure
 from ..ranks.messages import ANY_RANK, Messages
-from ..ranks.multi_host import rail_peers
+from ..ranks.rendezvous import ConnectionStore, interfaces
 from ..ranks.survivors import Reformed
-from ..transports import tcp
 from ..transports.base import Transport
 from ..transports.gloo import BesideGloo, lazy_options, translated
 from .collectives import Collectives
@@ -38,7 +36,7 @@ from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile
 from .options import is_exact
 from .profiling import entry, is_profiled, lasting
-from .rendezvous import CancellableStore, ConnectionStore, StoreRendezvous, reaching
+from .rendezvous import CancellableStore, TorchRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
@@ -354,7 +352,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         raise UnsupportedError.of(problem, given, remedy)
 
     def _refuse(self, device: Any, call: str) -> None:
-        self.communicator.agree(f"{call} on {device.type}")  # if ranks use different devices, this raises on all
+        self.communicator.require_same(f"{call} on {device.type}")  # if ranks use different devices, this raises on all
         self._backend_of(device, call)
 
     def _run(
@@ -455,22 +453,17 @@ def connect(
     seconds, made = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
-        sockets, unreached, lazy = {}, [], False
-        if len(hosts) > 1:
-            places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled)
-            peers = rail_peers(hosts, rank)
-            sockets = tcp.connect(rank, peers, places.publish, places.read, cancelled, interfaces, places.stalled)
-            unreached = [peer for peer in peers if peer not in sockets and peer != rank]
-            lazy = places.any_of_all(bool(unreached), size)
+        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled)
+        sockets, unreached = places.connect(hosts)
+        lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
         if lazy:
-            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces)))
+            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
         else:
             made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
-    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks, watch)
+    rendezvous = TorchRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks, watch)
     try:
         exact = is_exact(options)
     except ArgumentError as error:

@@ -1,29 +1,25 @@
 """``shrink``, ``grow``, ``join`` and ``agree``: process groups that go on when ranks are lost, or that let new ones in.
 
 Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
-ranks serves, and ``Reformed``. The protocol is in ``ranks.survivors``; here a store, gloo and torch's own tables of
-groups are made to follow.
+ranks serves, and ``Reformed``. The protocol is in ``ranks.survivors``; here gloo and torch's own tables of groups are
+made to follow.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message, shown
-from ..ranks import survivors
-from ..ranks.contact import Place
+from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
+from ..ranks import joining, survivors
 from ..ranks.survivors import SHRINK_S, Reformed
-from .forming import Forming
+from ..validation import seconds
+from .forming import KIND, forming, kind
 from .group import BACKEND, READY, Group, given_group
-from .joining import Joiner
 
-_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 Result = TypeVar("Result")
 
 
@@ -43,7 +39,7 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
     found = group_of(group)
-    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else _seconds(timeout_s)
+    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
     answers: list[bool] = []
     function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
     found.queue.run(function, [], asynchronous=False)
@@ -77,19 +73,20 @@ def committed(
       ArgumentError, ExcludedError: as for ``shrink``.
       Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
     """
-    limit_s, reformed = _seconds(timeout_s), None
-    while True:
-        result, done = [], True
-        try:
-            if reformed is not None:
-                changed(reformed)
-            result.append(step())
-        except (PeerLostError, CollectiveTimeout) as error:
-            done = False
-            _end_calls(error)
-        if agree(done, timeout_s=None if done else limit_s) and result:
-            return result[0]
-        reformed = shrink(timeout_s=limit_s).reformed
+    limit_s, reformed = seconds(timeout_s), list[Reformed]()
+
+    def shrink_it() -> None:
+        made = shrink(timeout_s=limit_s).reformed
+        assert made is not None
+        reformed.append(made)
+
+    return survivors.committed(
+        step,
+        lambda: changed(reformed[-1]),
+        lambda done: agree(done, timeout_s=None if done else limit_s),
+        shrink_it,
+        _end_calls,
+    )
 
 
 def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
@@ -113,11 +110,11 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
         than half, or half with the lowest one, unless all others have ended.
     """
-    found, limit_s = group_of(group), _seconds(timeout_s)
+    found, limit_s = group_of(group), seconds(timeout_s)
     if found is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
         _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, Forming(found, grows=False), limit_s)
+    made, reformed = survivors.shrink(found.communicator, forming(found, grows=False), limit_s)
     return _replaced(found, made, reformed)
 
 
@@ -139,7 +136,7 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
       ReductionError: the new group could not be formed.
     """
     found = group_of(None)
-    made, reformed = survivors.grow(found.communicator, Forming(found, grows=True), _seconds(timeout_s))
+    made, reformed = survivors.grow(found.communicator, forming(found, grows=True), seconds(timeout_s))
     return None if made is None else _replaced(found, made, reformed)
 
 
@@ -149,11 +146,7 @@ def invitation(group: Any = None) -> str:
     It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
     processes is in it.
     """
-    found = group_of(group)
-    agreements = found.communicator.agreements
-    own, size = found.rank(), found.size()
-    ranks = [own, *(rank for rank in range(0, size, -(-size // _INVITING)) if rank != own)]
-    return json.dumps([found.communicator.token, [agreements.place_of(rank) for rank in ranks]])
+    return joining.invitation(group_of(group).communicator, KIND)
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
@@ -170,20 +163,11 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
-    limit_s = _seconds(timeout_s)
+    limit_s = seconds(timeout_s)
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    try:
-        token, places = json.loads(invited)
-        joiner = Joiner(str(token), [Place.read(place) for place in places])
-    except (TypeError, ValueError) as error:
-        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
-        raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
-    try:
-        made = joiner.join(limit_s)
-    finally:
-        joiner.close()
+    made = joining.join(invited, kind(), limit_s)
     _install(made)
     return made
 
@@ -201,13 +185,6 @@ def group_of(group: Any) -> Group:
     found: Group = given_group(group)
     found.queue.require_open()
     return found
-
-
-def _seconds(timeout_s: Any) -> float:
-    """Return a timeout, or raise an ``ArgumentError`` if it is not a number of seconds."""
-    if not isinstance(timeout_s, Real) or isinstance(timeout_s, bool) or not float(timeout_s) >= 0:
-        raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
-    return float(timeout_s)
 
 
 def _end_calls(error: ReductionError) -> None:

@@ -1,7 +1,7 @@
 """Protocols of what a group of ranks needs from its environment: a rendezvous, and a transport between hosts.
 
 Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``tcp.py`` a transport and
-``torch/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
+``ranks/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
 """
 
 from __future__ import annotations

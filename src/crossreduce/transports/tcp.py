@@ -8,6 +8,7 @@ ranks of the group can read. The messages themselves are neither encrypted nor a
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -181,12 +182,19 @@ def _source_for(target: str) -> str | None:
     return None
 
 
-def opened_listener() -> socket.socket:
-    """Return a socket that listens at a free port of all addresses of this host."""
+def opened_listener(port: int = 0, address: str = "") -> socket.socket:
+    """Return a socket that listens at a port (0: a free one) of an address of this host, or of all its addresses."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=1024)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 is disabled
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            # IPv6 is disabled
+    return socket.create_server(("", port), backlog=1024)
 
 
 def _proof(key: bytes, who: str, rank: int, listener: int) -> bytes:

@@ -5,28 +5,59 @@ Input: an invitation, which names a rank of the group. Output: the group, once i
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Final
+from typing import Final, Generic
 
-from ..errors import CollectiveTimeout, PeerLostError, ReductionError, message
-from ..ranks import contact
-from ..ranks.agreement import read_decision
-from ..ranks.contact import Ended, Json, Peer, Place
-from ..ranks.survivors import FORMED, Reformed
-from .forming import PAUSE_S, connected, formed
-from .group import Group
+from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message
+from . import contact
+from .agreement import read_decision
+from .communicator import Communicator
+from .contact import Ended, Json, Peer, Place
+from .forming import PAUSE_S, Group, GroupKind, Settings, connected
+from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 
 
-class Joiner:
+def invitation(group: Communicator, kind: str) -> str:
+    """Return a text with which a process can join a group; ``kind``: its ``GroupKind.name``. It has the ranks' keys."""
+    ranks = [group.rank, *(rank for rank in range(0, group.size, -(-group.size // _INVITING)) if rank != group.rank)]
+    return json.dumps([kind, group.token, [group.agreements.place_of(rank) for rank in ranks]])
+
+
+def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
+    """Wait until the ranks of a group call ``grow``, and form it together with them.
+
+    Raises:
+      ArgumentError: this is not an invitation, or one of a group of another kind.
+      CollectiveTimeout: the ranks did not call ``grow`` in time.
+      PeerLostError: no rank of the group can be reached any more.
+    """
+    try:
+        name, token, places = json.loads(invited)
+        read = [Place.read(place) for place in places]
+    except (TypeError, ValueError) as error:  # the text has keys, so that it is not shown
+        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
+        raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
+    if name != kind.name:
+        problem = "this is an invitation to a group of another kind."
+        raise ArgumentError.of(problem, f"a group of {name}", f"an invitation to a group of {kind.name}")
+    joiner = Joiner(str(token), read, kind)
+    try:
+        return joiner.join(timeout_s)
+    finally:
+        joiner.close()
+
+
+class Joiner(Generic[Group]):
     """A process that wants to join a group of which it knows some ranks."""
 
-    def __init__(self, group: str, places: Sequence[Place]) -> None:
-        self._group, self._places = group, list(places)
+    def __init__(self, group: str, places: Sequence[Place], kind: GroupKind[Group]) -> None:
+        self._group, self._places, self._kind = group, list(places), kind
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None
         self._own = contact.listen()
@@ -91,7 +122,7 @@ class Joiner:
 
     def _formed(self, offer: dict[str, Json]) -> Group:
         members = [Peer(Place.read(place)) for place in offer["members"]]
-        leader, timeout = members[0], timedelta(seconds=offer["timeout_s"])
+        leader = members[0]
 
         def watch() -> None:
             if self._decision(offer, members) is False:
@@ -100,8 +131,8 @@ class Joiner:
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connected(leader, offer["port"], watch)
-        return formed(store, offer["rank"], offer["size"], timeout, offer["name"], watch, exact=offer["exact"])
+        store = connected(self._kind, leader, offer["port"], watch)
+        return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), watch)
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""
@@ -126,7 +157,7 @@ class Joiner:
     def _is_valid(self, offer: dict[str, Json], made: Group, deadline: float) -> bool:
         """Wait until the ranks have decided whether the group is formed."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
-        while time.monotonic() < deadline + offer["timeout_s"]:
+        while time.monotonic() < deadline + Settings(*offer["settings"]).timeout_s:
             decided = self._decision(offer, members, made)
             if decided is not None:
                 return decided

@@ -1,0 +1,384 @@
+"""Collectives of NumPy arrays among processes that any launcher has started, and that can go on when some of them die.
+
+Input: a rank, the number of ranks, and an address at which rank 0 listens: from the launcher's environment, or as
+arguments. Output: a ``RankGroup``. It needs neither PyTorch nor MPI. The ranks of a host reduce through shared memory,
+hosts exchange data over TCP. For programs under ``mpiexec`` see ``mpi.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from operator import index
+from typing import Any, Final, TypeVar
+
+from .array_group import ArrayGroup
+from .errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    MismatchError,
+    ReductionError,
+    encoded,
+    message,
+    shown,
+)
+from .ranks import joining, survivors
+from .ranks.communicator import Communicator
+from .ranks.forming import Forming, GroupKind, Settings
+from .ranks.membership import Hosts
+from .ranks.rendezvous import ConnectionStore, StoreRendezvous, reaching
+from .ranks.store import StoreClient, StorePart
+from .ranks.survivors import SHRINK_S, Reformed
+from .transports.base import Transport
+from .transports.tcp import TcpTransport
+from .validation import seconds
+
+__all__ = ["RankGroup", "Reformed", "join", "join_invited"]
+
+_PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
+_REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
+_OWN_HOST: Final = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}  # where to listen
+Result = TypeVar("Result")
+
+
+def join(
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    *,
+    key: str | None = None,
+    timeout_s: float = 300.0,
+    name: str = "world",
+) -> RankGroup:
+    """Make a group of processes. All of them call it.
+
+    What is not given is read from the environment, where ``torchrun`` and other launchers set it: ``RANK``,
+    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where torchrun serves a store of its own at that port, the next
+    port is used. Rank 0 listens at the address until its group ends. If it is this host's own ("localhost"), only
+    processes of this host can connect.
+
+    Args:
+      rank: this process's number, from 0.
+      size: the number of processes.
+      address: where rank 0 listens, as "HOST:PORT"; ignored if ``size`` is 1.
+      key: a secret text of all ranks; ``None``: the environment variable ``CROSSREDUCE_KEY``. Each message to the
+        address and each answer then has a proof that the sender knows it. Without a key any program that reaches the
+        address can take part. Nothing is encrypted; see docs/processes.md.
+      timeout_s: how long this, and then every call, waits for other ranks, in seconds.
+      name: the group's name in messages.
+    Raises:
+      ArgumentError: an argument or variable is missing or invalid, two processes have the same rank, rank 0 cannot
+        listen there, or another program, or one with another key, answers there.
+      MismatchError: processes differ in ``size``, or in their version of crossreduce.
+      CollectiveTimeout: some ranks did not come in time.
+      BackendError: the compiled kernels are missing, or this system is not Linux.
+
+    >>> import numpy as np
+    >>> with join(rank=0, size=1) as group:  # a group of this process alone
+    ...     group.all_reduce(np.arange(3.0), "mean")
+    array([0., 1., 2.])
+    """
+    timeout_s = seconds(timeout_s)
+    own, count = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
+    if not 0 <= own < count:
+        raise ArgumentError.of("the rank must be at least 0 and less than the size.", f"rank {own}, size {count}")
+    secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
+    host, port = ("localhost", 0) if count == 1 else _place(address)
+    store = _served(secret, host, port) if own == 0 else _reached(secret, host, port, own, timeout_s)
+    try:
+        _meet(store, own, count, timeout_s)
+    except BaseException:
+        store.close()
+        raise
+    return _group_of(store, own, count, Settings(timeout_s, name))
+
+
+def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
+    """Join the group of an ``RankGroup.invitation`` when its ranks next call ``grow``.
+
+    Args:
+      invitation: what ``invitation`` returned on any rank of the group.
+      timeout_s: how long this waits for ``grow``, in seconds.
+    Returns:
+      The group, with this process as one of the last ranks.
+    Raises:
+      ArgumentError: this is not an invitation to a group of this module, or ``timeout_s`` is not a number.
+      CollectiveTimeout: the ranks did not call ``grow`` in time.
+      PeerLostError: no rank of the group can be reached any more.
+    """
+    return joining.join(invitation, _KIND, seconds(timeout_s))
+
+
+class RankGroup(ArrayGroup):
+    """The processes that joined. All make the same calls in the same order; each returns with this rank's result.
+
+    Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
+    Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks in the earlier group,
+    and how many calls have succeeded there on all of them; else ``None``.
+
+    If a rank dies, calls of the others raise a ``PeerLostError``, and they go on with ``shrink`` or ``committed``. One
+    thread at a time calls ``agree``, ``shrink`` or ``grow``.
+    """
+
+    def __init__(self, communicator: Communicator, store: StoreClient) -> None:
+        """Users call ``join`` instead."""
+        super().__init__(communicator)
+        self.reformed: Reformed | None = None
+        self._store = store
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
+        super().close()
+        self._store.close()
+
+    def agree(self, flag: bool, timeout_s: float | None = None) -> bool:
+        """Return whether ``flag`` is true on all ranks: the same answer on all that survive this call.
+
+        All ranks call it together, also after a call of the group has failed. Ranks that have died do not count.
+
+        Args:
+          flag: what this rank brings.
+          timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group
+            for good. ``None``: 10 s longer than the timeout of the group, since a rank may come from a call that timed
+            out.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
+        """
+        return survivors.agree(self.communicator, bool(flag), None if timeout_s is None else seconds(timeout_s))
+
+    def shrink(self, timeout_s: float = SHRINK_S) -> RankGroup:
+        """Form a group of the ranks that are left, after a ``PeerLostError`` or ``CollectiveTimeout``; close this one.
+
+        All ranks that are left call it; a call of this group that another rank is in fails as soon as one rank calls
+        this. The new group has ranks 0, 1, ... in the order of the earlier ones. What a lost rank had not sent is gone:
+        repeat the step that failed.
+
+        Args:
+          timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
+            excluded for good. Ranks that have ended are not waited for.
+        Returns:
+          The new group, with ``reformed``.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ContextError: this group is closed.
+          ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks
+            more than half, or half with the lowest one, unless all others have ended.
+        """
+        made, reformed = survivors.shrink(self.communicator, self._forming(grows=False), seconds(timeout_s))
+        return self._followed_by(made, reformed)
+
+    def committed(
+        self,
+        step: Callable[[RankGroup], Result],
+        changed: Callable[[RankGroup], None] = lambda _: None,
+        *,
+        timeout_s: float = SHRINK_S,
+    ) -> tuple[RankGroup, Result]:
+        """Run a step until it has succeeded on all ranks that are left; return their group, and its result.
+
+        If ranks are lost, the others shrink the group and repeat the step in the new one. So ``step`` changes nothing
+        that a repetition needs; what follows this call is done by all ranks or by none::
+
+            group, gradient = group.committed(lambda group: group.all_reduce(gradient_of(weights, group.rank)))
+            weights -= 0.1 * gradient
+
+        Args:
+          step: called with the group, on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are
+            lost.
+          changed: called with the new group before the step is repeated, to divide the work anew. If ranks are lost in
+            it, the others shrink the group and call it again.
+          timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as
+            ``agree`` does by default.
+        Returns:
+          The group in which the step has succeeded, which is this one unless ranks were lost, and what ``step``
+          returned there.
+        Raises:
+          ArgumentError, ExcludedError: as for ``shrink``.
+          Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
+        """
+        limit_s, groups = seconds(timeout_s), [self]
+        result = survivors.committed(
+            lambda: step(groups[-1]),
+            lambda: changed(groups[-1]),
+            lambda done: groups[-1].agree(done, None if done else limit_s),
+            lambda: groups.append(groups[-1].shrink(limit_s)),
+            lambda error: groups[-1].communicator.give_up(error),
+        )
+        return groups[-1], result
+
+    def grow(self, timeout_s: float = SHRINK_S) -> RankGroup | None:
+        """Let the processes in that have called ``join_invited``; all ranks call it together.
+
+        The new group has the ranks of this one first, in their order, and then the new ones; this one is closed. The
+        new ranks have no state yet: broadcast it from rank 0.
+
+        Args:
+          timeout_s: how long ranks of the group are waited for, in seconds.
+        Returns:
+          The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group stays as it is. If
+          a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ContextError: this group is closed.
+          ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+          PeerLostError: other ranks call ``shrink``.
+          ReductionError: the new group could not be formed.
+        """
+        made, reformed = survivors.grow(self.communicator, self._forming(grows=True), seconds(timeout_s))
+        return None if made is None else self._followed_by(made, reformed)
+
+    def invitation(self) -> str:
+        """Return a text with which a new process can ``join_invited`` this group, by any channel that keeps it secret.
+
+        It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+        processes is in it.
+        """
+        return joining.invitation(self.communicator, _KIND.name)
+
+    def _forming(self, *, grows: bool) -> Forming[RankGroup]:
+        settings = Settings(self.communicator.timeout_s, self.communicator.name)
+        return Forming(self.communicator, _KIND, settings, grows=grows)
+
+    def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
+        """Close this group, whose ranks go on in a new one, and return that."""
+        made.reformed = reformed
+        self.communicator.succeed(made.communicator.token)
+        self.close()
+        return made
+
+
+# How ranks find each other
+
+
+def _number(given: Any, what: str, variable: str) -> int:
+    """Return a number that the caller or the environment gave."""
+    value: Any = os.environ.get(variable) if given is None else given
+    remedy = f"{what}=..., or a launcher that sets {variable}, such as torchrun"
+    if value is None:
+        raise ArgumentError.of(f"{what} was not given, and {variable} is not set.", f"{what}=None", remedy)
+    try:
+        return int(value) if given is None else index(value)
+    except (TypeError, ValueError):
+        where = variable if given is None else what
+        raise ArgumentError.of(f"{where} must be an integer.", shown(value), remedy) from None
+
+
+def _place(address: Any) -> tuple[str, int]:
+    """Return the host and the port at which rank 0 listens."""
+    given, further = address, 0
+    if address is None:
+        host, port = (os.environ.get(variable) for variable in ("MASTER_ADDR", "MASTER_PORT"))
+        if host is None or port is None:
+            problem = "address was not given, and MASTER_ADDR and MASTER_PORT are not both set."
+            raise ArgumentError.of(problem, f"MASTER_ADDR={host}, MASTER_PORT={port}", 'address="HOST:PORT"')
+        given = f"{host}:{port}"
+        further = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens at MASTER_PORT itself
+    host, _, port = given.rpartition(":") if isinstance(given, str) else ("", "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) + further < 1 << 16:
+        raise ArgumentError.of("this is not an address.", shown(given), '"HOST:PORT", such as "node0:29500"')
+    return host, int(port) + further
+
+
+def _digest(key: Any) -> bytes:
+    """Return the key of the store for a secret text."""
+    if not isinstance(key, str):
+        raise ArgumentError.of("key must be a text.", type(key).__name__, "the same secret text on all ranks")
+    return blake2b(key.encode(), digest_size=16, person=b"crossreduce key").digest()
+
+
+def _served(key: bytes, host: str, port: int) -> StoreClient:
+    """Serve the store of a group."""
+    try:
+        return StoreClient(key, port=port, serve_at=_OWN_HOST.get(host, ""))
+    except OSError as error:
+        remedy = "another port, or end the program that listens there"
+        raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error
+
+
+def _reached(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
+    """Connect to the store that rank 0 serves, once it does so."""
+    began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
+    while True:
+        try:
+            store = StoreClient(key, host, port)
+            store.num_keys()
+        except (OSError, RuntimeError) as error:
+            now, failure = time.monotonic(), error
+        else:
+            return store
+        if isinstance(failure, OSError) or "Timeout" in str(failure):  # rank 0 does not listen yet, or was stopped
+            if now > began + timeout_s:
+                problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
+                remedy = "start all ranks; the address of rank 0's host; a longer timeout"
+                raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
+        else:
+            refused_at = refused_at or now
+            if now > refused_at + min(_REFUSED_S, timeout_s):
+                problem = f"what listens at {host}:{port} does not accept rank {rank}."
+                remedy = "the same key on all ranks; a port at which no other program listens"
+                raise ArgumentError.of(problem, str(failure), remedy)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+
+
+def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
+    """Wait for all ranks, each of which is there once, with the same size.
+
+    A process that comes after all ranks have met can no longer end their group.
+    """
+    rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
+    with reaching("rank 0, which runs it,", [0]):
+        own, names = secrets.token_hex(8).encode(), StorePart(store, "rank/")
+        first = names.compare_set("size", b"", f"{size} {rank}".encode()).decode()
+        is_first = names.compare_set(str(rank), b"", own) == own
+    error: ReductionError | None = None
+    if (other := first.split())[0] != str(size):
+        problem = f"the size is {size} on rank {rank} and {other[0]} on rank {other[1]}."
+        error = MismatchError.of(problem, remedy="the same size, or WORLD_SIZE, on all ranks")
+    elif not is_first:
+        problem = f"two processes have joined as rank {rank}."
+        error = ArgumentError.of(
+            problem, remedy="a number of its own for each rank; an address of its own for each job"
+        )
+    if error is not None:
+        rendezvous.publish_abort(encoded(error))
+        with suppress(ReductionError):  # it waits until others have read the error
+            rendezvous.all_gather(b"")
+        raise error
+    rendezvous.all_gather(b"")
+
+
+def _nothing() -> None:
+    """Watch nothing."""
+
+
+def _group_of(
+    store: StoreClient, rank: int, size: int, settings: Settings, watch: Callable[[], None] = _nothing
+) -> RankGroup:
+    """Return a group whose ranks meet at a store, which this closes if they cannot; ``watch`` raises in that case."""
+
+    def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
+        return TcpTransport(*ConnectionStore(StorePart(store, "tcp/"), rank, cancelled).connect(hosts))
+
+    timeout_s = settings.timeout_s
+    try:
+        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch)
+        communicator = Communicator(rendezvous, connected, name=settings.name, timeout_s=timeout_s, overlapping=False)
+    except BaseException:
+        store.close()
+        raise
+    rendezvous.watch = store.watch = _nothing  # ``watch`` refers to the earlier group
+    return RankGroup(communicator, store)
+
+
+_KIND: Final[GroupKind[RankGroup]] = GroupKind("NumPy ranks", StoreClient, _group_of)

@@ -1,0 +1,168 @@
+"""A new group of the ranks of an earlier one that are left, and of processes that join: its store, and its ranks.
+
+Input: the earlier group, its ranks that are left, and a function that makes a group of ranks that meet at a store.
+Output: such a group with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks
+find each other through ``contact``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from ..errors import PeerLostError, message
+from .communicator import Communicator
+from .contact import ANSWER_S, Ended, Peer, Place
+from .store import StoreClient
+from .survivors import Reformed
+
+PAUSE_S: Final = 0.002  # between two questions to a rank
+_PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
+_CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
+
+
+class Formed(Protocol):
+    """A group that was formed of another one."""
+
+    communicator: Communicator
+    reformed: Reformed | None
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+Group = TypeVar("Group", bound=Formed)
+Watch: TypeAlias = Callable[[], None]
+
+
+class Settings(NamedTuple):
+    """What a group takes over from the earlier one. ``exact``: see ``crossreduce.torch.Options``."""
+
+    timeout_s: float
+    name: str
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class GroupKind(Generic[Group]):
+    """Groups of one kind: those of torch, or those of NumPy arrays.
+
+    Args:
+      name: a process can join a group of its own kind only.
+      new_store: serves a store, or connects to one; its arguments are those of ``StoreClient``.
+      new_group: returns a group of ranks that meet at a store, or raises a ``ReductionError``. Its arguments: the
+        store, the rank, the size, the settings, and a function that raises if the ranks cannot meet any more.
+    """
+
+    name: str
+    new_store: Callable[..., StoreClient]
+    new_group: Callable[[Any, int, int, Settings, Watch], Group]
+
+
+class Forming(Generic[Group]):
+    """The new group of some ranks of a group, and of the processes that want to join if ``grows``."""
+
+    def __init__(self, old: Communicator, kind: GroupKind[Group], settings: Settings, *, grows: bool) -> None:
+        self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
+        self._agreements = old.agreements
+        self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
+        self._check_at = 0.0
+
+    def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
+        """Make the group; for arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
+        members, old = reformed.members, self._old
+        key = f"store {self._agreements.number}"
+        rank = members.index(old.rank)
+        if rank == 0:
+            self._joiners = self._waiting(members) if self._grows else {}
+            size, store = len(members) + len(self._joiners), None
+            if self._joiners or not self._grows:
+                store = self._kind.new_store(bytes.fromhex(self._agreements.place_of(old.rank).key))
+                self._admit(members, store.port)
+            self._agreements.published = {key: [size, 0 if store is None else store.port]}
+        else:
+            peer = self._agreements.peer(members[0])
+            size, port = self._asked(peer, key, watch)
+            store = connected(self._kind, peer, port, watch) if port else None
+        if store is None:
+            return None
+        return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
+
+    def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
+        """Return the processes that want to join and answer now."""
+        places = self._agreements.joiners()
+        for rank in members:
+            if rank != self._old.rank:
+                with suppress(Ended):
+                    peer = self._agreements.peer(rank)
+                    answer = peer.ask(self._old.token, {"what": "waiting"})
+                    places |= (answer or {}).get("waiting", {})
+        peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
+        return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
+
+    def _admit(self, members: Sequence[int], port: int) -> None:
+        """Tell the processes that join their ranks."""
+        agreements = self._agreements
+        offer = {
+            "what": "admit",
+            "size": len(members) + len(self._joiners),
+            "port": port,
+            "settings": self._settings,
+            "token": self._old.token,
+            "number": agreements.number + 1,
+            "members": [agreements.place_of(rank) for rank in members],
+        }
+        for k, (token, peer) in enumerate(self._joiners.items()):
+            with suppress(Ended):  # the check finds that
+                peer.ask(token, offer | {"rank": len(members) + k})
+
+    def _check(self, watch: Watch) -> None:
+        """Raise if the new group cannot be formed any more."""
+        watch()
+        if self._joiners and (now := time.monotonic()) > self._check_at:
+            self._check_at = now + _CHECK_S
+            gone = [token for token, peer in self._joiners.items() if not answers(peer, token)]
+            if gone:
+                problem = "a process that was to join the group has ended, or does not answer."
+                raise PeerLostError(message(problem, f"{len(gone)} of {len(self._joiners)}", "call grow again"))
+
+    def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
+        """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
+        limit_s = self._settings.timeout_s
+        deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
+        while time.monotonic() < deadline:
+            answer = None
+            with suppress(Ended):
+                answer = peer.ask(self._old.token, {"what": "published", "key": key}, patience_s)
+            patience_s = min(2 * patience_s, ANSWER_S)
+            if answer is not None and answer.get("value") is not None:
+                size, port = answer["value"]
+                return int(size), int(port)
+            watch()
+            time.sleep(PAUSE_S)
+        problem = "the rank that serves the store of the new group does not answer."
+        raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
+
+
+def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
+    """Return whether a process that wants to join answers in time."""
+    try:
+        return "ready" in (peer.ask(token, {"what": "ready"}, timeout_s) or {})
+    except Ended:
+        return False
+
+
+def connected(kind: GroupKind[Group], peer: Peer, port: int, watch: Watch) -> StoreClient:
+    """Return the store that another process serves; ``watch`` is called while it does not answer.
+
+    Raises:
+      PeerLostError: it cannot be reached.
+    """
+    try:
+        return kind.new_store(bytes.fromhex(peer.place.key), peer.known, port, watch)
+    except OSError as error:
+        problem = "the store of the new group cannot be reached."
+        raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
