@@ -78,7 +78,7 @@ def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
 def test_bench_has_no_in_place_form(crossreduce, tmp_path, options, jax_, tensorflow_):
     """In place is N/A, and null in JSON, for immutable arrays, broadcasts, and results of another dtype."""
     path = tmp_path / "bench.json"
-    code, out, _ = crossreduce("bench", "-b", "64", "-e", "64", "-n", "1", "-g", "2", "-J", path, *options)
+    code, out, _ = crossreduce("bench", "-b", "64", "-e", "64", "-n", "1", "-g", "8", "-J", path, *options)
     assert code == 0
     assert [m["time_in"] for m in ROW.finditer(out)] == ["N/A"]
     assert [row["in_place"] for row in json.loads(path.read_text())["results"]] == [None]
@@ -188,7 +188,7 @@ def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
 @pytest.fixture
 def cancelling(monkeypatch):
     """Replace the inputs: additions in most orders lose the 1, which is the exact sum of each element."""
-    given = [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]
+    given = [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30, 0, 0, 0, 0, 0)]
     monkeypatch.setattr(exact, "inputs", lambda *_: given)
     monkeypatch.setattr(exact, "result", lambda *_: np.ones(exact.PERIOD, "float32"))
 
@@ -197,7 +197,7 @@ def cancelling(monkeypatch):
 def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework, collective):
     """With --exact the sums are exact, for every framework; the output and the JSON say so."""
     path = tmp_path / "bench.json"
-    line = ["bench", "-b", 64, "-e", 64, "-n", 1, "-g", 3, "--collective", collective, "-A", "ring,direct", "-J", path]
+    line = ["bench", "-b", 64, "-e", 64, "-n", 1, "-g", 8, "--collective", collective, "-A", "ring,direct", "-J", path]
     for option in ("--exact", None):
         code, out, _ = crossreduce(*line, "--framework", framework.name, *([option] if option else []))
         rows = json.loads(path.read_text())["results"]
