@@ -1,6 +1,7 @@
 """NumPy arrays in groups of crossreduce.processes: the collectives, how ranks meet, and how groups go on."""
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +29,13 @@ from crossreduce.errors import (
     ExcludedError,
     MismatchError,
     PeerLostError,
+    ReductionError,
+    UnsupportedError,
+    encoded,
 )
-from crossreduce.ranks import store
-from crossreduce.ranks.store import StoreClient
+from crossreduce.ranks import agreement, joining, store, survivors
+from crossreduce.ranks.rendezvous import MET, StoreRendezvous
+from crossreduce.ranks.store import StoreClient, StorePart
 from crossreduce.torch import forming
 
 LONG_S = 1800.0
@@ -92,6 +98,34 @@ def test_every_collective_of_numpy_arrays(address, hosts):
     """Every collective, dtype and shape gives NumPy's results, on one host and on several simulated ones."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     assert all(ranks(len(hosts), collectives, address, hosts, environment=environment, timeout_s=120))
+
+
+def test_masked_arrays_are_refused():
+    """A masked array raises an error, also if an array of its shape and dtype was reduced before."""
+    with processes.join(0, 1) as group:
+        for _ in range(3):
+            group.all_reduce(np.ones(2))
+        with pytest.raises(UnsupportedError, match=r"masked arrays cannot be reduced.*\n.*\n.*filled"):
+            group.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1]))
+
+
+def test_roots_that_are_not_integers():
+    """A root that is not the number of a rank is an ArgumentError in every call; NumPy's integers are numbers."""
+    x = np.ones((1, 2))
+    with processes.join(0, 1) as group:
+        calls = (
+            lambda root: group.reduce(x, "sum", root),
+            lambda root: group.broadcast(x, root),
+            lambda root: group.gather(x, root),
+            lambda root: group.scatter(x, np.ones(2), root),
+        )
+        for call in calls:
+            for root in (1.0, "0", True, None, np.array([0])):
+                with pytest.raises(ArgumentError, match="root must be the number of a rank"):
+                    call(root)
+            with pytest.raises(ArgumentError, match="the root is not a rank of the group"):
+                call(1)
+            assert call(np.int64(0)).sum() == 2
 
 
 # Groups that go on
@@ -196,7 +230,7 @@ def test_a_step_that_failed_on_one_rank_is_repeated_on_all(address):
     assert ranks(3, fails_on_one_rank, address) == [([3, 3], 60, (0, 1, 2))] * 3
 
 
-def fails(rendezvous, address):
+def fails(rendezvous, address, folder, in_step):
     group = joined(rendezvous, address)
 
     def step(group):
@@ -205,17 +239,182 @@ def fails(rendezvous, address):
             raise ValueError("a failure of the program")
         return total(group)
 
+    done = [Path(folder, f"done{rank}") for rank in (0, 2)]
     if rendezvous.rank == 1:
         with pytest.raises(ValueError, match="a failure"):
-            group.committed(step)
+            group.committed(step if in_step else total_and_failure)
+        with pytest.raises(ContextError, match="closed"):
+            group.barrier()
+        while not all(path.exists() for path in done):  # this process lives on
+            time.sleep(0.01)
         group.close()
         return None
-    return group.committed(step)[1]
+    found = group.committed(step if in_step else total)[1]
+    Path(folder, f"done{rendezvous.rank}").touch()
+    return found
 
 
-def test_another_error_of_a_step_ends_only_the_rank_that_raises_it(address):
-    """An error that is not about ranks is passed on, and the other ranks go on when that rank has left."""
-    assert ranks(3, fails, address) == [30, None, 30]
+def total_and_failure(group):
+    total(group)
+    raise ValueError("a failure of the program")
+
+
+@pytest.mark.parametrize(("in_step", "result"), [(True, 30), (False, 60)])
+def test_another_error_of_a_step_ends_only_the_rank_that_raises_it(address, tmp_path, in_step, result):
+    """An error that is not about ranks is passed on. The others continue at once, although the process of the rank that
+    raised it has not ended: they repeat the step that it did not complete, or count the one that it did."""
+    assert ranks(3, fails, address, tmp_path, in_step) == [result, None, result]
+
+
+def other_errors(rendezvous, address):
+    group = joined(rendezvous, address)
+
+    def differs(group):
+        group.all_reduce(np.ones(1 + group.rank))
+
+    with pytest.raises(MismatchError):
+        group.committed(differs)
+    found = [total(group)]
+    if rendezvous.rank == 1:
+        die()
+
+    def replaces_the_error(group):
+        try:
+            group.barrier()
+        except PeerLostError as error:
+            raise RuntimeError("of a library") from error
+
+    with pytest.raises(RuntimeError, match="of a library"):
+        group.committed(replaces_the_error)
+    made = group.shrink()
+    return [*found, total(made)]
+
+
+def test_errors_of_a_step_after_which_a_rank_stays_in_its_group(address):
+    """After a MismatchError, which all ranks raise, the group can be used. After an error that follows from the loss of
+    a rank, the others can still shrink it."""
+    found = ranks(3, other_errors, address, check=False)
+    assert isinstance(found.pop(1), Died)
+    assert found == [[60, 30]] * 2, found
+
+
+def computes_for_long(rendezvous, address):
+    group, messages = joined(rendezvous, address, timeout_s=60), []
+    survivors.SHRINK_S = processes.SHRINK_S = 0.3
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("crossreduce").addHandler(handler)
+
+    def step(group):
+        if group.size == 3 and rendezvous.rank == 2:
+            die()
+        if group.size == 3 and rendezvous.rank == 1:
+            time.sleep(2)
+        return total(group)
+
+    group, found = group.committed(step)
+    return found, group.reformed.members, [text for text in messages if "a step has failed" in text]
+
+
+def test_a_rank_that_computes_for_long_is_waited_for(address):
+    """When a step has failed, ranks that are alive are waited for as long as the timeout of the group by default. The
+    log tells who repeats the step, and why."""
+    *found, lost = ranks(3, computes_for_long, address, check=False)
+    assert isinstance(lost, Died)
+    for result, members, messages in found:
+        assert (result, members) == (30, (0, 1))
+        assert len(messages) == 1
+        assert re.match(
+            r"a step has failed, and is repeated by ranks 0, 1 of the earlier group: rank 2 died", messages[0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "timeout_s", "wait_s"),
+    [
+        (PeerLostError("lost"), None, None),
+        (PeerLostError("lost"), 3.0, 3.0),
+        (CollectiveTimeout("late"), None, survivors.SHRINK_S),
+        (CollectiveTimeout("late"), 30.0, 30.0),
+    ],
+)
+def test_how_long_committed_waits(error, timeout_s, wait_s):
+    """After a timeout, in which late ranks were waited for already, committed waits for 10 s only by default."""
+    errors, waits = [error], []
+
+    def step():
+        if errors:
+            raise errors.pop()
+
+    def agree(done, wait_s):
+        waits.append((done, wait_s))
+        return done
+
+    shrink = lambda: processes.Reformed((0,), 0)  # noqa: E731
+    survivors.committed(step, lambda: None, agree, shrink, lambda _: None, lambda _: None, timeout_s)
+    assert waits == [(False, wait_s), (True, None)]
+
+
+def shrinks_with_failures(rendezvous, address, error, times):
+    group, left = joined(rendezvous, address), times if rendezvous.rank == 0 else 0
+
+    def serve(*arguments, **options):
+        nonlocal left
+        if left and len(arguments) == 1:
+            left -= 1
+            raise error
+        return StoreClient(*arguments, **options)
+
+    processes._KIND = processes.GroupKind("NumPy ranks", serve, processes._group_of)
+    try:
+        return total(group.shrink())
+    except (ReductionError, KeyboardInterrupt) as caught:
+        return caught
+
+
+def test_a_rank_that_cannot_open_a_socket_in_shrink(address):
+    """If the system refuses what a rank needs to form a group, all ranks try again."""
+    error = OSError(24, "Too many open files")
+    assert ranks(2, shrinks_with_failures, address, error, 1) == [30, 30]
+
+
+def test_a_rank_that_can_never_open_a_socket_in_shrink(address):
+    """If the system refuses it again and again, all ranks raise an error of the library; that rank's says why."""
+    first, second = ranks(2, shrinks_with_failures, address, OSError(24, "Too many open files"), 10**6, check=False)
+    assert isinstance(first, ReductionError)
+    assert re.search(r'rank 0 cannot form group "world" again\.\n.*Too many open files', str(first))
+    assert isinstance(second, ReductionError)
+
+
+def test_ctrl_c_while_a_group_is_formed(address):
+    """A rank that is interrupted while it forms a group leaves it, and the others do not wait for it."""
+    began = time.monotonic()
+    first, second = ranks(2, shrinks_with_failures, address, KeyboardInterrupt(), 1, check=False)
+    assert isinstance(first, KeyboardInterrupt)
+    assert second == 10
+    assert time.monotonic() - began < 9
+
+
+def agrees_in_two_threads(rendezvous, address):
+    group = joined(rendezvous, address)
+    if rendezvous.rank == 1:
+        time.sleep(1)
+        return group.agree(True)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(group.agree(True)))
+    thread.start()
+    while not group._agreeing.locked():
+        time.sleep(0.001)
+    for call in (group.shrink, group.grow, lambda: group.agree(False)):
+        with pytest.raises(ContextError, match="another thread is in agree, shrink or grow"):
+            call()
+    thread.join()
+    return answers[0]
+
+
+def test_one_thread_at_a_time_agrees(address):
+    """A second thread that calls agree, shrink or grow gets an error, and that of the first one goes on."""
+    assert ranks(2, agrees_in_two_threads, address) == [True, True]
 
 
 def agrees(rendezvous, address):
@@ -323,11 +522,88 @@ def test_an_invitation_of_another_kind_or_a_damaged_one():
         processes.join_invited(text, timeout_s=5)
 
 
+PLACE = '[["127.0.0.1"], 1, "0123456789abcdef0123456789abcdef"]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '["NumPy ranks", "token", []]',
+        f'["NumPy ranks", 7, [{PLACE}]]',
+        f'[7, "token", [{PLACE}]]',
+        *(f'["NumPy ranks", "token", [{PLACE.replace(*change)}]]' for change in [
+            ('"127.0.0.1"', "7"), ('["127.0.0.1"]', '"127.0.0.1"'), ("1, ", "99999999, "), ("1, ", "1e400, "),
+            ("1, ", "true, "), ("1, ", "0, "), ("0123", "xxxx"), ("0123", ""), ('"0123', '7, "0123'),
+        ]),
+    ],
+)  # fmt: skip
+def test_damaged_invitations(text):
+    """Whatever is wrong in an invitation, the error is an ArgumentError."""
+    with pytest.raises(ArgumentError, match="this is not an invitation"):
+        processes.join_invited(text)
+
+
+def test_an_invitation_of_a_group_that_is_closed():
+    """A group that is closed, or whose rank the others have excluded, makes no invitation."""
+    with processes.join(0, 1) as group:
+        pass
+    with pytest.raises(ContextError, match='group "world" is closed'):
+        group.invitation()
+
+
+def forms_slowly(rendezvous, address, folder):
+    invited = Path(folder, "invitation")
+    if rendezvous.rank == 1:
+        joining._FORMING_S = 0.5
+        while not invited.exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match="did not let this process join"):
+            processes.join_invited(invited.read_text(), timeout_s=1)
+        return time.monotonic() - began
+
+    def slow(*arguments):
+        time.sleep(6)
+        return processes._group_of(*arguments)
+
+    group = processes.join(0, 1, timeout_s=LONG_S)
+    kind, processes._KIND = processes._KIND, processes.GroupKind("NumPy ranks", StoreClient, slow)
+    Path(folder, "partial").write_text(group.invitation())
+    Path(folder, "partial").rename(invited)
+    while not group.communicator.agreements.joiners():
+        time.sleep(0.01)
+    made = group.grow(30)
+    processes._KIND = kind
+    return made, total(group)
+
+
+def test_a_process_that_joins_waits_for_a_limited_time(address, tmp_path):
+    """join_invited returns after its timeout and the time for forming the group, whatever the timeout of the group is.
+    The ranks then go on without that process."""
+    (made, found), took = ranks(2, forms_slowly, address, tmp_path)
+    assert (made, found) == (None, 10)
+    assert took < 5
+
+
+def test_processes_that_do_not_ask_again_are_forgotten(monkeypatch):
+    """A rank keeps no list of all processes that have ever wanted to join."""
+    monkeypatch.setattr(agreement, "JOINER_S", 0.05)
+    with processes.join(0, 1) as group:
+        agreements = group.communicator.agreements
+        for token in ("first", "second"):
+            agreements.answer({"what": "join", "token": token, "place": []})
+            time.sleep(0.1)
+        assert [*agreements.waiting] == ["second"]
+        assert agreements.joiners() == {}
+        assert agreements.waiting == {}
+
+
 def invalid_timeouts(rendezvous, address):
     group = joined(rendezvous, address)
     calls = (group.shrink, group.grow, lambda timeout_s: group.agree(True, timeout_s))
     for call in (*calls, lambda timeout_s: group.committed(total, timeout_s=timeout_s)):
-        for timeout_s in ("10", True, -1, float("nan")):
+        for timeout_s in ("10", True, -1, float("nan"), 10**400):
             with pytest.raises(ArgumentError, match="timeout_s must be a number of seconds, 0 or more"):
                 call(timeout_s=timeout_s)
     return total(group)
@@ -372,7 +648,8 @@ import sys
 import numpy as np
 import crossreduce.processes
 with crossreduce.processes.join() as group:
-    print(group.rank, group.size, int(group.all_reduce(np.array(group.rank + 1))), flush=True)
+    sys.stdout.write(f"{group.rank} {group.size} {int(group.all_reduce(np.array(group.rank + 1)))}\\n")  # in one piece
+    sys.stdout.flush()
     group, _ = group.committed(lambda group: group.barrier())
     group = group.shrink()
 assert not {"torch", "mpi4py", "jax"} & {*sys.modules}
@@ -426,6 +703,11 @@ def test_under_torchrun(tmp_path):
         ((0, 2, "node0:0"), {}, "not an address"),
         ((0, 2, ("node0", 1)), {}, "not an address"),
         ((0, 2, ":29500"), {}, "not an address"),
+        ((1, 2, "a..b:29500"), {}, "not an address"),
+        ((1, 2, f"{'a' * 300}:29500"), {}, "not an address"),
+        ((1, 2, "node 0:29500"), {}, "not an address"),
+        ((0, 1 << 17, "node0:29500"), {}, r"size, which is at most 65536\.\n.*size 131072"),
+        ((True, 2), {}, r"rank must be an integer.*\n.*True"),
     ],
 )
 def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, message):
@@ -443,6 +725,9 @@ def test_invalid_options():
     assert "a secret" not in str(caught.value)
     with pytest.raises(ArgumentError, match="timeout_s must be a number"):
         processes.join(0, 1, timeout_s="10")
+    with pytest.raises(ArgumentError, match=r"name must be a text.*\n.*5"):
+        processes.join(0, 1, name=5)
+    processes.join(0, 1, key="\ud800").close()  # of an environment variable that is not UTF-8
 
 
 def at_once(functions):
@@ -484,11 +769,56 @@ def test_sizes_that_differ(address):
         assert re.search(r"size is \d on rank \d and \d on rank \d\.\n.*same size", str(error)), error
 
 
-def test_a_rank_that_is_there_twice(address):
+def test_a_rank_that_is_there_twice(address, monkeypatch):
     """If two processes have the same rank, all that are waiting raise an error at once, which names it."""
+    monkeypatch.setattr(processes, "_LATE_S", 0.5)
     errors = meets(address, (0, 3), (1, 3), (1, 3))
     assert {type(error) for error in errors} == {ArgumentError}
     assert all("two processes have joined as rank 1" in str(error) for error in errors)
+
+
+def test_a_rank_that_comes_after_the_error_gets_it_too(address):
+    """If ranks cannot meet, a rank that comes some seconds later raises the same error, not that rank 0 is missing."""
+
+    def second():
+        time.sleep(2.5)
+        processes.join(2, 3, address, timeout_s=20)
+
+    calls = [lambda rank=rank: processes.join(rank, 3, address, timeout_s=20) for rank in (0, 1, 1)]
+    errors = at_once([*calls, second])
+    assert [type(error) for error in errors] == [ArgumentError] * 4, errors
+    assert all("two processes have joined as rank 1" in str(error) for error in errors)
+
+
+class Interrupted(StorePart):
+    """A part of a store in which another process does something before each ``compare_set`` of this one."""
+
+    def compare_set(self, *arguments):
+        self.before()
+        return super().compare_set(*arguments)
+
+
+def test_ranks_meet_either_all_or_not_at_all():
+    """If an error is published when all ranks have come, but not all of them have seen that, all raise it. If one of
+    them has seen it, none does."""
+    for fails in (True, False):
+        served = StoreClient(b"key")
+        parts = [Interrupted(served, "meet/") for _ in range(2)]
+        first, second = (StoreRendezvous(part, rank, 2, 5) for rank, part in enumerate(parts))
+        third = StoreRendezvous(StorePart(served, "meet/"), 1, 2, 5)
+        error = ArgumentError("two processes have joined as rank 1.")
+        parts[0].before = partial(third.publish_abort, encoded(error)) if fails else lambda: None
+        parts[1].before = lambda: None
+        parts[1].set("1/1", b".")  # the second one has come
+        if fails:
+            for rendezvous in (first, second):
+                with pytest.raises(ArgumentError, match="two processes"):
+                    rendezvous.meet()
+        else:
+            first.meet()
+            assert third.publish_abort(encoded(error)) == MET
+            second.meet()
+        served.close()
 
 
 def late(rendezvous, address, folder):
@@ -504,8 +834,9 @@ def late(rendezvous, address, folder):
         time.sleep(0.01)
     errors = (1, 2, ArgumentError, "joined as rank 1"), (1, 3, MismatchError, "size is 3 on rank 1 and 2 on rank")
     for rank, size, kind, message in errors:
-        with pytest.raises(kind, match=message):
-            processes.join(rank, size, address, timeout_s=5)
+        with pytest.raises(kind, match=message) as caught:
+            processes.join(rank, size, address, timeout_s=LONG_S)
+        assert "join_invited" in str(caught.value)
     time.sleep(0.5)
     Path(folder, "refused").touch()
     return None
@@ -558,6 +889,18 @@ def test_a_port_at_which_another_program_listens(monkeypatch):
         listener.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_port_at_which_a_program_listens_that_sends_nothing():
+    """A program that accepts connections and sends nothing does not prolong the timeout; the error says so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, began = listener.getsockname()[1], time.monotonic()
+        with pytest.raises(
+            CollectiveTimeout, match=rf"what listens at 127.0.0.1:{port} did not answer rank 1"
+        ) as caught:
+            processes.join(1, 2, f"127.0.0.1:{port}", timeout_s=0.5)
+        assert time.monotonic() - began < 5
+        assert caught.value.ranks == (0,)
+
+
 def test_ranks_with_another_key_are_refused(address, monkeypatch):
     """A rank without the key of rank 0 can neither join nor read or change what the ranks have stored."""
     monkeypatch.setattr(processes, "_REFUSED_S", 0.3)
@@ -569,6 +912,7 @@ def test_ranks_with_another_key_are_refused(address, monkeypatch):
     first, second = at_once(calls)
     assert isinstance(first, CollectiveTimeout)
     assert first.ranks == (1,)
+    assert re.search(r"try:.*the same key on all ranks: \d+ connections to this rank did not prove", str(first))
     assert isinstance(second, ArgumentError)
     assert "does not accept rank 1" in str(second)
 

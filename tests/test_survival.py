@@ -298,6 +298,38 @@ def test_the_error_for_a_damaged_invitation_does_not_show_its_key():
         assert "secret" not in str(caught.value)
 
 
+def fails(rendezvous, folder):
+    rank = begin(rendezvous, folder)
+    part = dist.new_group([1, 2])
+    done = [Path(folder, f"done{rank}") for rank in (0, 2)]
+
+    def step():
+        if rank == 1:
+            raise ValueError("a failure of the program")
+        if rank == 2 and dist.get_world_size() == 3:
+            total(part)
+        return total()
+
+    if rank == 1:
+        with pytest.raises(ValueError, match="a failure"):
+            crt.committed(step)
+        with pytest.raises(ContextError, match="closed"):
+            total()
+        while not all(path.exists() for path in done):  # this process lives on
+            time.sleep(0.01)
+        dist.destroy_process_group()
+        return None
+    found = crt.committed(step)
+    done[rank // 2].touch()
+    return found
+
+
+def test_another_error_of_a_step_ends_only_the_rank_that_raises_it(tmp_path):
+    """An error that is not about ranks is passed on. The others continue at once, also those that wait in a sub-group,
+    although the process of the rank that raised it has not ended."""
+    assert ranks(3, fails, tmp_path) == [30, None, 30]
+
+
 def wrong_timeouts(rendezvous, folder):
     begin(rendezvous, folder)
     calls = crt.shrink, crt.grow, partial(crt.agree, True), partial(crt.committed, total)

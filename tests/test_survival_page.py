@@ -2,6 +2,7 @@
 
 import re
 import signal
+import stat
 import time
 
 from test_torch_storm import free_port
@@ -14,7 +15,7 @@ SECONDS = 200  # on a machine with other work
 def program_of(heading, folder):
     """Write the first program below a heading of the page to a file, and return its path."""
     program = folder / "train.py"
-    program.write_text(re.search(r"```py\n(.*?)```", PAGE.partition(f"\n## {heading}\n")[2], re.DOTALL)[1])
+    program.write_text(re.search(r"```py\n(.*?)```", PAGE.partition(f"# {heading}\n")[2], re.DOTALL)[1])
     return program
 
 
@@ -55,3 +56,26 @@ def test_the_numpy_program_of_the_page_goes_on(tmp_path):
     """Of three NumPy ranks, rank 0 is killed, at whose address they met. The others continue to the right weights."""
     for text in killed_at_first(program_of("NumPy, without PyTorch", tmp_path), new_address()):
         assert re.search(r"^step 1800, 2 ranks: [\d.]+e-1\d$", text, re.MULTILINE), text
+
+
+def test_the_numpy_program_of_the_page_lets_a_process_in(tmp_path):
+    """A process that reads the invitation of two NumPy ranks joins them, and all three end with the same weights. Only
+    this user can read the invitation."""
+    program = program_of("New NumPy processes", tmp_path)
+    text = program.read_text()
+    assert text.count("while step < 2000:") == 1
+    program.write_text(text.replace("while step < 2000:", "while is_new or group.size < 3 or step % 500:"))
+    address = new_address()
+    running = start(["-u", program], 2, lambda rank: address)
+    deadline = time.monotonic() + SECONDS
+    while not (invitation := tmp_path / "invitation").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
+    running += start(["-u", program, "new"], 1, lambda rank: {})
+    ended = finish(running, SECONDS)
+    for status, output in ended:
+        assert status == 0, output
+    last = {output.splitlines()[-1] for _, output in ended}
+    assert len(last) == 1, last
+    assert re.fullmatch(r"step \d+, 3 ranks: [\d.]+e-\d+", last.pop())

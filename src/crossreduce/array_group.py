@@ -5,11 +5,13 @@ Input: a ``Communicator``, and arrays. Output: arrays. ``mpi.py`` and ``processe
 
 from __future__ import annotations
 
+from contextlib import suppress
+from operator import index
 from typing import Any, Self
 
 import numpy as np
 
-from .errors import ArgumentError, shown
+from .errors import ArgumentError, UnsupportedError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
 from .options import CommunicationOptions
 from .ranks.communicator import ArrayView, Communicator
@@ -70,7 +72,7 @@ class ArrayGroup:
         self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None, *, exact: bool = False
     ) -> Array | None:
         """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
-        op, exact = read_op(op), _flag(exact)
+        op, exact, root = read_op(op), _flag(exact), _root(root)
         given = _readable(x, op)
         if self.rank != root:
             self.communicator.reduce(op, _memory(given), None, root, exact)
@@ -81,6 +83,7 @@ class ArrayGroup:
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
         """Return the array of rank ``root``. ``x`` has the same shape and dtype on every rank."""
+        root = _root(root)
         done: Array | None = self._calls.run(self.communicator, "broadcast", None, root, x, out)
         if done is not None:
             return done
@@ -122,7 +125,7 @@ class ArrayGroup:
 
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
         """Return all ranks' arrays, stacked, on rank ``root`` and ``None`` on all others."""
-        given = _readable(x)
+        given, root = _readable(x), _root(root)
         result = None
         if self.rank == root:
             given, result = _with_result(given, (self.size, *given.shape), out)
@@ -136,6 +139,7 @@ class ArrayGroup:
           x: on rank ``root`` an array of shape ``(size, *out.shape)``; ignored on all others.
           out: on every rank an array of the same shape and dtype.
         """
+        root = _root(root)
         _, result = _with_result(_readable(out), np.shape(out), out)
         given = None
         if self.rank == root:
@@ -215,6 +219,9 @@ class ArrayGroup:
 
 def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     """Return an array that the kernels can read, in C order and this machine's byte order."""
+    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+        problem = "masked arrays cannot be reduced."
+        raise UnsupportedError.of(problem, shown(x), "fill the masked elements: x.filled(0)")
     array = np.asarray(x)
     if array.dtype.byteorder not in "=|":
         array = array.astype(array.dtype.newbyteorder("="))
@@ -241,6 +248,16 @@ def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tup
         raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{given.dtype}")')
     in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
     return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
+
+
+def _root(root: Any) -> int:
+    """Return a root as an integer, or raise an ``ArgumentError``; the communicator checks that there is such a rank."""
+    if type(root) is int:
+        return root
+    with suppress(TypeError):
+        if not isinstance(root, (bool, np.ndarray)):
+            return index(root)
+    raise ArgumentError.of("root must be the number of a rank.", shown(root), "root=0")
 
 
 def _flag(exact: Any) -> bool:

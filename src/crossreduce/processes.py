@@ -11,8 +11,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from operator import index
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from .array_group import ArrayGroup
 from .errors import (
     ArgumentError,
     CollectiveTimeout,
+    ContextError,
     MismatchError,
     ReductionError,
     encoded,
@@ -31,8 +32,8 @@ from .ranks import joining, survivors
 from .ranks.communicator import Communicator
 from .ranks.forming import Forming, GroupKind, Settings
 from .ranks.membership import Hosts
-from .ranks.rendezvous import ConnectionStore, StoreRendezvous, reaching
-from .ranks.store import StoreClient, StorePart
+from .ranks.rendezvous import MET, ConnectionStore, StoreRendezvous, reaching
+from .ranks.store import LIMIT_S, StoreClient, StorePart
 from .ranks.survivors import SHRINK_S, Reformed
 from .transports.base import Transport
 from .transports.tcp import TcpTransport
@@ -40,9 +41,13 @@ from .validation import seconds
 
 __all__ = ["RankGroup", "Reformed", "join", "join_invited"]
 
+_ANSWER_S: Final = 1.0  # how long rank 0 may take to answer at least, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
 _REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
 _OWN_HOST: Final = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}  # where to listen
+_LATE_S: Final = 5.0  # how long rank 0 waits for the others to read why they cannot meet
+_MOST: Final = 1 << 16  # ranks
+_OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did not prove that they know it"
 Result = TypeVar("Result")
 
 
@@ -84,17 +89,26 @@ def join(
     array([0., 1., 2.])
     """
     timeout_s = seconds(timeout_s)
+    if not isinstance(name, str):
+        raise ArgumentError.of("name must be a text.", shown(name), 'name="world"')
     own, count = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
-    if not 0 <= own < count:
-        raise ArgumentError.of("the rank must be at least 0 and less than the size.", f"rank {own}, size {count}")
+    if not 0 <= own < count <= _MOST:
+        problem = f"the rank must be at least 0 and less than the size, which is at most {_MOST}."
+        raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port = ("localhost", 0) if count == 1 else _place(address)
     store = _served(secret, host, port) if own == 0 else _reached(secret, host, port, own, timeout_s)
     try:
         _meet(store, own, count, timeout_s)
+    except CollectiveTimeout as error:
+        store.close()
+        if own == 0 and store.refused:
+            raise CollectiveTimeout(f"{error}; {_OTHER_KEY.format(store.refused)}", error.ranks) from None
+        raise
     except BaseException:
         store.close()
         raise
+    store.limit_s = LIMIT_S
     return _group_of(store, own, count, Settings(timeout_s, name))
 
 
@@ -103,9 +117,11 @@ def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
 
     Args:
       invitation: what ``invitation`` returned on any rank of the group.
-      timeout_s: how long this waits for ``grow``, in seconds.
+      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
+        may take 10 s more.
     Returns:
-      The group, with this process as one of the last ranks.
+      The group, with this process as one of the last ranks. Its first call is the one that the others make when
+      ``grow`` has returned a group.
     Raises:
       ArgumentError: this is not an invitation to a group of this module, or ``timeout_s`` is not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
@@ -121,18 +137,19 @@ class RankGroup(ArrayGroup):
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
-    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks in the earlier group,
-    and how many calls have succeeded there on all of them; else ``None``.
+    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
+    earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
+    in a process that ``join_invited`` has let in; else ``None``.
 
     If a rank dies, calls of the others raise a ``PeerLostError``, and they go on with ``shrink`` or ``committed``. One
-    thread at a time calls ``agree``, ``shrink`` or ``grow``.
+    thread at a time calls ``agree``, ``shrink``, ``committed`` or ``grow``; a second one gets a ``ContextError``.
     """
 
     def __init__(self, communicator: Communicator, store: StoreClient) -> None:
         """Users call ``join`` instead."""
         super().__init__(communicator)
         self.reformed: Reformed | None = None
-        self._store = store
+        self._store, self._agreeing = store, threading.Lock()
 
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
@@ -153,7 +170,9 @@ class RankGroup(ArrayGroup):
           ArgumentError: ``timeout_s`` is not a number.
           ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
         """
-        return survivors.agree(self.communicator, bool(flag), None if timeout_s is None else seconds(timeout_s))
+        limit_s = None if timeout_s is None else seconds(timeout_s)
+        with self._alone():
+            return survivors.agree(self.communicator, bool(flag), limit_s)
 
     def shrink(self, timeout_s: float = SHRINK_S) -> RankGroup:
         """Form a group of the ranks that are left, after a ``PeerLostError`` or ``CollectiveTimeout``; close this one.
@@ -164,24 +183,27 @@ class RankGroup(ArrayGroup):
 
         Args:
           timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
-            excluded for good. Ranks that have ended are not waited for.
+            excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended
+            are not waited for.
         Returns:
           The new group, with ``reformed``.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
-          ContextError: this group is closed.
+          ContextError: this group is closed, or another thread is in ``agree``, ``shrink`` or ``grow``.
           ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks
             more than half, or half with the lowest one, unless all others have ended.
         """
-        made, reformed = survivors.shrink(self.communicator, self._forming(grows=False), seconds(timeout_s))
-        return self._followed_by(made, reformed)
+        limit_s = seconds(timeout_s)
+        with self._alone():
+            made, reformed = survivors.shrink(self.communicator, self._forming(grows=False), limit_s)
+            return self._followed_by(made, reformed)
 
     def committed(
         self,
         step: Callable[[RankGroup], Result],
         changed: Callable[[RankGroup], None] = lambda _: None,
         *,
-        timeout_s: float = SHRINK_S,
+        timeout_s: float | None = None,
     ) -> tuple[RankGroup, Result]:
         """Run a step until it has succeeded on all ranks that are left; return their group, and its result.
 
@@ -196,22 +218,36 @@ class RankGroup(ArrayGroup):
             lost.
           changed: called with the new group before the step is repeated, to divide the work anew. If ranks are lost in
             it, the others shrink the group and call it again.
-          timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as
-            ``agree`` does by default.
+          timeout_s: how long ranks that are alive are waited for when the step has failed, in seconds; later ones are
+            excluded for good, also if they only compute for longer. ``None``: 10 s longer than the timeout of the
+            group; 10 s if the step raised a ``CollectiveTimeout``, since late ranks were waited for already. A rank
+            whose step has succeeded always waits as ``agree`` does by default. Ranks that have ended or are stopped
+            are not waited for.
         Returns:
           The group in which the step has succeeded, which is this one unless ranks were lost, and what ``step``
           returned there.
         Raises:
           ArgumentError, ExcludedError: as for ``shrink``.
-          Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
+          MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
+          Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others
+            continue without it.
         """
-        limit_s, groups = seconds(timeout_s), [self]
+        limit_s, groups = None if timeout_s is None else seconds(timeout_s), [self]
+        shrink_s = self.communicator.timeout_s + SHRINK_S if limit_s is None else limit_s
+
+        def shrink() -> Reformed:
+            groups.append(groups[-1].shrink(shrink_s))
+            assert groups[-1].reformed is not None
+            return groups[-1].reformed
+
         result = survivors.committed(
             lambda: step(groups[-1]),
             lambda: changed(groups[-1]),
-            lambda done: groups[-1].agree(done, None if done else limit_s),
-            lambda: groups.append(groups[-1].shrink(limit_s)),
+            lambda done, wait_s: groups[-1].agree(done, wait_s),
+            shrink,
             lambda error: groups[-1].communicator.give_up(error),
+            lambda error: groups[-1]._leave(error),
+            limit_s,
         )
         return groups[-1], result
 
@@ -219,10 +255,12 @@ class RankGroup(ArrayGroup):
         """Let the processes in that have called ``join_invited``; all ranks call it together.
 
         The new group has the ranks of this one first, in their order, and then the new ones; this one is closed. The
-        new ranks have no state yet: broadcast it from rank 0.
+        new ranks have no state yet: if this returns a group, broadcast it from rank 0, on all ranks by the same call.
 
         Args:
-          timeout_s: how long ranks of the group are waited for, in seconds.
+          timeout_s: how long ranks of the group that are alive are waited for, in seconds. Later ones are excluded for
+            good: pass more if ranks may compute for longer before they call this. Ranks that have ended or are stopped
+            are not waited for.
         Returns:
           The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group stays as it is. If
           a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
@@ -233,16 +271,37 @@ class RankGroup(ArrayGroup):
           PeerLostError: other ranks call ``shrink``.
           ReductionError: the new group could not be formed.
         """
-        made, reformed = survivors.grow(self.communicator, self._forming(grows=True), seconds(timeout_s))
-        return None if made is None else self._followed_by(made, reformed)
+        limit_s = seconds(timeout_s)
+        with self._alone():
+            made, reformed = survivors.grow(self.communicator, self._forming(grows=True), limit_s)
+            return None if made is None else self._followed_by(made, reformed)
 
     def invitation(self) -> str:
         """Return a text with which a new process can ``join_invited`` this group, by any channel that keeps it secret.
 
         It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
         processes is in it.
+
+        Raises:
+          ContextError: this group is closed, or belongs to another process.
         """
         return joining.invitation(self.communicator, _KIND.name)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise a ``ContextError`` if another thread is in ``agree``, ``shrink`` or ``grow``."""
+        if not self._agreeing.acquire(blocking=False):
+            problem = f'another thread is in agree, shrink or grow of group "{self.communicator.name}".'
+            raise ContextError.of(problem, threading.current_thread().name, "call them in one thread")
+        try:
+            yield
+        finally:
+            self._agreeing.release()
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave the group if an error of a step requires it."""
+        if survivors.must_leave(self.communicator, error):
+            self.communicator.abort()
 
     def _forming(self, *, grows: bool) -> Forming[RankGroup]:
         settings = Settings(self.communicator.timeout_s, self.communicator.name)
@@ -262,6 +321,8 @@ class RankGroup(ArrayGroup):
 def _number(given: Any, what: str, variable: str) -> int:
     """Return a number that the caller or the environment gave."""
     value: Any = os.environ.get(variable) if given is None else given
+    if isinstance(value, bool):
+        raise ArgumentError.of(f"{what} must be an integer.", shown(value))
     remedy = f"{what}=..., or a launcher that sets {variable}, such as torchrun"
     if value is None:
         raise ArgumentError.of(f"{what} was not given, and {variable} is not set.", f"{what}=None", remedy)
@@ -284,16 +345,24 @@ def _place(address: Any) -> tuple[str, int]:
         further = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens at MASTER_PORT itself
     host, _, port = given.rpartition(":") if isinstance(given, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) + further < 1 << 16:
+    if not _is_host(host) or not port.isascii() or not port.isdigit() or not 0 < int(port) + further < 1 << 16:
         raise ArgumentError.of("this is not an address.", shown(given), '"HOST:PORT", such as "node0:29500"')
     return host, int(port) + further
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text can be a host's name or address."""
+    try:
+        return bool(text.encode("idna")) and text.isprintable() and " " not in text
+    except UnicodeError:  # an empty or too long part
+        return False
 
 
 def _digest(key: Any) -> bytes:
     """Return the key of the store for a secret text."""
     if not isinstance(key, str):
         raise ArgumentError.of("key must be a text.", type(key).__name__, "the same secret text on all ranks")
-    return blake2b(key.encode(), digest_size=16, person=b"crossreduce key").digest()
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"crossreduce key").digest()
 
 
 def _served(key: bytes, host: str, port: int) -> StoreClient:
@@ -309,17 +378,27 @@ def _reached(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
     """Connect to the store that rank 0 serves, once it does so."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     while True:
+        store: StoreClient | None = None
         try:
             store = StoreClient(key, host, port)
+            store.limit_s = min(LIMIT_S, max(_ANSWER_S, began + timeout_s - time.monotonic()))
             store.num_keys()
         except (OSError, RuntimeError) as error:
             now, failure = time.monotonic(), error
+            if store is not None:
+                store.close()
         else:
+            store.limit_s = LIMIT_S
             return store
         if isinstance(failure, OSError) or "Timeout" in str(failure):  # rank 0 does not listen yet, or was stopped
             if now > began + timeout_s:
-                problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
-                remedy = "start all ranks; the address of rank 0's host; a longer timeout"
+                if isinstance(failure, OSError):
+                    problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
+                    remedy = "start all ranks; the address of rank 0's host; a longer timeout; read the last output of "
+                    remedy += "rank 0; join_invited, if the other ranks have continued without a rank that is restarted"
+                else:
+                    problem = f"what listens at {host}:{port} did not answer rank {rank} within {timeout_s:g} s."
+                    remedy = "a port at which no other program listens; or rank 0 is stopped; a longer timeout"
                 raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
         else:
             refused_at = refused_at or now
@@ -334,9 +413,12 @@ def _reached(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
 def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
     """Wait for all ranks, each of which is there once, with the same size.
 
-    A process that comes after all ranks have met can no longer end their group.
+    A process that comes after all ranks have met can no longer end their group. If they cannot meet, rank 0 keeps the
+    store for some seconds, so that ranks that come later get the reason, too.
     """
     rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
+    if rank == 0:
+        rendezvous.read_s = _LATE_S
     with reaching("rank 0, which runs it,", [0]):
         own, names = secrets.token_hex(8).encode(), StorePart(store, "rank/")
         first = names.compare_set("size", b"", f"{size} {rank}".encode()).decode()
@@ -351,11 +433,13 @@ def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
             problem, remedy="a number of its own for each rank; an address of its own for each job"
         )
     if error is not None:
-        rendezvous.publish_abort(encoded(error))
+        if rendezvous.publish_abort(encoded(error)) == MET:
+            remedy = "join_invited, which a process calls that is restarted; an address of its own for each job"
+            raise type(error).of(problem, "the group at this address is complete", remedy)
         with suppress(ReductionError):  # it waits until others have read the error
             rendezvous.all_gather(b"")
         raise error
-    rendezvous.all_gather(b"")
+    rendezvous.meet()
 
 
 def _nothing() -> None:

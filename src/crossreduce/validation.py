@@ -88,9 +88,10 @@ def seconds(timeout_s: Any) -> float:
     Raises:
       ArgumentError: it is not a number of seconds, or is negative.
     """
-    if not isinstance(timeout_s, Real) or isinstance(timeout_s, bool) or not float(timeout_s) >= 0:
-        raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
-    return float(timeout_s)
+    with contextlib.suppress(OverflowError):  # an integer that is too large for a float
+        if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and float(timeout_s) >= 0:
+            return float(timeout_s)
+    raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
 
 
 def given_options(options: object, experimental_hints: object) -> object:

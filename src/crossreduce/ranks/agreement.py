@@ -80,7 +80,10 @@ class Agreements:
     def joiners(self) -> dict[str, Json]:
         """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
         since = time.monotonic() - JOINER_S
-        return {token: place for token, (at, place) in [*self.waiting.items()] if at > since}
+        for token, (at, _) in [*self.waiting.items()]:
+            if at <= since:
+                self.waiting.pop(token, None)  # another thread may have done it
+        return {token: place for token, (_, place) in [*self.waiting.items()]}
 
     def place_of(self, rank: int) -> Place:
         """Return where a rank of the group listens."""
@@ -151,6 +154,7 @@ class Agreements:
                 return {"value": self.published.get(str(request["key"]))}
             if what == "join":
                 self.waiting[str(request["token"])] = time.monotonic(), request["place"]
+                self.joiners()  # forgets those that have not asked again
                 return {"members": [self._infos[rank].place for rank in self.electors]}
             if what == "waiting":
                 return {"waiting": self.joiners()}

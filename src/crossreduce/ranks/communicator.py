@@ -359,6 +359,10 @@ class Communicator(CountedMember):
             self.abort()
             raise
 
+    def require_usable(self) -> None:
+        """Raise a ``ContextError`` if the group is closed, or belongs to another process."""
+        self._require_usable(threading.get_ident())
+
     def succeed(self, token: str) -> None:
         """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
         self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)

@@ -48,7 +48,11 @@ class Place(NamedTuple):
           TypeError, ValueError: this is not a place.
         """
         addresses, port, key = given
-        return cls(tuple(addresses), int(port), bytes.fromhex(key).hex())
+        if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in addresses):
+            raise TypeError("the addresses are not texts")
+        if type(port) is not int or not 0 < port < 1 << 16 or len(bytes.fromhex(key)) != _DIGEST:
+            raise ValueError("the port or the key is not valid")
+        return cls(tuple(addresses), port, bytes.fromhex(key).hex())
 
 
 class Successor(NamedTuple):

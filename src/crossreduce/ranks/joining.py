@@ -20,11 +20,17 @@ from .forming import PAUSE_S, Group, GroupKind, Settings, connected
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
+_FORMING_S: Final = 10.0  # how long forming the group may take after the time for which this process waits for ``grow``
 _INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
 
 
 def invitation(group: Communicator, kind: str) -> str:
-    """Return a text with which a process can join a group; ``kind``: its ``GroupKind.name``. It has the ranks' keys."""
+    """Return a text with which a process can join a group; ``kind``: its ``GroupKind.name``. It has the ranks' keys.
+
+    Raises:
+      ContextError: the group is closed, or belongs to another process.
+    """
+    group.require_usable()
     ranks = [group.rank, *(rank for rank in range(0, group.size, -(-group.size // _INVITING)) if rank != group.rank)]
     return json.dumps([kind, group.token, [group.agreements.place_of(rank) for rank in ranks]])
 
@@ -38,19 +44,30 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
       PeerLostError: no rank of the group can be reached any more.
     """
     try:
-        name, token, places = json.loads(invited)
-        read = [Place.read(place) for place in places]
-    except (TypeError, ValueError) as error:  # the text has keys, so that it is not shown
+        name, token, places = _read(invited)
+    except (TypeError, ValueError, RecursionError) as error:  # the text has keys, so that it is not shown
         given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
         raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     if name != kind.name:
         problem = "this is an invitation to a group of another kind."
         raise ArgumentError.of(problem, f"a group of {name}", f"an invitation to a group of {kind.name}")
-    joiner = Joiner(str(token), read, kind)
+    joiner = Joiner(token, places, kind)
     try:
         return joiner.join(timeout_s)
     finally:
         joiner.close()
+
+
+def _read(invited: str) -> tuple[str, str, list[Place]]:
+    """Return the kind, the token and some places of the group of an invitation.
+
+    Raises:
+      TypeError, ValueError, RecursionError: this is not an invitation.
+    """
+    name, token, places = json.loads(invited)
+    if not isinstance(name, str) or not isinstance(token, str) or not places:
+        raise ValueError("the kind, the token or the places are missing")
+    return name, token, [Place.read(place) for place in places]
 
 
 class Joiner(Generic[Group]):
@@ -84,15 +101,16 @@ class Joiner(Generic[Group]):
             if offer is None:
                 continue
             try:
-                made = self._formed(offer)
+                made = self._formed(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
-            if self._is_valid(offer, made, deadline):
+            if self._is_valid(offer, made, deadline + _FORMING_S):
                 made.reformed = Reformed((), 0)
                 return made
             made.close()
         problem = "the ranks of the group did not let this process join."
-        raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", "call grow on all ranks of the group"))
+        remedy = "call grow on all ranks of the group; a longer timeout"
+        raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", remedy))
 
     def _knock(self) -> None:
         """Ask a rank of the group to let this process join.
@@ -120,13 +138,15 @@ class Joiner(Generic[Group]):
             raise PeerLostError(message(problem, f"{ended} ranks have ended", "a new invitation"))
         return None
 
-    def _formed(self, offer: dict[str, Json]) -> Group:
+    def _formed(self, offer: dict[str, Json], deadline: float) -> Group:
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
         def watch() -> None:
             if self._decision(offer, members) is False:
                 raise PeerLostError(message("the ranks of the group have given up to form it.", "", "wait"))
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(message("the group was not formed in time.", "", "a longer timeout"))
 
         watch()  # finds an address of the lowest rank
         if not leader.known:
@@ -157,7 +177,7 @@ class Joiner(Generic[Group]):
     def _is_valid(self, offer: dict[str, Json], made: Group, deadline: float) -> bool:
         """Wait until the ranks have decided whether the group is formed."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
-        while time.monotonic() < deadline + Settings(*offer["settings"]).timeout_s:
+        while time.monotonic() < deadline:
             decided = self._decision(offer, members, made)
             if decided is not None:
                 return decided

@@ -22,6 +22,7 @@ from ..transports import tcp
 from .multi_host import rail_peers
 
 _CAUSE: Final = "cause"
+MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one
 PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
 _CAUSE_S: Final = 2.0  # the same for a query in an op
@@ -48,6 +49,7 @@ class StoreRendezvous:
         self._store, self.watch = store, watch
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
+        self.read_s = _READ_S
         self._calls = 0
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
@@ -72,6 +74,16 @@ class StoreRendezvous:
                     self._store.delete_key(f"{self._calls - 1}/{self.rank}")
         return payloads
 
+    def meet(self) -> None:
+        """Return when all ranks have called this; or, on all of them, raise the reason of an abort published before.
+
+        The store has either that reason or ``MET``, whichever was stored first.
+        """
+        self.all_gather(b"")
+        with self._reaching():
+            self._store.compare_set(_CAUSE, b"", MET)
+            self._raise_cause()
+
     def _wait_for(self, keys: list[str]) -> None:
         deadline, pause = time.monotonic() + self.timeout_s, PAUSES_S[0]
         while not self._have_arrived(keys):
@@ -86,9 +98,9 @@ class StoreRendezvous:
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
                     error = CollectiveTimeout(message(problem, given, remedy), late)
-                    self.publish_abort(encoded(error))
-                    self._raise_cause()
-                    raise error
+                    if self.publish_abort(encoded(error)) != MET:
+                        self._raise_cause()
+                        raise error
                 return
             time.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
@@ -113,11 +125,11 @@ class StoreRendezvous:
         raise error
 
     def _await(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most.
+        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, at most ``read_s`` seconds.
 
         If ``watch`` raises, the ranks have another way to find out that the group has failed.
         """
-        keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + _READ_S
+        keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
         self._query(lambda: self._store.set(f"read/{reader}", b"."))
         with contextlib.suppress(ReductionError):
             while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
@@ -125,7 +137,7 @@ class StoreRendezvous:
                 time.sleep(PAUSES_S[1])
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Store why the group was aborted; the first reason is kept, and returned."""
+        """Store why the group was aborted; the first reason, or ``MET``, is kept, and returned."""
         self._limit_waits(_QUERY_S)
         return bytes(self._query(lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
 
@@ -141,7 +153,7 @@ class StoreRendezvous:
 
     def _known_cause(self) -> bytes | None:
         found = self._query(lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
-        return None if found is None else bytes(found)
+        return None if found is None or bytes(found) == MET else bytes(found)
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
         """Store that ``ranks`` are alive; return all ranks of which this is stored. See ``Rendezvous``."""

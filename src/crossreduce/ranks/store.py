@@ -35,6 +35,7 @@ class _Table:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._values: dict[str, str] = {}
+        self.refused = 0  # connections whose first request had no valid proof
         self._changed = threading.Condition()
 
     def run(self, what: str, keys: Sequence[str], given: Json) -> Json:
@@ -64,7 +65,11 @@ class _Table:
     def answer(self, connection: socket.socket) -> None:
         """Answer the requests of another process, until it closes the connection."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        request = receive(connection, self._key, b"request", time.monotonic() + _UNKNOWN_S)
+        try:
+            request = receive(connection, self._key, b"request", time.monotonic() + _UNKNOWN_S)
+        except ValueError:
+            self.refused += 1
+            raise
         connection.settimeout(None)
         while True:
             answer = self.run(request["what"], request["keys"], request["given"])
@@ -179,6 +184,11 @@ class StoreClient(_Store):
             listener = Listener(self._table.answer, most=_MOST, port=port, address=serve_at)
             self.port = listener.port
             self._end = weakref.finalize(self, listener.close)
+
+    @property
+    def refused(self) -> int:
+        """How many connections to the store that this process serves did not prove that they know the key."""
+        return self._table.refused if self._connection is None else 0
 
     def close(self) -> None:
         """Close the connection, or stop serving the store."""

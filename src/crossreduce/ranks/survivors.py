@@ -6,11 +6,20 @@ are left, or with new ranks, the same on all of them. See ``agreement`` for why 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, message, rank_list
+from ..errors import (
+    CollectiveTimeout,
+    ContextError,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+    message,
+    rank_list,
+)
 from .communicator import Communicator
 from .diagnostics import UNUSABLE
 
@@ -18,6 +27,7 @@ AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision ha
 SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for, if the caller does not say
 _TRIES: Final = 20  # how often a group is formed again because it failed
 _WATCH_S: Final = 0.05  # between two looks at the other ranks while a group is formed
+_LOG: Final = logging.getLogger("crossreduce")
 
 
 class Closable(Protocol):
@@ -33,9 +43,10 @@ Form: TypeAlias = Callable[["Reformed", Callable[[], None]], Group | None]
 
 
 class Reformed(NamedTuple):
-    """``members``: the ranks of the earlier group that are in the new one, ascending.
+    """``members``: the ranks of the earlier group that are in the new one, by their numbers there, ascending.
 
-    ``completed``: how many ops of the earlier group have succeeded on all of ``members``.
+    ``completed``: how many ops of the earlier group have succeeded on all of ``members``. A process that has joined as
+    a new rank was in no earlier group: its ``members`` is empty and its ``completed`` is 0.
     """
 
     members: tuple[int, ...]
@@ -104,33 +115,55 @@ def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Grou
 def committed(
     step: Callable[[], Result],
     changed: Callable[[], None],
-    agree: Callable[[bool], bool],
-    shrink: Callable[[], None],
+    agree: Callable[[bool, float | None], bool],
+    shrink: Callable[[], Reformed],
     end_calls: Callable[[ReductionError], None],
+    leave: Callable[[BaseException], None],
+    timeout_s: float | None,
 ) -> Result:
     """Run a step until it has succeeded on all ranks that are left, and return its result.
 
     Args:
       step: raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called after the group has shrunk, before the step is repeated.
-      agree: agrees on whether the step has succeeded here.
+      agree: agrees on whether the step has succeeded here; see the function ``agree``.
       shrink: forms the group again.
       end_calls: called with the error of a step that has failed, so that no rank waits in it for this one.
+      leave: called with another error of a step, which is raised then; see ``must_leave``.
+      timeout_s: how long ``agree`` waits if the step has failed; ``None``: as long as ``agree`` does by default, but
+        only ``SHRINK_S`` after a ``CollectiveTimeout``, before which late ranks were waited for already.
     """
     is_repeated = False
     while True:
-        result, done = [], True
+        result, failure, limit_s = [], None, None
         try:
             if is_repeated:
                 changed()
             result.append(step())
         except (PeerLostError, CollectiveTimeout) as error:
-            done = False
+            failure = str(error)
+            limit_s = SHRINK_S if timeout_s is None and isinstance(error, CollectiveTimeout) else timeout_s
             end_calls(error)
-        if agree(done) and result:
+        except MismatchError:  # all ranks raise it, and the group can still be used
+            raise
+        except BaseException as error:
+            leave(error)
+            raise
+        if agree(failure is None, limit_s) and result:
             return result[0]
-        shrink()
+        members = shrink().members
+        cause = failure or "it has failed on another rank."
+        _LOG.warning("a step has failed, and is repeated by %s of the earlier group: %s", rank_list(members), cause)
         is_repeated = True
+
+
+def must_leave(group: Communicator, error: BaseException) -> bool:
+    """Return whether a rank has to leave its group since a step of ``committed`` has raised ``error``, not about ranks.
+
+    Otherwise the other ranks would wait for it. If the group has failed before, an ``Exception`` may be a consequence,
+    such as that of a library that replaces our errors. Then the caller may still call ``shrink``.
+    """
+    return group.failure is None or not isinstance(error, Exception)
 
 
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
@@ -147,6 +180,12 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             made = form(found, _Watch(group, decision.members))
         except ReductionError as error:
             failure = error
+        except OSError as error:  # such as too many open files; the other ranks are told
+            problem = f'rank {group.global_ranks[group.rank]} cannot form group "{group.name}" again.'
+            failure = ReductionError.of(problem, str(error), "a higher limit of open files, if there are too many")
+        except BaseException:  # Ctrl-C: the others must not wait for this rank
+            group.abort()
+            raise
         try:
             formed = group.decide(FORMED, failure is None, timeout_s)
         except BaseException:

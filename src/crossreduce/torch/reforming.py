@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def committed(
     step: Callable[[], Result],
     changed: Callable[[Reformed], None] = lambda _: None,
     *,
-    timeout_s: float = SHRINK_S,
+    timeout_s: float | None = None,
 ) -> Result:
     """Run a training step until it has succeeded on all ranks that are left of the default group.
 
@@ -65,27 +66,35 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
-      timeout_s: as for ``shrink``, if the step has failed; a rank whose step has succeeded waits for the others as
-        ``agree`` does by default.
+      timeout_s: how long ranks that are alive are waited for when the step has failed, in seconds; later ones are
+        excluded for good, also if they only compute for longer. ``None``: 10 s longer than the timeout of the group;
+        10 s if the step raised a ``CollectiveTimeout``, since late ranks were waited for already. A rank whose step has
+        succeeded always waits as ``agree`` does by default. Ranks that have ended or are stopped are not waited for.
     Returns:
       What ``step`` returned.
     Raises:
       ArgumentError, ExcludedError: as for ``shrink``.
-      Exception: what ``step`` raises, if it is another error. Then the other ranks lose this one.
+      MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
+      Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others continue
+        without it.
     """
-    limit_s, reformed = seconds(timeout_s), list[Reformed]()
+    limit_s, reformed = None if timeout_s is None else seconds(timeout_s), list[Reformed]()
 
-    def shrink_it() -> None:
-        made = shrink(timeout_s=limit_s).reformed
+    def shrink_it() -> Reformed:
+        found = group_of(None).timeout.total_seconds() + SHRINK_S if limit_s is None else limit_s
+        made = shrink(timeout_s=found).reformed
         assert made is not None
         reformed.append(made)
+        return made
 
     return survivors.committed(
         step,
         lambda: changed(reformed[-1]),
-        lambda done: agree(done, timeout_s=None if done else limit_s),
+        lambda done, wait_s: agree(done, timeout_s=wait_s),
         shrink_it,
         _end_calls,
+        _leave,
+        limit_s,
     )
 
 
@@ -101,7 +110,8 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
     Args:
       group: a process group of this backend, also one whose ops fail; ``None``: the default group.
       timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
-        excluded for good. Ranks that have ended are not waited for.
+        excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended are
+        not waited for.
     Returns:
       The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
       many ops of the earlier group have succeeded on all of them.
@@ -126,7 +136,9 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     from rank 0.
 
     Args:
-      timeout_s: how long ranks of the group are waited for, in seconds.
+      timeout_s: how long ranks of the group that are alive are waited for, in seconds. Later ones are excluded for
+        good: pass more if ranks may compute for longer before they call this. Ranks that have ended or are stopped are
+        not waited for.
     Returns:
       The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
       excluded, or has ended, its next op fails with a ``PeerLostError``.
@@ -145,6 +157,10 @@ def invitation(group: Any = None) -> str:
 
     It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
     processes is in it.
+
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+      ContextError: the group is closed, or belongs to another process.
     """
     return joining.invitation(group_of(group).communicator, KIND)
 
@@ -154,7 +170,8 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
 
     Args:
       invited: what ``invitation`` returned on any rank of the group.
-      timeout_s: how long this waits for ``grow``, in seconds.
+      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
+        may take 10 s more.
     Returns:
       The group, with this process as one of the last ranks.
     Raises:
@@ -193,6 +210,16 @@ def _end_calls(error: ReductionError) -> None:
     for group in list(tables._world.pg_map):
         if isinstance(group, Group):
             group.communicator.give_up(error)
+
+
+def _leave(error: BaseException) -> None:
+    """Leave all groups if ``survivors.must_leave`` requires it after an error of a step of ``committed``."""
+    tables: Any = dist.distributed_c10d
+    with suppress(ReductionError):  # the step has destroyed the default group
+        if survivors.must_leave(group_of(None).communicator, error):
+            for group in list(tables._world.pg_map):
+                if isinstance(group, Group):
+                    group.communicator.abort()
 
 
 def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
