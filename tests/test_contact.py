@@ -1,14 +1,17 @@
 """What a process answers for a group that it has left, and that other programs on the network do not block it."""
 
 import socket
-import threading
+import time
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.ranks import contact
+from crossreduce.errors import PeerLostError
+from crossreduce.ranks import contact, listener
 from crossreduce.ranks.agreement import read_decided
 from crossreduce.ranks.contact import Peer, Successor
+from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.registers import Decision
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
@@ -42,30 +45,36 @@ def test_it_names_the_group_in_which_it_is_now(place):
     assert Peer(place).ask("another", {"what": "join"}) == {"unknown": True}
 
 
-def test_programs_that_send_a_request_slowly_do_not_block_a_process(place, monkeypatch):
-    """A program that connects has a limited time for its whole request. If as many programs as there are threads send a
-    byte at a time, the request of a rank is still answered."""
-    monkeypatch.setattr(contact, "_UNKNOWN_S", 0.5)
-    stop = threading.Event()
+def test_silent_programs_do_not_delay_a_request(place, monkeypatch):
+    """If many programs hold connections and send nothing, a request of a rank is answered at once: the process closes
+    the oldest ones."""
+    monkeypatch.setattr(contact, "_UNKNOWN_S", 60)
     with ExitStack() as stack:
-        strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", place.port))) for _ in range(contact._ANSWERING)
-        ]
+        number = 3 * listener.MOST_UNKNOWN
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", place.port), 5)) for _ in range(number)]
+        began = time.monotonic()
+        assert Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10) == {"heard": "join"}
+        assert time.monotonic() - began < 0.5
+        assert strangers[0].recv(1) == b""
 
-        for stranger in strangers:
-            stranger.sendall((1000).to_bytes(4, "little"))  # the length of what follows
 
-        def send_slowly():
-            while not stop.wait(0.1):
-                for stranger in strangers:
-                    with suppress(OSError):  # the process has closed the connection
-                        stranger.sendall(b"\0")
+def test_a_request_that_is_sent_slowly_is_not_waited_for(place, monkeypatch):
+    """A program that connects has a limited time for its whole request, also if it sends a byte again and again."""
+    monkeypatch.setattr(contact, "_UNKNOWN_S", 0.5)
+    with socket.create_connection(("127.0.0.1", place.port), 0.1) as stranger:
+        stranger.sendall((1000).to_bytes(4, "little"))  # the length of what follows
+        deadline = time.monotonic() + 5
+        with suppress(OSError):  # the process has closed the connection
+            while time.monotonic() < deadline:
+                stranger.sendall(b"\0")
+                with suppress(TimeoutError):
+                    assert stranger.recv(1) == b""
+                    break
+        assert time.monotonic() < deadline
 
-        thread = threading.Thread(target=send_slowly)
-        thread.start()
-        try:
-            answer = Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10)
-        finally:
-            stop.set()
-            thread.join()
-    assert answer == {"heard": "join"}
+
+def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_the_caller_says(place):
+    """The timeout of shrink applies to each rank, although that of the group may be much longer."""
+    forming = Forming(SimpleNamespace(token="third", agreements=None), None, Settings(300, "world"), 0.2, grows=False)
+    with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
+        forming._asked(Peer(place, "127.0.0.1"), "store 1", lambda: None)

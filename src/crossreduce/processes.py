@@ -173,7 +173,8 @@ class RankGroup(ArrayGroup):
           ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks
             more than half, or half with the lowest one, unless all others have ended.
         """
-        made, reformed = survivors.shrink(self.communicator, self._forming(grows=False), seconds(timeout_s))
+        limit_s = seconds(timeout_s)
+        made, reformed = survivors.shrink(self.communicator, self._forming(limit_s, grows=False), limit_s)
         return self._followed_by(made, reformed)
 
     def committed(
@@ -233,7 +234,8 @@ class RankGroup(ArrayGroup):
           PeerLostError: other ranks call ``shrink``.
           ReductionError: the new group could not be formed.
         """
-        made, reformed = survivors.grow(self.communicator, self._forming(grows=True), seconds(timeout_s))
+        limit_s = seconds(timeout_s)
+        made, reformed = survivors.grow(self.communicator, self._forming(limit_s, grows=True), limit_s)
         return None if made is None else self._followed_by(made, reformed)
 
     def invitation(self) -> str:
@@ -244,9 +246,9 @@ class RankGroup(ArrayGroup):
         """
         return joining.invitation(self.communicator, _KIND.name)
 
-    def _forming(self, *, grows: bool) -> Forming[RankGroup]:
+    def _forming(self, timeout_s: float, *, grows: bool) -> Forming[RankGroup]:
         settings = Settings(self.communicator.timeout_s, self.communicator.name)
-        return Forming(self.communicator, _KIND, settings, grows=grows)
+        return Forming(self.communicator, _KIND, settings, timeout_s, grows=grows)
 
     def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
         """Close this group, whose ranks go on in a new one, and return that."""

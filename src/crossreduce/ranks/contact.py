@@ -23,11 +23,10 @@ from ..transports import tcp
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
-_UNKNOWN_S: Final = 2.0  # how long a program that connects may take to send its request
+_UNKNOWN_S: Final = ANSWER_S  # how long a program that connects may take to send its request
 _MOST_BYTES: Final = 1 << 20
 _DIGEST: Final = 16
 _LENGTH: Final = struct.Struct("<I")
-_ANSWERING: Final = 32  # threads that answer at the same time; further requests wait
 
 Json = Any
 Answer = Callable[[dict[str, Json]], dict[str, Json]]
@@ -74,11 +73,12 @@ class _Contact:
         self.key = secrets.token_bytes(_DIGEST)
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
-        self.listener = Listener(self._answer, most=_ANSWERING)
+        self.listener = Listener(self._answer)
         self.place = Place(tuple(tcp.addresses()), self.listener.port, self.key.hex())
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, know: Callable[[], None]) -> None:
         request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
+        know()
         connection.settimeout(_UNKNOWN_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)

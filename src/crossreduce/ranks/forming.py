@@ -63,10 +63,16 @@ class GroupKind(Generic[Group]):
 
 
 class Forming(Generic[Group]):
-    """The new group of some ranks of a group, and of the processes that want to join if ``grows``."""
+    """The new group of some ranks of a group, and of the processes that want to join if ``grows``.
 
-    def __init__(self, old: Communicator, kind: GroupKind[Group], settings: Settings, *, grows: bool) -> None:
+    ``timeout_s``: how long the rank that serves the store is waited for.
+    """
+
+    def __init__(
+        self, old: Communicator, kind: GroupKind[Group], settings: Settings, timeout_s: float, *, grows: bool
+    ) -> None:
         self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
+        self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
         self._check_at = 0.0
@@ -131,8 +137,7 @@ class Forming(Generic[Group]):
 
     def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        limit_s = self._settings.timeout_s
-        deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
+        deadline, patience_s = time.monotonic() + self._timeout_s, _PATIENCE_S
         while time.monotonic() < deadline:
             answer = None
             with suppress(Ended):
@@ -144,7 +149,7 @@ class Forming(Generic[Group]):
             watch()
             time.sleep(PAUSE_S)
         problem = "the rank that serves the store of the new group does not answer."
-        raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
+        raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
 
 
 def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:

@@ -61,10 +61,11 @@ class _Table:
                 self._changed.notify_all()
             return [values.get(each) for each in keys]
 
-    def answer(self, connection: socket.socket) -> None:
+    def answer(self, connection: socket.socket, know: Callable[[], None]) -> None:
         """Answer the requests of another process, until it closes the connection."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         request = receive(connection, self._key, b"request", time.monotonic() + _UNKNOWN_S)
+        know()
         connection.settimeout(None)
         while True:
             answer = self.run(request["what"], request["keys"], request["given"])
@@ -176,7 +177,7 @@ class StoreClient(_Store):
             self._end = weakref.finalize(self, self._connection.close)
         else:
             self._table = _Table(key)
-            listener = Listener(self._table.answer, most=_MOST, port=port, address=serve_at)
+            listener = Listener(self._table.answer, most_unknown=_MOST, port=port, address=serve_at)
             self.port = listener.port
             self._end = weakref.finalize(self, listener.close)
 
