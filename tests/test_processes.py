@@ -31,6 +31,7 @@ from crossreduce.errors import (
 from crossreduce.ranks import store
 from crossreduce.ranks.store import StoreClient
 from crossreduce.torch import forming
+from crossreduce.transports import tcp
 
 LONG_S = 1800.0
 
@@ -305,6 +306,46 @@ def grows(rendezvous, address, folder):
 def test_new_processes_join(address, tmp_path):
     """Processes with an invitation join when the ranks call grow: at the end, in a group with the same settings."""
     assert ranks(3, grows, address, tmp_path) == [(7.5, 3, 60, "team")] * 3
+
+
+def listens(rendezvous, address, folder):
+    found, opened = set(), tcp.opened_listener
+
+    def recorded(*given):
+        made = opened(*given)
+        found.add(made.getsockname()[0])
+        return made
+
+    tcp.opened_listener = recorded
+    _, size, summed, _ = grows(rendezvous, address, folder)
+    return size, summed, found
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.1.2.3"])
+def test_a_group_of_one_host_listens_at_the_loopback_address(address, tmp_path, host):
+    """If ranks meet at the loopback address, no other host can connect to any of them, also when processes have joined,
+    and while connections between hosts are made."""
+    address = address.replace("127.0.0.1", host)
+    environment = [{"CROSSREDUCE_HOST": name} for name in "aab"]
+    expected = {"127.0.0.1" if host == "localhost" else host}
+    assert ranks(3, listens, address, tmp_path, environment=environment) == [(3, 60, expected)] * 3
+
+
+@pytest.mark.parametrize(
+    ("address", "size", "meeting"),
+    [
+        ("LocalHost:5", 2, ("LocalHost", 5, "127.0.0.1")),
+        ("[::1]:5", 2, ("::1", 5, "::1")),
+        ("[::ffff:127.0.0.1]:5", 2, ("::ffff:127.0.0.1", 5, "127.0.0.1")),
+        ("node0:5", 2, ("node0", 5, "")),
+        ("10.0.0.1:5", 2, ("10.0.0.1", 5, "")),
+        (None, 1, ("localhost", 0, "127.0.0.1")),
+        ("node0:5", 1, ("localhost", 0, "")),
+    ],
+)
+def test_where_the_ranks_listen(address, size, meeting):
+    """Ranks listen at the loopback address if they meet there; a rank alone does so unless it has another address."""
+    assert processes._meeting(address, size) == meeting
 
 
 def test_an_invitation_of_another_kind_or_a_damaged_one():

@@ -1,8 +1,9 @@
 """``Contact``: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
-process has one listening socket and one thread, from its first group to the end of its last one. Both ends of a
-connection prove that they know the key of the process, which is sent to the ranks of its groups only.
+process has one listening socket and one thread, from its first group to the end of its last one; and another one at
+the loopback address for groups that meet there. Both ends of a connection prove that they know the key of the socket,
+which is sent to the ranks of its groups only.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
 
 
 class _Contact:
-    """Where this process listens. Groups register under their tokens."""
+    """Where this process listens: at an address; empty: at all. Groups register under their tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
         self.process = os.getpid()
         self.key = secrets.token_bytes(_DIGEST)
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
-        self.listener = Listener(self._answer)
-        self.place = Place(tuple(tcp.addresses()), self.listener.port, self.key.hex())
+        self.listener = Listener(self._answer, address=address)
+        addresses = (address,) if address else tuple(tcp.addresses())
+        self.place = Place(addresses, self.listener.port, self.key.hex())
 
     def _answer(self, connection: socket.socket, know: Callable[[], None]) -> None:
         request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
@@ -86,33 +88,35 @@ class _Contact:
 
 
 _lock = threading.Lock()
-_open: list[_Contact] = []  # at most one
+_open: dict[str, _Contact] = {}  # by address
 _successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
 _MOST_SUCCESSORS: Final = 4096
 
 
-def listen() -> Place:
-    """Return where this process listens, from now on until ``unregister`` ends its last group.
+def listen(address: str = "") -> Place:
+    """Return where this process listens, from now on until ``unregister`` ends its last group at that address.
+
+    ``address``, here and below: one of this host, at which to listen; empty: all of them.
 
     Raises:
       OSError: this process cannot listen.
     """
     with _lock:
-        if not _open:
-            _open.append(_Contact())
-        _open[0].joining += 1
-        return _open[0].place
+        if address not in _open:
+            _open[address] = _Contact(address)
+        _open[address].joining += 1
+        return _open[address].place
 
 
-def register(token: str, answer: Answer) -> None:
+def register(token: str, answer: Answer, address: str = "") -> None:
     """Let ``answer`` answer the requests to the group ``token``."""
     with _lock:
-        _open[0].answers[token] = answer
-        _open[0].joining -= 1
+        _open[address].answers[token] = answer
+        _open[address].joining -= 1
 
 
-def unregister(token: str, successor: Successor | None = None) -> None:
-    """End what ``listen`` began; the process stops listening when its last group ends.
+def unregister(token: str, successor: Successor | None = None, address: str = "") -> None:
+    """End what ``listen`` began; the process stops listening at an address when its last group there ends.
 
     ``token``: of the group; "" if it did not register. ``successor``: the later form of the group, in which this
     process continues; the answers to later requests name it.
@@ -122,11 +126,13 @@ def unregister(token: str, successor: Successor | None = None) -> None:
             _successors[token] = successor
             if len(_successors) > _MOST_SUCCESSORS:
                 del _successors[next(iter(_successors))]
-        if _open and _open[0].process == os.getpid():
-            if _open[0].answers.pop(token, None) is None:
-                _open[0].joining -= 1
-            if not _open[0].answers and not _open[0].joining:
-                _open.pop().listener.close()
+        found = _open.get(address)
+        if found is not None and found.process == os.getpid():
+            if found.answers.pop(token, None) is None:
+                found.joining -= 1
+            if not found.answers and not found.joining:
+                del _open[address]
+                found.listener.close()
 
 
 def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:

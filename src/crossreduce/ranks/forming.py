@@ -39,11 +39,15 @@ Watch: TypeAlias = Callable[[], None]
 
 
 class Settings(NamedTuple):
-    """What a group takes over from the earlier one. ``exact``: see ``crossreduce.torch.Options``."""
+    """What a group takes over from the earlier one.
+
+    ``exact``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address, if its ranks listen only there.
+    """
 
     timeout_s: float
     name: str
     exact: bool = False
+    listen_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class Forming(Generic[Group]):
             self._joiners = self._waiting(members) if self._grows else {}
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                store = self._kind.new_store(bytes.fromhex(self._agreements.place_of(old.rank).key))
+                key_of_store = bytes.fromhex(self._agreements.place_of(old.rank).key)
+                store = self._kind.new_store(key_of_store, serve_at=self._settings.listen_at)
                 self._admit(members, store.port)
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
