@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from crossreduce.errors import (
     PeerLostError,
 )
 from crossreduce.ranks import store
+from crossreduce.ranks.listener import MOST_UNKNOWN
 from crossreduce.ranks.store import StoreClient
 from crossreduce.torch import forming
 from crossreduce.transports import tcp
@@ -634,6 +635,26 @@ def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
     with socket.create_connection(("127.0.0.1", served.port), 5) as stranger:
         assert stranger.recv(1) == b""
     assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
+    """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
+    stay open. So such programs cannot use up the files that the process may open."""
+    monkeypatch.setattr(store, "_UNKNOWN_S", 60)
+    served = StoreClient(b"key", ranks=3)
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with ExitStack() as stack:
+        number = MOST_UNKNOWN + 3 + 1
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
+        ]
+        assert strangers[0].recv(1) == b""
+        strangers[1].settimeout(0.2)
+        with pytest.raises(TimeoutError, match="timed out"):
+            strangers[1].recv(1)
+        assert rank.get("known") == b"1"
     served.close()
 
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from operator import index
 from typing import Any, Final, TypeVar
 
+from . import kernels
 from .array_group import ArrayGroup
 from .errors import (
     ArgumentError,
@@ -89,7 +90,8 @@ def join(
         raise ArgumentError.of("the rank must be at least 0 and less than the size.", f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = _meeting(address, count)
-    store = _served(secret, host, port) if own == 0 else _reached(secret, host, port, own, timeout_s)
+    kernels.native()  # it loads a file, and programs that connect from now on may have this process open many
+    store = _served(secret, host, port, count) if own == 0 else _reached(secret, host, port, own, timeout_s)
     try:
         _meet(store, own, count, timeout_s)
     except BaseException:
@@ -310,10 +312,10 @@ def _digest(key: Any) -> bytes:
     return blake2b(key.encode(), digest_size=16, person=b"crossreduce key").digest()
 
 
-def _served(key: bytes, host: str, port: int) -> StoreClient:
+def _served(key: bytes, host: str, port: int, size: int) -> StoreClient:
     """Serve the store of a group."""
     try:
-        return StoreClient(key, port=port, serve_at=loopback(host))
+        return StoreClient(key, port=port, serve_at=loopback(host), ranks=size)
     except OSError as error:
         remedy = "another port, or end the program that listens there"
         raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error

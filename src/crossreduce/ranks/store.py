@@ -17,14 +17,13 @@ from typing import Final
 
 from ..errors import ReductionError
 from .contact import Json, receive, send
-from .listener import Listener
+from .listener import MOST_UNKNOWN, Listener
 
 CONNECT_S: Final = 2.0  # how long a connection may take
 LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer
 _UNKNOWN_S: Final = 10.0  # how long a program that connects may take to send its first request
 _WAIT_S: Final = 0.02  # how long the server waits for a key before it answers that it is not there
 _WATCH_S: Final = 0.02  # between two looks whether a wait for the server must end
-_MOST: Final = 1 << 16  # connections to a store
 _BATCH: Final = 256  # values in one answer, whose length is limited
 _TEXT: Final = "latin-1"  # has a character for each byte
 
@@ -158,10 +157,12 @@ class StoreClient(_Store):
         watch: Callable[[], None] = lambda: None,
         *,
         serve_at: str = "",
+        ranks: int = 0,
     ) -> None:
         """Serve a store at a port (0: a free one) of ``serve_at``, empty: of all addresses of this host.
 
-        With an address, connect to a store there. For ``watch`` see ``_Store``.
+        With an address, connect to a store there. For ``watch`` see ``_Store``. ``ranks``: how many processes may
+        connect at once, besides ``MOST_UNKNOWN`` unknown programs.
 
         Raises:
           OSError: it cannot be reached, or this process cannot listen there.
@@ -177,7 +178,7 @@ class StoreClient(_Store):
             self._end = weakref.finalize(self, self._connection.close)
         else:
             self._table = _Table(key)
-            listener = Listener(self._table.answer, most_unknown=_MOST, port=port, address=serve_at)
+            listener = Listener(self._table.answer, most_unknown=MOST_UNKNOWN + ranks, port=port, address=serve_at)
             self.port = listener.port
             self._end = weakref.finalize(self, listener.close)
 
