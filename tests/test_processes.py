@@ -28,7 +28,7 @@ from crossreduce.errors import (
     MismatchError,
     PeerLostError,
 )
-from crossreduce.ranks import store
+from crossreduce.ranks import listener
 from crossreduce.ranks.listener import MOST_UNKNOWN
 from crossreduce.ranks.store import StoreClient
 from crossreduce.torch import forming
@@ -628,7 +628,7 @@ def test_ranks_with_the_same_key_join(address, monkeypatch):
 
 def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
     """A program that connects to a store has a limited time for its first request; a rank's connection stays open."""
-    monkeypatch.setattr(store, "_UNKNOWN_S", 0.3)
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.3)
     served = StoreClient(b"key")
     rank = StoreClient(b"key", "127.0.0.1", served.port)
     rank.set("known", b"1")
@@ -641,7 +641,7 @@ def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
 def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
     """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
     stay open. So such programs cannot use up the files that the process may open."""
-    monkeypatch.setattr(store, "_UNKNOWN_S", 60)
+    monkeypatch.setattr(listener, "UNKNOWN_S", 60)
     served = StoreClient(b"key", ranks=3)
     rank = StoreClient(b"key", "127.0.0.1", served.port)
     rank.set("known", b"1")

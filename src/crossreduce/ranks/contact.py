@@ -8,26 +8,20 @@ which is sent to the ranks of its groups only.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
+from .channel import AuthenticatedChannel, connected
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
-_UNKNOWN_S: Final = ANSWER_S  # how long a program that connects may take to send its request
-_MOST_BYTES: Final = 1 << 20
 _DIGEST: Final = 16
-_LENGTH: Final = struct.Struct("<I")
 
 Json = Any
 Answer = Callable[[dict[str, Json]], dict[str, Json]]
@@ -74,17 +68,15 @@ class _Contact:
         self.key = secrets.token_bytes(_DIGEST)
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
-        self.listener = Listener(self._answer, address=address)
+        self.listener = Listener(self.key, self._answer, address=address)
         addresses = (address,) if address else tuple(tcp.addresses())
         self.place = Place(addresses, self.listener.port, self.key.hex())
 
-    def _answer(self, connection: socket.socket, know: Callable[[], None]) -> None:
-        request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
-        know()
-        connection.settimeout(_UNKNOWN_S)
+    def _answer(self, channel: AuthenticatedChannel) -> None:
+        request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
+        channel.send(answer(request) if answer else elsewhere(token, request))
 
 
 _lock = threading.Lock()
@@ -183,9 +175,9 @@ class Peer:
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
-                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                    send(connection, key, b"request", {"group": token, **request})
-                    answer = receive(connection, key, b"answer", deadline)
+                    channel = connected(connection, key, deadline)
+                    channel.send({"group": token, **request})
+                    answer = channel.receive(deadline)
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
@@ -195,44 +187,3 @@ class Peer:
                 self.known, self.refused = address, False
                 return answer
         return None
-
-
-def send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, Json]) -> None:
-    """Send a message in a role, such as that of a request, with a proof that the sender knows the key."""
-    body = json.dumps(content).encode()
-    connection.sendall(_LENGTH.pack(len(body)) + _proof(key, role, body) + body)
-
-
-def receive(connection: socket.socket, key: bytes, role: bytes, deadline: float = math.inf) -> dict[str, Json]:
-    """Return a message that was sent in a role. ``deadline``: when all of it must be there, in ``time.monotonic()``.
-
-    Raises:
-      ValueError: the sender does not know the key.
-      OSError, EOFError: the connection has ended, or the deadline has passed.
-    """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
-    if length > _MOST_BYTES:
-        raise ValueError("the message is too long")
-    proof, body = _exactly(connection, _DIGEST, deadline), _exactly(connection, length, deadline)
-    if not secrets.compare_digest(proof, _proof(key, role, body)):
-        raise ValueError("the sender does not know the key")
-    content: dict[str, Json] = json.loads(body)
-    return content
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    got = bytearray()
-    while len(got) < count:
-        if deadline < math.inf:  # a timeout of the socket alone begins again with every byte
-            if (left_s := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            connection.settimeout(left_s)
-        part = connection.recv(count - len(got))
-        if not part:
-            raise EOFError
-        got += part
-    return bytes(got)
-
-
-def _proof(key: bytes, role: bytes, body: bytes) -> bytes:
-    return blake2b(role + body, key=key, digest_size=_DIGEST).digest()
