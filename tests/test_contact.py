@@ -1,15 +1,25 @@
 """What a process answers for a group that it has left, and that other programs on the network do not block it."""
 
+import errno
+import os
+import select
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.ranks import contact
+from crossreduce.errors import PeerLostError, ReductionError
+from crossreduce.ranks import contact, listener
 from crossreduce.ranks.agreement import read_decided
+from crossreduce.ranks.channel import AuthenticatedChannel
 from crossreduce.ranks.contact import Peer, Successor
+from crossreduce.ranks.forming import Forming, GroupKind, Settings
 from crossreduce.ranks.registers import Decision
+from crossreduce.ranks.store import StoreClient
+from crossreduce.ranks.survivors import Reformed
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
 
@@ -42,30 +52,124 @@ def test_it_names_the_group_in_which_it_is_now(place):
     assert Peer(place).ask("another", {"what": "join"}) == {"unknown": True}
 
 
-def test_programs_that_send_a_request_slowly_do_not_block_a_process(place, monkeypatch):
-    """A program that connects has a limited time for its whole request. If as many programs as there are threads send a
-    byte at a time, the request of a rank is still answered."""
-    monkeypatch.setattr(contact, "_UNKNOWN_S", 0.5)
-    stop = threading.Event()
+def test_silent_programs_do_not_delay_a_request(place, monkeypatch):
+    """If many programs hold connections and send nothing, a request of a rank is answered at once: the process closes
+    the oldest ones."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 60)
     with ExitStack() as stack:
-        strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", place.port))) for _ in range(contact._ANSWERING)
-        ]
+        number = 3 * listener.MOST_UNKNOWN
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", place.port), 5)) for _ in range(number)]
+        began = time.monotonic()
+        assert Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10) == {"heard": "join"}
+        assert time.monotonic() - began < 0.5
+        assert strangers[0].recv(1) == b""
 
-        for stranger in strangers:
-            stranger.sendall((1000).to_bytes(4, "little"))  # the length of what follows
 
-        def send_slowly():
-            while not stop.wait(0.1):
-                for stranger in strangers:
-                    with suppress(OSError):  # the process has closed the connection
-                        stranger.sendall(b"\0")
+def test_a_program_that_sends_slowly_is_not_waited_for(place, monkeypatch):
+    """A program that connects has a limited time to prove that it knows the key, also if it sends a byte again and
+    again."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.5)
+    with socket.create_connection(("127.0.0.1", place.port), 0.1) as stranger:
+        deadline = time.monotonic() + 5
+        with suppress(OSError):  # the process has closed the connection
+            while time.monotonic() < deadline:
+                stranger.sendall(b"\0")
+                with suppress(TimeoutError):
+                    assert stranger.recv(1) == b""
+                    break
+        assert time.monotonic() < deadline
 
-        thread = threading.Thread(target=send_slowly)
+
+@pytest.mark.parametrize("answer", ["random", "reflected", "recorded"])
+def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
+    """A program that listens where a process has ended gets no request, such as one with the key of a process that
+    joins, also if it returns what it is sent, or has recorded the proof of the process."""
+    number = bytes(16)
+    with socket.create_connection(("127.0.0.1", place.port), 5) as recorder:
+        recorder.sendall(number)
+        recorded = recorder.recv(32, socket.MSG_WAITALL)
+    got = []
+    with socket.create_server(("127.0.0.1", 0)) as imposter:
+
+        def listen():
+            made, _ = imposter.accept()
+            with made:
+                got.append(made.recv(1000))
+                made.sendall({"random": os.urandom(32), "reflected": 2 * got[0], "recorded": recorded}[answer])
+                while part := made.recv(1000):
+                    got.append(part)
+
+        thread = threading.Thread(target=listen)
         thread.start()
-        try:
-            answer = Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10)
-        finally:
-            stop.set()
-            thread.join()
-    assert answer == {"heard": "join"}
+        asked = Peer(place._replace(addresses=("127.0.0.1",), port=imposter.getsockname()[1]))
+        assert asked.ask("third", {"what": "join", "place": "a secret"}) is None
+        thread.join()
+    assert len(got[0]) == 16
+    assert b"".join(got[1:]) == bytes(16)
+
+
+def test_requests_that_were_recorded_are_not_executed_again():
+    """If all that a rank has sent is sent to the store once more, on another connection, nothing changes; the store
+    counts that as a wrong proof."""
+    served = StoreClient(b"key")
+    sent = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def carry():
+            one, _ = between.accept()
+            with one, socket.create_connection(("127.0.0.1", served.port)) as other:
+                while ready := select.select([one, other], [], [])[0]:
+                    part = ready[0].recv(1000)
+                    if not part:
+                        return
+                    sent.extend(part if ready[0] is one else b"")
+                    (other if ready[0] is one else one).sendall(part)
+
+        thread = threading.Thread(target=carry)
+        thread.start()
+        rank = StoreClient(b"key", "127.0.0.1", between.getsockname()[1])
+        assert [rank.add("number", 1), rank.add("number", 1)] == [1, 2]
+        rank.close()
+        thread.join()
+    with socket.create_connection(("127.0.0.1", served.port), 5) as repeated:
+        repeated.sendall(sent)
+        with suppress(ConnectionResetError):
+            while repeated.recv(1000):
+                pass
+    assert served.add("number", 0) == 2
+    assert served.refused == 1
+    served.close()
+
+
+def test_a_proof_belongs_to_one_message():
+    """The proof of a message is wrong at another position of the connection, in the other direction, for another text
+    and in another connection."""
+    channels = [AuthenticatedChannel(None, b"key", b"1", b"here", b"there") for _ in range(2)]
+    other = AuthenticatedChannel(None, b"key", b"1", b"there", b"here")
+    first, second = (channels[0].next_proof(b"text") for _ in range(2))
+    assert first != second
+    assert [other.is_next(proof, b"text") for proof in (first, first, second)] == [True, False, False]
+    assert not channels[1].is_next(first, b"text")
+    assert not AuthenticatedChannel(None, b"key", b"1", b"there", b"here").is_next(first, b"another")
+    assert not AuthenticatedChannel(None, b"key", b"2", b"there", b"here").is_next(first, b"text")
+
+
+def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_the_caller_says(place):
+    """The timeout of shrink applies to each rank, although that of the group may be much longer."""
+    forming = Forming(SimpleNamespace(token="third", agreements=None), None, Settings(300, "world"), 0.2, grows=False)
+    with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
+        forming._asked(Peer(place, "127.0.0.1"), "store 1", lambda: None)
+
+
+def test_a_rank_that_cannot_serve_the_store_of_a_new_group(place):
+    """If the system does not let a rank listen, its error is a ReductionError with the system's reason. It tells the
+    other ranks that it has failed, which do not wait for it."""
+
+    def new_store(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    agreements = SimpleNamespace(number=1, place_of=lambda _: place)
+    old = SimpleNamespace(token="third", agreements=agreements, rank=1, global_ranks=(4, 7))
+    forming = Forming(old, GroupKind("test", new_store, None), Settings(300, "world"), 10, grows=False)
+    with pytest.raises(ReductionError, match=r"rank 7 cannot serve the store.*\n.*Too many open files"):
+        forming(Reformed((1,), 0), lambda: None)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +33,12 @@ from crossreduce.errors import (
     UnsupportedError,
     encoded,
 )
-from crossreduce.ranks import agreement, joining, store, survivors
+from crossreduce.ranks import agreement, joining, listener, survivors
+from crossreduce.ranks.listener import MOST_UNKNOWN
 from crossreduce.ranks.rendezvous import MET, StoreRendezvous
 from crossreduce.ranks.store import StoreClient, StorePart
 from crossreduce.torch import forming
+from crossreduce.transports import tcp
 
 LONG_S = 1800.0
 
@@ -506,6 +508,46 @@ def test_new_processes_join(address, tmp_path):
     assert ranks(3, grows, address, tmp_path) == [(7.5, 3, 60, "team")] * 3
 
 
+def listens(rendezvous, address, folder):
+    found, opened = set(), tcp.opened_listener
+
+    def recorded(*given):
+        made = opened(*given)
+        found.add(made.getsockname()[0])
+        return made
+
+    tcp.opened_listener = recorded
+    _, size, summed, _ = grows(rendezvous, address, folder)
+    return size, summed, found
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.1.2.3"])
+def test_a_group_of_one_host_listens_at_the_loopback_address(address, tmp_path, host):
+    """If ranks meet at the loopback address, no other host can connect to any of them, also when processes have joined,
+    and while connections between hosts are made."""
+    address = address.replace("127.0.0.1", host)
+    environment = [{"CROSSREDUCE_HOST": name} for name in "aab"]
+    expected = {"127.0.0.1" if host == "localhost" else host}
+    assert ranks(3, listens, address, tmp_path, environment=environment) == [(3, 60, expected)] * 3
+
+
+@pytest.mark.parametrize(
+    ("address", "size", "meeting"),
+    [
+        ("LocalHost:5", 2, ("LocalHost", 5, "127.0.0.1")),
+        ("[::1]:5", 2, ("::1", 5, "::1")),
+        ("[::ffff:127.0.0.1]:5", 2, ("::ffff:127.0.0.1", 5, "127.0.0.1")),
+        ("node0:5", 2, ("node0", 5, "")),
+        ("10.0.0.1:5", 2, ("10.0.0.1", 5, "")),
+        (None, 1, ("localhost", 0, "127.0.0.1")),
+        ("node0:5", 1, ("localhost", 0, "")),
+    ],
+)
+def test_where_the_ranks_listen(address, size, meeting):
+    """Ranks listen at the loopback address if they meet there; a rank alone does so unless it has another address."""
+    assert processes._meeting(address, size) == meeting
+
+
 def test_an_invitation_of_another_kind_or_a_damaged_one():
     """An invitation of a group of torch, and a text that is none, raise errors without the keys in them."""
     with processes.join(0, 1) as group:
@@ -930,13 +972,33 @@ def test_ranks_with_the_same_key_join(address, monkeypatch):
 
 def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
     """A program that connects to a store has a limited time for its first request; a rank's connection stays open."""
-    monkeypatch.setattr(store, "_UNKNOWN_S", 0.3)
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.3)
     served = StoreClient(b"key")
     rank = StoreClient(b"key", "127.0.0.1", served.port)
     rank.set("known", b"1")
     with socket.create_connection(("127.0.0.1", served.port), 5) as stranger:
         assert stranger.recv(1) == b""
     assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
+    """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
+    stay open. So such programs cannot use up the files that the process may open."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 60)
+    served = StoreClient(b"key", ranks=3)
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with ExitStack() as stack:
+        number = MOST_UNKNOWN + 3 + 1
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
+        ]
+        assert strangers[0].recv(1) == b""
+        strangers[1].settimeout(0.2)
+        with pytest.raises(TimeoutError, match="timed out"):
+            strangers[1].recv(1)
+        assert rank.get("known") == b"1"
     served.close()
 
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from operator import index
 from typing import Any, Final, TypeVar
 
+from . import kernels
 from .array_group import ArrayGroup
 from .errors import (
     ArgumentError,
@@ -36,7 +37,7 @@ from .ranks.rendezvous import MET, ConnectionStore, StoreRendezvous, reaching
 from .ranks.store import LIMIT_S, StoreClient, StorePart
 from .ranks.survivors import SHRINK_S, Reformed
 from .transports.base import Transport
-from .transports.tcp import TcpTransport
+from .transports.tcp import TcpTransport, loopback
 from .validation import seconds
 
 __all__ = ["RankGroup", "Reformed", "join", "join_invited"]
@@ -44,7 +45,6 @@ __all__ = ["RankGroup", "Reformed", "join", "join_invited"]
 _ANSWER_S: Final = 1.0  # how long rank 0 may take to answer at least, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
 _REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
-_OWN_HOST: Final = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}  # where to listen
 _LATE_S: Final = 5.0  # how long rank 0 waits for the others to read why they cannot meet
 _MOST: Final = 1 << 16  # ranks
 _OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did not prove that they know it"
@@ -65,12 +65,13 @@ def join(
     What is not given is read from the environment, where ``torchrun`` and other launchers set it: ``RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where torchrun serves a store of its own at that port, the next
     port is used. Rank 0 listens at the address until its group ends. If it is this host's own ("localhost"), only
-    processes of this host can connect.
+    processes of this host can connect, to rank 0 and to all others, also when the group shrinks or grows.
 
     Args:
       rank: this process's number, from 0.
       size: the number of processes.
-      address: where rank 0 listens, as "HOST:PORT"; ignored if ``size`` is 1.
+      address: where rank 0 listens, as "HOST:PORT". If ``size`` is 1, it only tells whether other hosts can connect
+        later, to join; without it they cannot.
       key: a secret text of all ranks; ``None``: the environment variable ``CROSSREDUCE_KEY``. Each message to the
         address and each answer then has a proof that the sender knows it. Without a key any program that reaches the
         address can take part. Nothing is encrypted; see docs/processes.md.
@@ -96,8 +97,9 @@ def join(
         problem = f"the rank must be at least 0 and less than the size, which is at most {_MOST}."
         raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
-    host, port = ("localhost", 0) if count == 1 else _place(address)
-    store = _served(secret, host, port) if own == 0 else _reached(secret, host, port, own, timeout_s)
+    host, port, listen_at = _meeting(address, count)
+    kernels.native()  # it loads a file, and programs that connect from now on may have this process open many
+    store = _served(secret, host, port, count) if own == 0 else _reached(secret, host, port, own, timeout_s)
     try:
         _meet(store, own, count, timeout_s)
     except CollectiveTimeout as error:
@@ -109,7 +111,7 @@ def join(
         store.close()
         raise
     store.limit_s = LIMIT_S
-    return _group_of(store, own, count, Settings(timeout_s, name))
+    return _group_of(store, own, count, Settings(timeout_s, name, listen_at=listen_at))
 
 
 def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
@@ -195,7 +197,7 @@ class RankGroup(ArrayGroup):
         """
         limit_s = seconds(timeout_s)
         with self._alone():
-            made, reformed = survivors.shrink(self.communicator, self._forming(grows=False), limit_s)
+            made, reformed = survivors.shrink(self.communicator, self._forming(limit_s, grows=False), limit_s)
             return self._followed_by(made, reformed)
 
     def committed(
@@ -273,14 +275,14 @@ class RankGroup(ArrayGroup):
         """
         limit_s = seconds(timeout_s)
         with self._alone():
-            made, reformed = survivors.grow(self.communicator, self._forming(grows=True), limit_s)
+            made, reformed = survivors.grow(self.communicator, self._forming(limit_s, grows=True), limit_s)
             return None if made is None else self._followed_by(made, reformed)
 
     def invitation(self) -> str:
         """Return a text with which a new process can ``join_invited`` this group, by any channel that keeps it secret.
 
         It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
-        processes is in it.
+        processes is in it. If the group met at "localhost", only processes of this host can join.
 
         Raises:
           ContextError: this group is closed, or belongs to another process.
@@ -303,9 +305,10 @@ class RankGroup(ArrayGroup):
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 
-    def _forming(self, *, grows: bool) -> Forming[RankGroup]:
-        settings = Settings(self.communicator.timeout_s, self.communicator.name)
-        return Forming(self.communicator, _KIND, settings, grows=grows)
+    def _forming(self, timeout_s: float, *, grows: bool) -> Forming[RankGroup]:
+        group = self.communicator
+        settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
+        return Forming(group, _KIND, settings, timeout_s, grows=grows)
 
     def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
         """Close this group, whose ranks go on in a new one, and return that."""
@@ -358,6 +361,17 @@ def _is_host(text: str) -> bool:
         return False
 
 
+def _meeting(address: Any, size: int) -> tuple[str, int, str]:
+    """Return the host and the port at which rank 0 listens, and the address at which all ranks do; empty: at all."""
+    if size > 1:
+        host, port = _place(address)
+        return host, port, loopback(host)
+    host = "localhost"
+    with suppress(ArgumentError):  # a rank alone meets nobody, but processes of other hosts may join it later
+        host, _ = _place(address)
+    return "localhost", 0, loopback(host)
+
+
 def _digest(key: Any) -> bytes:
     """Return the key of the store for a secret text."""
     if not isinstance(key, str):
@@ -365,10 +379,10 @@ def _digest(key: Any) -> bytes:
     return blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"crossreduce key").digest()
 
 
-def _served(key: bytes, host: str, port: int) -> StoreClient:
+def _served(key: bytes, host: str, port: int, size: int) -> StoreClient:
     """Serve the store of a group."""
     try:
-        return StoreClient(key, port=port, serve_at=_OWN_HOST.get(host, ""))
+        return StoreClient(key, port=port, serve_at=loopback(host), ranks=size)
     except OSError as error:
         remedy = "another port, or end the program that listens there"
         raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error
@@ -452,12 +466,15 @@ def _group_of(
     """Return a group whose ranks meet at a store, which this closes if they cannot; ``watch`` raises in that case."""
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
-        return TcpTransport(*ConnectionStore(StorePart(store, "tcp/"), rank, cancelled).connect(hosts))
+        part = StorePart(store, "tcp/")
+        return TcpTransport(*ConnectionStore(part, rank, cancelled, settings.listen_at).connect(hosts))
 
-    timeout_s = settings.timeout_s
+    name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
         rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch)
-        communicator = Communicator(rendezvous, connected, name=settings.name, timeout_s=timeout_s, overlapping=False)
+        communicator = Communicator(
+            rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
+        )
     except BaseException:
         store.close()
         raise

@@ -74,6 +74,7 @@ class Communicator(CountedMember):
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
       overlapping: whether ranks may compute while an op runs, as under DDP; the same on all ranks.
+      listen_at: the address of this host at which this rank answers requests of others; empty: all addresses.
     Raises, on all ranks if one has the fault:
       ArgumentError: CROSSREDUCE_NUM_THREADS is invalid, or ranks on several hosts have no transport.
       BackendError: the compiled kernels are missing, or this system is not Linux.
@@ -93,12 +94,14 @@ class Communicator(CountedMember):
         timeout_s: float,
         global_ranks: Sequence[int] | None = None,
         overlapping: bool = True,
+        listen_at: str = "",
     ) -> None:
         self.lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call in Python; see ``_is_calling``
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
+        self.listen_at = listen_at
         self.token = ""  # names the group to other processes; empty: it is not known yet
         self.successor: contact.Successor | None = None  # the later form of the group in which this rank goes on
         self.traced: Path | None = None  # the file to which the calls are written
@@ -424,7 +427,7 @@ class Communicator(CountedMember):
             pass
 
     def _release(self) -> None:
-        contact.unregister(self.token, self.successor)
+        contact.unregister(self.token, self.successor, self.listen_at)
         if self.memory.fd >= 0:
             self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

@@ -1,33 +1,27 @@
 """``Contact``: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
-process has one listening socket and one thread, from its first group to the end of its last one. Both ends of a
-connection prove that they know the key of the process, which is sent to the ranks of its groups only.
+process has one listening socket and one thread, from its first group to the end of its last one; and another one at
+the loopback address for groups that meet there. Both ends of a connection prove that they know the key of the socket,
+which is sent to the ranks of its groups only.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
+from .channel import AuthenticatedChannel, connected
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
-_UNKNOWN_S: Final = 2.0  # how long a program that connects may take to send its request
-_MOST_BYTES: Final = 1 << 20
 _DIGEST: Final = 16
-_LENGTH: Final = struct.Struct("<I")
-_ANSWERING: Final = 32  # threads that answer at the same time; further requests wait
 
 Json = Any
 Answer = Callable[[dict[str, Json]], dict[str, Json]]
@@ -71,52 +65,54 @@ class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
 
 
 class _Contact:
-    """Where this process listens. Groups register under their tokens."""
+    """Where this process listens: at an address; empty: at all. Groups register under their tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
         self.process = os.getpid()
         self.key = secrets.token_bytes(_DIGEST)
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
-        self.listener = Listener(self._answer, most=_ANSWERING)
-        self.place = Place(tuple(tcp.addresses()), self.listener.port, self.key.hex())
+        self.listener = Listener(self.key, self._answer, address=address)
+        addresses = (address,) if address else tuple(tcp.addresses())
+        self.place = Place(addresses, self.listener.port, self.key.hex())
 
-    def _answer(self, connection: socket.socket) -> None:
-        request = receive(connection, self.key, b"request", time.monotonic() + _UNKNOWN_S)
-        connection.settimeout(_UNKNOWN_S)
+    def _answer(self, channel: AuthenticatedChannel) -> None:
+        request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        send(connection, self.key, b"answer", answer(request) if answer else elsewhere(token, request))
+        channel.send(answer(request) if answer else elsewhere(token, request))
 
 
 _lock = threading.Lock()
-_open: list[_Contact] = []  # at most one
+_open: dict[str, _Contact] = {}  # by address
 _successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
 _MOST_SUCCESSORS: Final = 4096
 
 
-def listen() -> Place:
-    """Return where this process listens, from now on until ``unregister`` ends its last group.
+def listen(address: str = "") -> Place:
+    """Return where this process listens, from now on until ``unregister`` ends its last group at that address.
+
+    ``address``, here and below: one of this host, at which to listen; empty: all of them.
 
     Raises:
       OSError: this process cannot listen.
     """
     with _lock:
-        if not _open:
-            _open.append(_Contact())
-        _open[0].joining += 1
-        return _open[0].place
+        if address not in _open:
+            _open[address] = _Contact(address)
+        _open[address].joining += 1
+        return _open[address].place
 
 
-def register(token: str, answer: Answer) -> None:
+def register(token: str, answer: Answer, address: str = "") -> None:
     """Let ``answer`` answer the requests to the group ``token``."""
     with _lock:
-        _open[0].answers[token] = answer
-        _open[0].joining -= 1
+        _open[address].answers[token] = answer
+        _open[address].joining -= 1
 
 
-def unregister(token: str, successor: Successor | None = None) -> None:
-    """End what ``listen`` began; the process stops listening when its last group ends.
+def unregister(token: str, successor: Successor | None = None, address: str = "") -> None:
+    """End what ``listen`` began; the process stops listening at an address when its last group there ends.
 
     ``token``: of the group; "" if it did not register. ``successor``: the later form of the group, in which this
     process continues; the answers to later requests name it.
@@ -126,11 +122,13 @@ def unregister(token: str, successor: Successor | None = None) -> None:
             _successors[token] = successor
             if len(_successors) > _MOST_SUCCESSORS:
                 del _successors[next(iter(_successors))]
-        if _open and _open[0].process == os.getpid():
-            if _open[0].answers.pop(token, None) is None:
-                _open[0].joining -= 1
-            if not _open[0].answers and not _open[0].joining:
-                _open.pop().listener.close()
+        found = _open.get(address)
+        if found is not None and found.process == os.getpid():
+            if found.answers.pop(token, None) is None:
+                found.joining -= 1
+            if not found.answers and not found.joining:
+                del _open[address]
+                found.listener.close()
 
 
 def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
@@ -181,9 +179,9 @@ class Peer:
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
-                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                    send(connection, key, b"request", {"group": token, **request})
-                    answer = receive(connection, key, b"answer", deadline)
+                    channel = connected(connection, key, deadline)
+                    channel.send({"group": token, **request})
+                    answer = channel.receive(deadline)
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
@@ -193,44 +191,3 @@ class Peer:
                 self.known, self.refused = address, False
                 return answer
         return None
-
-
-def send(connection: socket.socket, key: bytes, role: bytes, content: dict[str, Json]) -> None:
-    """Send a message in a role, such as that of a request, with a proof that the sender knows the key."""
-    body = json.dumps(content).encode()
-    connection.sendall(_LENGTH.pack(len(body)) + _proof(key, role, body) + body)
-
-
-def receive(connection: socket.socket, key: bytes, role: bytes, deadline: float = math.inf) -> dict[str, Json]:
-    """Return a message that was sent in a role. ``deadline``: when all of it must be there, in ``time.monotonic()``.
-
-    Raises:
-      ValueError: the sender does not know the key.
-      OSError, EOFError: the connection has ended, or the deadline has passed.
-    """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
-    if length > _MOST_BYTES:
-        raise ValueError("the message is too long")
-    proof, body = _exactly(connection, _DIGEST, deadline), _exactly(connection, length, deadline)
-    if not secrets.compare_digest(proof, _proof(key, role, body)):
-        raise ValueError("the sender does not know the key")
-    content: dict[str, Json] = json.loads(body)
-    return content
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    got = bytearray()
-    while len(got) < count:
-        if deadline < math.inf:  # a timeout of the socket alone begins again with every byte
-            if (left_s := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            connection.settimeout(left_s)
-        part = connection.recv(count - len(got))
-        if not part:
-            raise EOFError
-        got += part
-    return bytes(got)
-
-
-def _proof(key: bytes, role: bytes, body: bytes) -> bytes:
-    return blake2b(role + body, key=key, digest_size=_DIGEST).digest()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..errors import PeerLostError, message
+from ..errors import PeerLostError, ReductionError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
 from .store import StoreClient
@@ -39,11 +39,15 @@ Watch: TypeAlias = Callable[[], None]
 
 
 class Settings(NamedTuple):
-    """What a group takes over from the earlier one. ``exact``: see ``crossreduce.torch.Options``."""
+    """What a group takes over from the earlier one.
+
+    ``exact``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address, if its ranks listen only there.
+    """
 
     timeout_s: float
     name: str
     exact: bool = False
+    listen_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,16 @@ class GroupKind(Generic[Group]):
 
 
 class Forming(Generic[Group]):
-    """The new group of some ranks of a group, and of the processes that want to join if ``grows``."""
+    """The new group of some ranks of a group, and of the processes that want to join if ``grows``.
 
-    def __init__(self, old: Communicator, kind: GroupKind[Group], settings: Settings, *, grows: bool) -> None:
+    ``timeout_s``: how long the rank that serves the store is waited for.
+    """
+
+    def __init__(
+        self, old: Communicator, kind: GroupKind[Group], settings: Settings, timeout_s: float, *, grows: bool
+    ) -> None:
         self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
+        self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
         self._check_at = 0.0
@@ -80,7 +90,7 @@ class Forming(Generic[Group]):
             self._joiners = self._waiting(members) if self._grows else {}
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                store = self._kind.new_store(bytes.fromhex(self._agreements.place_of(old.rank).key))
+                store = self._served(size)
                 self._admit(members, store.port)
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
@@ -90,6 +100,15 @@ class Forming(Generic[Group]):
         if store is None:
             return None
         return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
+
+    def _served(self, size: int) -> StoreClient:
+        """Serve the store of the new group."""
+        key = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
+        try:
+            return self._kind.new_store(key, serve_at=self._settings.listen_at, ranks=size)
+        except OSError as error:
+            problem = f"rank {self._old.global_ranks[self._old.rank]} cannot serve the store of the new group."
+            raise ReductionError.of(problem, str(error), "ulimit -n with a higher number, if it is too low") from error
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
@@ -131,8 +150,7 @@ class Forming(Generic[Group]):
 
     def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        limit_s = self._settings.timeout_s
-        deadline, patience_s = time.monotonic() + limit_s, _PATIENCE_S
+        deadline, patience_s = time.monotonic() + self._timeout_s, _PATIENCE_S
         while time.monotonic() < deadline:
             answer = None
             with suppress(Ended):
@@ -144,7 +162,7 @@ class Forming(Generic[Group]):
             watch()
             time.sleep(PAUSE_S)
         problem = "the rank that serves the store of the new group does not answer."
-        raise PeerLostError(message(problem, f"waited {limit_s:g} s", "check the network between the hosts"))
+        raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
 
 
 def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final, Generic
 
 from ..errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message
+from ..transports import tcp
 from . import contact
 from .agreement import read_decision
 from .communicator import Communicator
@@ -77,12 +78,14 @@ class Joiner(Generic[Group]):
         self._group, self._places, self._kind = group, list(places), kind
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None
-        self._own = contact.listen()
-        contact.register(self._token, self._answer)
+        found = {tcp.loopback(address) for place in places for address in place.addresses}
+        self._listen_at = found.pop() if len(found) == 1 else ""  # a group at the loopback address has no other one
+        self._own = contact.listen(self._listen_at)
+        contact.register(self._token, self._answer, self._listen_at)
 
     def close(self) -> None:
         """Stop answering requests."""
-        contact.unregister(self._token)
+        contact.unregister(self._token, address=self._listen_at)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:
         if request["what"] == "admit":

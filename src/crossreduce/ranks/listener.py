@@ -1,6 +1,7 @@
 """``Listener``: a port at which this process answers other processes, each connection in a thread of its own.
 
-Input: a function that answers a connection. Output: the port. That function decides who may send what.
+Input: a key, and a function that answers a process that knows it. Output: the port. Connections of other programs
+cannot delay those: their number is limited, and the oldest one is closed if there are more.
 """
 
 from __future__ import annotations
@@ -16,27 +17,43 @@ from contextlib import suppress
 from typing import Final
 
 from ..transports import tcp
+from .channel import AuthenticatedChannel, accepted
 
+UNKNOWN_S: Final = 5.0  # how long a program that connects may take to prove that it knows the key
+MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once
+_PAUSE_S: Final = 0.01  # after a connection that could not be accepted
 _ALL: Final[weakref.WeakSet[Listener]] = weakref.WeakSet()
 
 
 class Listener:
     """Accepts connections until it is closed. ``port`` is where.
 
+    ``refused``: how many programs have sent a wrong proof.
+
     Args:
-      answer: called with each connection, which is closed when this returns or raises an ``OSError``, a ``ValueError``
-        or an ``EOFError``.
-      most: how many connections are answered at the same time; further ones wait.
+      key: the processes that connect prove that they know it, and this one does.
+      answer: called with each connection of such a process, which is closed when this returns or raises an ``OSError``,
+        a ``ValueError`` or an ``EOFError``.
+      most_unknown: how many connections may be open whose programs have proved nothing. If there are more, the oldest
+        one is closed.
       port: 0: a free one.
       address: of this host, where to listen; empty: at all of them.
     Raises:
       OSError: this process cannot listen there.
     """
 
-    def __init__(self, answer: Callable[[socket.socket], None], *, most: int, port: int = 0, address: str = "") -> None:
-        self._answer = answer
-        self._free = threading.BoundedSemaphore(most)
+    def __init__(
+        self,
+        key: bytes,
+        answer: Callable[[AuthenticatedChannel], None],
+        *,
+        most_unknown: int = MOST_UNKNOWN,
+        port: int = 0,
+        address: str = "",
+    ) -> None:
+        self._key, self._answer, self._most_unknown, self.refused = key, answer, most_unknown, 0
         self._lock, self._closed, self._open = threading.Lock(), False, set[socket.socket]()
+        self._unknown: dict[socket.socket, None] = {}  # of programs that have proved nothing; the oldest first
         self._socket = tcp.opened_listener(port, address)
         self.port = int(self._socket.getsockname()[1])
         _ALL.add(self)
@@ -49,31 +66,54 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.01)  # such as too many open files
+                self._drop()  # such as too many open files
+                time.sleep(_PAUSE_S)
                 continue
-            self._free.acquire()
             with self._lock:
                 if self._closed:
                     connection.close()
                     return
                 self._open.add(connection)
+                self._unknown[connection] = None
+            if len(self._unknown) > self._most_unknown:
+                self._drop()
             try:
                 start_new_thread(self._run, (connection,))
             except RuntimeError:  # too many threads
+                self._drop()
                 self._end(connection)
+
+    def _drop(self) -> None:
+        """Let the thread of the oldest connection of an unknown program close it."""
+        with self._lock, suppress(StopIteration, OSError):
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.shutdown(socket.SHUT_RDWR)
 
     def _run(self, connection: socket.socket) -> None:
         try:
             with suppress(OSError, ValueError, EOFError):
-                self._answer(connection)
+                if (channel := self._channel(connection)) is not None:
+                    self._answer(channel)
         finally:
             self._end(connection)
+
+    def _channel(self, connection: socket.socket) -> AuthenticatedChannel | None:
+        """Return the channel of a process that knows the key; ``None``: its proof is wrong."""
+        try:
+            channel = accepted(connection, self._key, time.monotonic() + UNKNOWN_S)
+        except ValueError:
+            self.refused += 1
+            return None
+        with self._lock:
+            self._unknown.pop(connection, None)
+        return channel
 
     def _end(self, connection: socket.socket) -> None:
         with self._lock:
             self._open.discard(connection)
+            self._unknown.pop(connection, None)
             connection.close()
-        self._free.release()
 
     def close(self) -> None:
         """Stop listening, and end all connections; in a forked process nothing is left to do."""

@@ -63,6 +63,8 @@ Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host
 class Member(Peers):
     """One rank of a group; for arguments and errors see ``Communicator``."""
 
+    listen_at: str
+
     def __init__(
         self,
         rendezvous: Rendezvous,
@@ -139,12 +141,13 @@ class Member(Peers):
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error
-        own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), contact.listen())
+        place = contact.listen(self.listen_at)
+        own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place)
         infos = [json.loads(info) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.peers = [PeerInfo(pid, host, token, Place.read(place)) for pid, host, token, place in infos]
         self.token = self.peers[0].token
         self.agreements = Agreements(self.rank, self.hosts, self.memory, self.peers, self.global_ranks, self.name)
-        contact.register(self.token, self.agreements.answer)
+        contact.register(self.token, self.agreements.answer, self.listen_at)
         about: dict[str, str | int] = {"name": self.name, "token": self.token, "version": flight_recorder.version()}
         self.memory.describe(self.global_ranks, about | {"size": self.size, "hosts": len(self.hosts)})
         reads = 1 < len(self.host) == self.size <= READABLE_BUFFERS and self.memory.can_read_all()

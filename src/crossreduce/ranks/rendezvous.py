@@ -219,9 +219,9 @@ class StoreRendezvous:
 class ConnectionStore:
     """Where the ranks of a group publish how far they are with their connections to each other."""
 
-    def __init__(self, store: Any, rank: int, cancelled: threading.Event) -> None:
-        """Use keys of ``store``, for ``rank``, until ``cancelled`` is set."""
-        self._store, self._rank, self._cancelled = store, rank, cancelled
+    def __init__(self, store: Any, rank: int, cancelled: threading.Event, listen_at: str = "") -> None:
+        """Use keys of ``store``, for ``rank``, until ``cancelled`` is set; for ``listen_at`` see ``Communicator``."""
+        self._store, self._rank, self._cancelled, self._listen_at = store, rank, cancelled, listen_at
 
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
         """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
@@ -229,7 +229,9 @@ class ConnectionStore:
         Second, those of them to which no connection could be made.
         """
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
-        sockets = tcp.connect(self._rank, peers, self.publish, self.read, self._cancelled, interfaces(), self.stalled)
+        sockets = tcp.connect(
+            self._rank, peers, self.publish, self.read, self._cancelled, interfaces(), self.stalled, self._listen_at
+        )
         return sockets, [peer for peer in peers if peer not in sockets and peer != self._rank]
 
     def publish(self, address: bytes) -> None:

@@ -1,7 +1,7 @@
 """``StoreClient``: a table of small values in the memory of one rank, which other processes reach.
 
 Input: for the rank that serves it, a key; for the others its address as well. Output: methods with the names and the
-behaviour of ``torch.distributed``'s stores. Both ends of each message prove that they know the key.
+behaviour of ``torch.distributed``'s stores. Both ends of each connection prove that they know the key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from datetime import timedelta
 from typing import Final
 
 from ..errors import ReductionError
-from .contact import Json, receive, send
-from .listener import Listener
+from .channel import AuthenticatedChannel, connected
+from .contact import Json
+from .listener import MOST_UNKNOWN, Listener
 
 CONNECT_S: Final = 2.0  # how long a connection may take
 LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer
-_UNKNOWN_S: Final = 10.0  # how long a program that connects may take to send its first request
 _WAIT_S: Final = 0.02  # how long the server waits for a key before it answers that it is not there
 _WATCH_S: Final = 0.02  # between two looks whether a wait for the server must end
-_MOST: Final = 1 << 16  # connections to a store
 _BATCH: Final = 256  # values in one answer, whose length is limited
 _TEXT: Final = "latin-1"  # has a character for each byte
 
@@ -32,10 +31,8 @@ _TEXT: Final = "latin-1"  # has a character for each byte
 class _Table:
     """The values of a store, for any number of threads. The methods' arguments and results are JSON."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self.refused = 0  # connections whose first request had no valid proof
         self._changed = threading.Condition()
 
     def run(self, what: str, keys: Sequence[str], given: Json) -> Json:
@@ -62,19 +59,12 @@ class _Table:
                 self._changed.notify_all()
             return [values.get(each) for each in keys]
 
-    def answer(self, connection: socket.socket) -> None:
+    def answer(self, channel: AuthenticatedChannel) -> None:
         """Answer the requests of another process, until it closes the connection."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            request = receive(connection, self._key, b"request", time.monotonic() + _UNKNOWN_S)
-        except ValueError:
-            self.refused += 1
-            raise
-        connection.settimeout(None)
         while True:
+            request = channel.receive()
             answer = self.run(request["what"], request["keys"], request["given"])
-            send(connection, self._key, b"answer", {"answer": answer, "number": request["number"]})
-            request = receive(connection, self._key, b"request")
+            channel.send({"answer": answer, "number": request["number"]})
 
 
 class _Store:
@@ -162,10 +152,12 @@ class StoreClient(_Store):
         watch: Callable[[], None] = lambda: None,
         *,
         serve_at: str = "",
+        ranks: int = 0,
     ) -> None:
         """Serve a store at a port (0: a free one) of ``serve_at``, empty: of all addresses of this host.
 
-        With an address, connect to a store there. For ``watch`` see ``_Store``.
+        With an address, connect to a store there. For ``watch`` see ``_Store``. ``ranks``: how many processes may
+        connect at once, besides ``MOST_UNKNOWN`` unknown programs.
 
         Raises:
           OSError: it cannot be reached, or this process cannot listen there.
@@ -174,21 +166,24 @@ class StoreClient(_Store):
         self._key, self.watch, self.limit_s = key, watch, LIMIT_S
         self._lock, self._number = threading.Lock(), 0  # of the latest request
         self._connection: socket.socket | None = None
+        self._channel: AuthenticatedChannel | None = None  # from the first request on
+        self._listener: Listener | None = None
         if address:
             self._connection = socket.create_connection((address, port), CONNECT_S)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.port = port
             self._end = weakref.finalize(self, self._connection.close)
         else:
-            self._table = _Table(key)
-            listener = Listener(self._table.answer, most=_MOST, port=port, address=serve_at)
+            self._table = _Table()
+            listener = self._listener = Listener(
+                key, self._table.answer, most_unknown=MOST_UNKNOWN + ranks, port=port, address=serve_at
+            )
             self.port = listener.port
             self._end = weakref.finalize(self, listener.close)
 
     @property
     def refused(self) -> int:
-        """How many connections to the store that this process serves did not prove that they know the key."""
-        return self._table.refused if self._connection is None else 0
+        """How many programs have connected to the store that this process serves, and have sent a wrong proof."""
+        return 0 if self._listener is None else self._listener.refused
 
     def close(self) -> None:
         """Close the connection, or stop serving the store."""
@@ -201,10 +196,11 @@ class StoreClient(_Store):
             with self._lock:
                 self._number += 1
                 request = {"what": what, "keys": list(keys), "given": given, "number": self._number}
-                send(self._connection, self._key, b"request", request)
+                channel = self._channel = self._channel or self._opened(self._connection)
+                channel.send(request)
                 while True:
                     self._wait_for_answer(self._connection)
-                    answer = receive(self._connection, self._key, b"answer")
+                    answer = channel.receive(time.monotonic() + self.limit_s)
                     if answer["number"] == self._number:  # not the answer to a request that was given up
                         return answer["answer"]
         except ReductionError:  # what ``watch`` raises
@@ -212,6 +208,14 @@ class StoreClient(_Store):
         except (OSError, ValueError, EOFError) as error:
             kind = "Timeout" if isinstance(error, TimeoutError) else "Lost"
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
+
+    def _opened(self, connection: socket.socket) -> AuthenticatedChannel:
+        deadline = time.monotonic() + self.limit_s
+        try:
+            return connected(connection, self._key, deadline, lambda: self._wait_for_answer(connection))
+        except BaseException:
+            connection.close()  # half a handshake cannot be continued
+            raise
 
     def _wait_for_answer(self, connection: socket.socket) -> None:
         deadline, arrived = time.monotonic() + self.limit_s, select.poll()

@@ -25,10 +25,10 @@ def kind() -> GroupKind[Group]:
     return GroupKind(KIND, PeerStore, formed)
 
 
-def forming(old: Group, *, grows: bool) -> Forming[Group]:
+def forming(old: Group, timeout_s: float, *, grows: bool) -> Forming[Group]:
     """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
     settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
-    return Forming(old.communicator, kind(), settings, grows=grows)
+    return Forming(old.communicator, kind(), settings, timeout_s, grows=grows)
 
 
 def _nothing() -> None:

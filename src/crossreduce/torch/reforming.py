@@ -124,7 +124,7 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
     if found is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
         _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, forming(found, grows=False), limit_s)
+    made, reformed = survivors.shrink(found.communicator, forming(found, limit_s, grows=False), limit_s)
     return _replaced(found, made, reformed)
 
 
@@ -148,7 +148,8 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
       ReductionError: the new group could not be formed.
     """
     found = group_of(None)
-    made, reformed = survivors.grow(found.communicator, forming(found, grows=True), seconds(timeout_s))
+    limit_s = seconds(timeout_s)
+    made, reformed = survivors.grow(found.communicator, forming(found, limit_s, grows=True), limit_s)
     return None if made is None else _replaced(found, made, reformed)
 
 

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -104,6 +105,7 @@ def connect(
     cancelled: threading.Event,
     interfaces: Sequence[str] = (),
     stalled: Callable[[Sequence[int]], Collection[int]] | None = None,
+    listen_at: str = "",
 ) -> dict[int, socket.socket]:
     """Return a connected socket for each other rank; each of them calls this with a list that has ``rank``.
 
@@ -116,6 +118,7 @@ def connect(
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
       stalled: called each second when this has taken 10 s, with the ranks that have no connection. It returns those of
         them to give up, which are then missing in the result. ``None``: no rank is given up.
+      listen_at: the only address of this host at which it listens; empty: all those of ``interfaces``.
     Raises:
       ConnectionError: it was cancelled before all connections were made; or an interface has no address.
     """
@@ -124,11 +127,12 @@ def connect(
         return {}
     key = secrets.token_bytes(_DIGEST)
     with contextlib.ExitStack() as stack:
-        listener = opened_listener() if max(others) > rank else None
+        listener = opened_listener(0, listen_at) if max(others) > rank else None
         if listener is not None:
             stack.enter_context(listener)
         port = 0 if listener is None else listener.getsockname()[1]
-        publish(json.dumps([addresses(interfaces), port, key.hex()]).encode())
+        own = [listen_at] if listen_at else addresses(interfaces)
+        publish(json.dumps([own, port, key.hex()]).encode())
         meeting = stack.enter_context(_Meeting(rank, key, [peer for peer in others if peer > rank], listener))
         for peer in others:
             if peer < rank:
@@ -171,6 +175,15 @@ def addresses(interfaces: Sequence[str] = ()) -> list[str]:
     preferred = [address for address in map(_source_for, _UNUSED) if address in found]
     local = [address for address in found if address.startswith("127.") or address == "::1"]
     return list(dict.fromkeys([*preferred, *(x for x in found if x not in local), *local]))
+
+
+def loopback(host: str) -> str:
+    """Return the loopback address for the name or the address of a host; empty: it is another one."""
+    with contextlib.suppress(ValueError):
+        found = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
+        found = getattr(found, "ipv4_mapped", None) or found
+        return str(found) if found.is_loopback else ""
+    return ""
 
 
 def _source_for(target: str) -> str | None:

@@ -1,0 +1,119 @@
+"""``AuthenticatedChannel``: messages over a connection between two processes that both know a key.
+
+Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a random number; the
+one that listens answers with another random number and a proof; the one that connects checks it, and answers with a
+proof. These proofs and those of messages depend on both numbers, on who sends, and on the position in the connection.
+So what was recorded earlier proves nothing, and no message is sent to a program that does not know the key. Nothing is
+encrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, Final
+
+_NONCE: Final = 16
+_DIGEST: Final = 16
+_MOST_BYTES: Final = 1 << 20
+_LENGTH: Final = struct.Struct("<I")
+_CONNECTS, _LISTENS = b"connects", b"listens"
+
+
+class AuthenticatedChannel:
+    """Messages over a connection. One thread at a time sends, and one receives.
+
+    ``numbers``: those of the two processes, of the one that connects first. ``own`` and ``other``: who connects.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, numbers: bytes, own: bytes, other: bytes) -> None:
+        self._connection, self._own, self._other = connection, own, other
+        self._key = blake2b(numbers, key=key).digest()
+        self._sent = self._received = 0
+
+    def send(self, content: dict[str, Any]) -> None:
+        """Send a message."""
+        body = json.dumps(content).encode()
+        self._connection.sendall(_LENGTH.pack(len(body)) + self.next_proof(body) + body)
+
+    def receive(self, deadline: float = math.inf) -> dict[str, Any]:
+        """Return the next message. ``deadline``: when all of it must be there, in ``time.monotonic()``.
+
+        Raises:
+          ValueError: the other process has not sent this as its next message here.
+          OSError, EOFError: the connection has ended, or the deadline has passed.
+        """
+        (length,) = _LENGTH.unpack(_exactly(self._connection, _LENGTH.size, deadline))
+        if length > _MOST_BYTES:
+            raise ValueError("the message is too long")
+        proof, body = _exactly(self._connection, _DIGEST, deadline), _exactly(self._connection, length, deadline)
+        if not self.is_next(proof, body):
+            raise ValueError("the proof of the message is wrong")
+        content: dict[str, Any] = json.loads(body)
+        return content
+
+    def next_proof(self, body: bytes = b"") -> bytes:
+        """Return the proof that belongs to what is sent next."""
+        self._sent += 1
+        return self._proof(self._own, self._sent, body)
+
+    def is_next(self, proof: bytes, body: bytes = b"") -> bool:
+        """Return whether a proof belongs to what is received next."""
+        self._received += 1
+        return secrets.compare_digest(proof, self._proof(self._other, self._received, body))
+
+    def _proof(self, sender: bytes, position: int, body: bytes) -> bytes:
+        about = sender + position.to_bytes(8, "little")
+        return blake2b(about + body, key=self._key, digest_size=_DIGEST).digest()
+
+
+def connected(
+    connection: socket.socket, key: bytes, deadline: float, wait: Callable[[], None] = lambda: None
+) -> AuthenticatedChannel:
+    """Return a channel over a connection that this process has made. ``wait`` is called before it reads the answer.
+
+    Raises:
+      ValueError: the program that listens does not know the key.
+      OSError, EOFError: the connection has ended, or the deadline has passed, as for ``AuthenticatedChannel.receive``.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own = secrets.token_bytes(_NONCE)
+    connection.sendall(own)
+    wait()
+    channel = AuthenticatedChannel(connection, key, own + _exactly(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
+    if not channel.is_next(_exactly(connection, _DIGEST, deadline)):
+        connection.sendall(bytes(_DIGEST))  # so that the program that listens can tell why nothing follows
+        raise ValueError("the program that listens does not know the key")
+    connection.sendall(channel.next_proof())
+    return channel
+
+
+def accepted(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
+    """Return a channel over a connection that another program has made; for errors see ``connected``."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    other, own = _exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
+    channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)
+    connection.sendall(own + channel.next_proof())
+    if not channel.is_next(_exactly(connection, _DIGEST, deadline)):
+        raise ValueError("the program that connects does not know the key")
+    return channel
+
+
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    got = bytearray()
+    while len(got) < count:
+        left_s = None
+        if deadline < math.inf and (left_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)  # that of the socket alone would begin again with every byte
+        part = connection.recv(count - len(got))
+        if not part:
+            raise EOFError
+        got += part
+    return bytes(got)
