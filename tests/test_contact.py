@@ -1,6 +1,5 @@
 """What a process answers for a group that it has left, and that other programs on the network do not block it."""
 
-import errno
 import os
 import select
 import socket
@@ -11,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.errors import PeerLostError, ReductionError
+from crossreduce.errors import PeerLostError
 from crossreduce.ranks import contact, listener
 from crossreduce.ranks.agreement import read_decided
 from crossreduce.ranks.channel import AuthenticatedChannel
 from crossreduce.ranks.contact import Peer, Successor
-from crossreduce.ranks.forming import Forming, GroupKind, Settings
+from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.store import StoreClient
-from crossreduce.ranks.survivors import Reformed
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
 
@@ -159,17 +157,3 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
     forming = Forming(SimpleNamespace(token="third", agreements=None), None, Settings(300, "world"), 0.2, grows=False)
     with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
         forming._asked(Peer(place, "127.0.0.1"), "store 1", lambda: None)
-
-
-def test_a_rank_that_cannot_serve_the_store_of_a_new_group(place):
-    """If the system does not let a rank listen, its error is a ReductionError with the system's reason. It tells the
-    other ranks that it has failed, which do not wait for it."""
-
-    def new_store(*_, **__):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    agreements = SimpleNamespace(number=1, place_of=lambda _: place)
-    old = SimpleNamespace(token="third", agreements=agreements, rank=1, global_ranks=(4, 7))
-    forming = Forming(old, GroupKind("test", new_store, None), Settings(300, "world"), 10, grows=False)
-    with pytest.raises(ReductionError, match=r"rank 7 cannot serve the store.*\n.*Too many open files"):
-        forming(Reformed((1,), 0), lambda: None)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..errors import PeerLostError, ReductionError, message
+from ..errors import PeerLostError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
 from .store import StoreClient
@@ -90,7 +90,8 @@ class Forming(Generic[Group]):
             self._joiners = self._waiting(members) if self._grows else {}
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                store = self._served(size)
+                secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
+                store = self._kind.new_store(secret, serve_at=self._settings.listen_at, ranks=size)
                 self._admit(members, store.port)
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
@@ -100,15 +101,6 @@ class Forming(Generic[Group]):
         if store is None:
             return None
         return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
-
-    def _served(self, size: int) -> StoreClient:
-        """Serve the store of the new group."""
-        key = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
-        try:
-            return self._kind.new_store(key, serve_at=self._settings.listen_at, ranks=size)
-        except OSError as error:
-            problem = f"rank {self._old.global_ranks[self._old.rank]} cannot serve the store of the new group."
-            raise ReductionError.of(problem, str(error), "ulimit -n with a higher number, if it is too low") from error
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
