@@ -274,7 +274,7 @@ def other_errors(rendezvous, address):
     def differs(group):
         group.all_reduce(np.ones(1 + group.rank))
 
-    with pytest.raises(MismatchError):
+    with pytest.raises(MismatchError, match="in shape"):
         group.committed(differs)
     found = [total(group)]
     if rendezvous.rank == 1:
