@@ -79,7 +79,7 @@ def require_same(found):
 def test_plans_avoid_a_slow_and_a_lost_link(tmp_path):
     """Of four hosts with two ranks each, two have a slow link and two cannot connect. All collectives are right, before
     and after the measurement. All ranks have the same plan, which sends nothing over the lost link and little over the
-    slow one. Messages over the lost link are refused. benchmarks/live_replan.py measures how close the plan comes to the
+    slow one. Messages over the lost link are refused. benchmarks/live_replan.py measures how close the plan is to the
     bound, on a machine that does nothing else; here, it must only be faster than plans for equal links can be."""
     found, outputs, (before, after, total) = run(tmp_path, {(0, 2): "20mbit"}, "start")
     require_same(found)
