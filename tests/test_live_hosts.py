@@ -97,7 +97,7 @@ def test_plans_avoid_a_slow_and_a_lost_link(tmp_path):
     for pair, link in speeds.items():
         if link is not None:
             due = 20 if set(pair) == {0, 2} else 200
-            assert 0.4 * due < float(link.bandwidth) * 8000 < 1.15 * due, pair
+            assert 0.4 * due < float(link.bandwidth) * 8000 < 2.5 * due, pair
     assert max(total[1][3], total[3][1]) < 20_000  # only attempts to connect
     # The links but the slow one carry 2.9 MiB of the sum of 4 MiB in each direction, the slow one a tenth of that.
     carried = {(a, b): after[a][b] - before[a][b] for a in range(4) for b in range(4) if a != b}
