@@ -220,18 +220,24 @@ def _at_once(request: Request, best: Pieces) -> Pieces:
     # An estimate: the operations of a host, one after another, the longest way, and the load of the links inside.
     queued = queues(schedule, request.costs.operation_s).values()
     operations_s = max((cost for queue in queued for _, cost in queue.launches), default=0.0)
-    some, loads, latency_s = request.sources[:: -(-n // _SAMPLE)], Counter[tuple[str, str]](), Fraction(0)
+    latency_s, link_s = _ways(topology, request.sources, request.destinations)
+    if operations_s + latency_s + link_s * request.nbytes >= _WORTH_LISTING * best.seconds:
+        return best
+    verify(schedule)
+    return fastest_of([schedule], topology, request.nbytes, costs=request.costs, known=best)
+
+
+@lru_cache(maxsize=64)
+def _ways(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> tuple[float, float]:
+    """Estimate, from the routes of some sources, the longest latency in s and the s per byte of the busiest link."""
+    some, loads, latency_s = sources[:: -(-len(sources) // _SAMPLE)], Counter[tuple[str, str]](), Fraction(0)
     for src in some:
-        for dst in request.destinations:
+        for dst in destinations:
             pairs = tuple(pairwise(topology.route(src, dst) or ()))
             loads.update(pairs[1:])
             latency_s = max(latency_s, sum((topology.by_ends[pair].latency_s for pair in pairs), Fraction(0)))
     slowest = max((count / topology.by_ends[pair].bandwidth for pair, count in loads.items()), default=Fraction(0))
-    link_s = float(slowest) * n / len(some) * request.nbytes / 1e9
-    if operations_s + float(latency_s) + link_s >= _WORTH_LISTING * best.seconds:
-        return best
-    verify(schedule)
-    return fastest_of([schedule], topology, request.nbytes, costs=request.costs, known=best)
+    return float(latency_s), float(slowest) * len(sources) / len(some) / 1e9
 
 
 def _tried(topology: Topology, request: Request) -> list[Request]:
