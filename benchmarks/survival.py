@@ -1,8 +1,9 @@
 """How long does a group need to go on after a rank has died, and what does that cost while none dies?
 
-Four questions, on ranks of one host: from the error of an op, until an op of the smaller group has completed (shrink);
-from the call of grow until an op with the new rank has completed; agree; and, from a rank's death to the next op, a
-restart of the job by torchrun with gloo. With ``--before``, also the time of an all-reduce with an earlier version.
+Four questions, on ranks of one host, with torch and with NumPy: from the error of an op, until an op of the smaller
+group has completed (shrink); from the call of grow until an op with the new rank has completed; agree; and, from a
+rank's death to the next op, a restart of the job by torchrun with gloo. With ``--before``, also the time of an
+all-reduce with an earlier version.
 Run: python benchmarks/survival.py [--repeats N] [--before SRC] [--json FILE]
 ``--before``: the folder ``src`` of the earlier version, with its compiled files.
 """
@@ -12,11 +13,13 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import RESULTS, keep, size_text, summary
@@ -75,69 +78,150 @@ def processes(target, count, *arguments):
     assert all(process.exitcode in (0, -signal.SIGKILL) for process in running)
 
 
-def begin(number, size, folder):
-    import torch
-    import torch.distributed as dist
+class TorchRanks:
+    """The default group of torch.distributed, with the backend crossreduce."""
 
-    torch.set_num_threads(1)
-    dist.init_process_group("crossreduce", f"file://{folder}/store", rank=number, world_size=size)
-    return torch.ones(1000), dist
+    def __init__(self, number=0, size=0, folder=""):
+        import torch
+        import torch.distributed as dist
+
+        import crossreduce.torch
+
+        self.module, self.dist = crossreduce.torch, dist
+        torch.set_num_threads(1)
+        self.x = torch.ones(1000)
+        if size:
+            dist.init_process_group("crossreduce", f"file://{folder}/store", rank=number, world_size=size)
+
+    def all_reduce(self):
+        self.dist.all_reduce(self.x)
+
+    def barrier(self):
+        self.dist.barrier()
+
+    def agree(self):
+        self.module.agree(True)
+
+    def invitation(self):
+        return self.module.invitation()
+
+    def shrink(self):
+        self.module.shrink()
+
+    def grow(self):
+        return self.module.grow() is not None
+
+    def join(self, invitation):
+        self.module.join(invitation)
+
+    def leave(self):
+        self.dist.destroy_process_group()
 
 
-def shrinking(number, size, folder):
+class NumpyRanks:
+    """A group of ``crossreduce.processes``."""
+
+    def __init__(self, number=0, size=0, folder=""):
+        import numpy as np
+
+        from crossreduce import processes
+
+        self.processes, self.x = processes, np.ones(1000, np.float32)
+        if size:
+            self.group = processes.join(number, size, Path(folder, "address").read_text())
+
+    def all_reduce(self):
+        self.group.all_reduce(self.x, out=self.x)
+
+    def barrier(self):
+        self.group.barrier()
+
+    def agree(self):
+        self.group.agree(True)
+
+    def invitation(self):
+        return self.group.invitation()
+
+    def shrink(self):
+        self.group = self.group.shrink()
+
+    def grow(self):
+        made = self.group.grow()
+        self.group = made or self.group
+        return made is not None
+
+    def join(self, invitation):
+        self.group = self.processes.join_invited(invitation)
+
+    def leave(self):
+        self.group.close()
+
+
+KINDS = {"torch": TorchRanks, "NumPy": NumpyRanks}
+
+
+def shrinking(number, kind, size, folder):
     """One rank of a group whose last rank dies; write how long the others need."""
-    import crossreduce.torch
     from crossreduce import PeerLostError
 
-    x, dist = begin(number, size, folder)
+    group = KINDS[kind](number, size, folder)
     for _ in range(VICTIM_STEP):
-        dist.all_reduce(x)
+        group.all_reduce()
     if number == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         while True:
-            dist.all_reduce(x)
+            group.all_reduce()
     except PeerLostError:
         start = time.perf_counter()
-    crossreduce.torch.shrink()
-    dist.all_reduce(x)
+    group.shrink()
+    group.all_reduce()
     Path(folder, f"took{number}").write_text(str(time.perf_counter() - start))
-    dist.barrier()
+    group.barrier()
 
 
-def growing(number, size, folder, repeats):
+def growing(number, kind, size, folder, repeats):
     """One rank of a group that a process joins, and leaves again; write how long grow takes, and agree."""
-    import crossreduce.torch
-
     times, invited = {"grow": [], "agree": []}, Path(folder, "invitation")
     if number == size:
+        group = KINDS[kind]()
         while not invited.exists():
             time.sleep(0.01)
-        dist = sys.modules["torch.distributed"]
         for _ in range(repeats):
-            crossreduce.torch.join(invited.read_text())
-            dist.barrier()
-            dist.destroy_process_group()
+            group.join(invited.read_text())
+            group.barrier()
+            group.leave()
         return
-    x, dist = begin(number, size, folder)
+    group = KINDS[kind](number, size, folder)
     if number == 0:
         written = Path(folder, "written")
-        written.write_text(crossreduce.torch.invitation())
+        written.write_text(group.invitation())
         written.rename(invited)
     for _ in range(AGREES):
         start = time.perf_counter()
-        crossreduce.torch.agree(True)
+        group.agree()
         times["agree"].append(time.perf_counter() - start)
     while len(times["grow"]) < repeats:
         start = time.perf_counter()
-        if crossreduce.torch.grow() is not None:
-            dist.barrier()
+        if group.grow():
+            group.barrier()
             times["grow"].append(time.perf_counter() - start)
-            crossreduce.torch.shrink()  # the new rank has left
-        dist.all_reduce(x)
+            group.shrink()  # the new rank has left
+        group.all_reduce()
         time.sleep(0.05)
     Path(folder, f"took{number}").write_text(json.dumps(times))
-    dist.barrier()
+    group.barrier()
+
+
+@contextmanager
+def meeting():
+    """Create a folder for the files of a group, with an address of this host that is free."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CROSSREDUCE_DUMP_DIR"] = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            Path(folder, "address").write_text(f"localhost:{free.getsockname()[1]}")
+        yield folder
 
 
 def restarted(size):
@@ -196,31 +280,32 @@ def main():
     parser.add_argument("--json", type=Path, default=RESULTS / "survival.json")
     arguments = parser.parse_args()
     repeats, rows = arguments.repeats, []
-    multiprocessing.set_forkserver_preload(["torch", "crossreduce.torch"])
+    multiprocessing.set_forkserver_preload(["torch", "crossreduce.torch", "crossreduce.processes"])
     shrinks = {}
-    for size in range(2, 7):
-        times = []
-        for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                os.environ["CROSSREDUCE_DUMP_DIR"] = folder
-                processes(shrinking, size, size, folder)
-                times.append(took(folder))
-        shrinks[size] = summary(times)
-        rows.append({"what": "shrink", "ranks": size, **shrinks[size]})
-        print(f"shrink of {size} ranks: {shrinks[size]['median_s'] * 1e3:.1f} ms, {max(times) * 1e3:.1f} at most")
-    for size in (2, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            processes(growing, size + 1, size, folder, repeats)
-            found = [json.loads(path.read_text()) for path in Path(folder).glob("took*")]
-        for what in ("grow", "agree"):
-            slowest = [max(times) for times in zip(*(one[what] for one in found), strict=True)]
-            rows.append({"what": what, "ranks": size, **summary(slowest)})
-            print(f"{what} of {size} ranks: {rows[-1]['median_s'] * 1e3:.2f} ms")
+    for kind in KINDS:
+        for size in range(2, 7):
+            times = []
+            for _ in range(repeats):
+                with meeting() as folder:
+                    processes(shrinking, size, kind, size, folder)
+                    times.append(took(folder))
+            shrinks[kind, size] = summary(times)
+            rows.append({"what": "shrink", "kind": kind, "ranks": size, **shrinks[kind, size]})
+            median_s = shrinks[kind, size]["median_s"]
+            print(f"shrink of {size} {kind} ranks: {median_s * 1e3:.1f} ms, {max(times) * 1e3:.1f} at most")
+        for size in (2, 4):
+            with meeting() as folder:
+                processes(growing, size + 1, kind, size, folder, repeats)
+                found = [json.loads(path.read_text()) for path in Path(folder).glob("took*")]
+            for what in ("grow", "agree"):
+                slowest = [max(times) for times in zip(*(one[what] for one in found), strict=True)]
+                rows.append({"what": what, "kind": kind, "ranks": size, **summary(slowest)})
+                print(f"{what} of {size} {kind} ranks: {rows[-1]['median_s'] * 1e3:.2f} ms")
     tries = [restarted(4) for _ in range(repeats)]
     worked = [seconds for seconds in tries if seconds is not None]
     row = {"what": "restart by torchrun, gloo", "ranks": 4, "failed": tries.count(None)}
     if worked:
-        row |= {"ratio to shrink": statistics.median(worked) / shrinks[4]["median_s"], **summary(worked)}
+        row |= {"ratio to shrink": statistics.median(worked) / shrinks["torch", 4]["median_s"], **summary(worked)}
     rows.append(row)
     print(", ".join(f"{key} {value}" for key, value in row.items()))
     if arguments.before:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from array_checks import every_collective, same
-from members import Resources
+from members import Resources, resident_bytes
 from ranks import Died, ranks
 from test_torch_storm import free_port
 
@@ -656,29 +656,49 @@ def test_timeouts_that_are_not_seconds(address):
     assert ranks(2, invalid_timeouts, address) == [30, 30]
 
 
+CYCLES = int(os.environ.get("CROSSREDUCE_CYCLES", "20"))
+
+
 def soak(rendezvous, address, cycles):
+    """Shrink and grow again and again: the last rank leaves, and joins as a new process would."""
     group = joined(rendezvous, address)
     total(group)
     for cycle in range(cycles):
-        group = group.shrink()
-        assert total(group) == 30
         if cycle == cycles // 2:
             begun = used(group)
-    return begun, used(group)
+        invited = group.invitation()
+        if group.rank == rendezvous.size - 1:
+            group.close()
+            group = processes.join_invited(invited)
+        else:
+            group = group.shrink()
+            assert total(group) == 10 * sum(range(1, rendezvous.size))
+            while (made := group.grow()) is None:
+                time.sleep(0.002)
+            group = made
+        assert total(group) == 10 * sum(range(1, rendezvous.size + 1))
+    (begun, before), (ended, after) = begun, used(group)
+    return begun, ended, (after - before) / before
 
 
 def used(group):
+    """Return the resources of this process, once the threads that answer other ranks have ended."""
     gc.collect()
     time.sleep(0.5)
     group.barrier()
-    return Resources()
+    return Resources(), resident_bytes()
 
 
-def test_shrinks_leave_nothing(address):
-    """Groups that were shrunk leave no descriptor, thread, mapping or file."""
+def test_shrinks_and_grows_leave_nothing(address):
+    """Groups that were shrunk and grown leave no descriptor, thread, mapping, file or memory.
+
+    CROSSREDUCE_CYCLES=500 in the environment makes 500 of each.
+    """
     before = Resources().shm
-    for begun, ended in ranks(2, soak, address, 20):
+    for begun, ended, drift in ranks(3, soak, address, CYCLES, timeout_s=max(60, CYCLES)):
         assert begun == ended
+        print(f"drift {drift:.2%}")
+        assert drift < 0.02
     assert Resources().shm == before
 
 

@@ -17,21 +17,18 @@ from ..errors import PeerLostError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
 from .store import StoreClient
-from .survivors import Reformed
+from .survivors import Closable, Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
 _PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
-class Formed(Protocol):
+class Formed(Closable, Protocol):
     """A group that was formed of another one."""
 
     communicator: Communicator
     reformed: Reformed | None
-
-    def close(self) -> None:
-        """Leave the group."""
 
 
 Group = TypeVar("Group", bound=Formed)
