@@ -15,7 +15,7 @@ import random
 import time
 from _thread import start_new_thread
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -371,16 +371,12 @@ class _Speaker:
         if not ballot.accepting:
             ballot.promised(own, registers.promise(number, ballot.number, ballot.ended))
             request = group.request("promise", number, ballot=ballot.number, ended=sorted(ballot.ended))
-            for host, answer in self._answers(request):
-                if ballot.accepting or ballot.refused:
-                    break
+            for host, answer in self._answers(request, lambda: ballot.accepting):
                 ballot.promised(host, read_decided(answer["accepted"]))
-        if ballot.accepting and not ballot.refused:
+        if ballot.accepting:
             ballot.accepted(own, registers.accept(number, ballot.number, ballot.decision))
             request = group.request("accept", number, ballot=ballot.number, decision=ballot.decision)
-            for host, answer in self._answers(request):
-                if ballot.final or ballot.refused:
-                    break
+            for host, answer in self._answers(request, lambda: ballot.final or ballot.refused):
                 ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
         if not ballot.final:
             there = ballot.answered | self._ended
@@ -396,17 +392,23 @@ class _Speaker:
             pass  # this waits for them: if this process ended at once, they could decide something else without it
         return True
 
-    def _answers(self, request: dict[str, Json]) -> Iterator[tuple[int, dict[str, Json]]]:
-        """Yield the answers of other hosts to a vote.
+    def _answers(
+        self, request: dict[str, Json], is_enough: Callable[[], bool]
+    ) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield the answers of other hosts to a vote, until there are enough: a host may not answer at all.
 
         A rank that has gone on already tells only those that ask for the status what was decided.
         """
         others = [host for host in self._others if host not in self._ended]
-        for host, answer in self._group.ask_hosts(others, self._electors, request) if others else ():
+        if is_enough() or not others:
+            return
+        for host, answer in self._group.ask_hosts(others, self._electors, request):
             if answer is None:
                 self._ended.add(host)
             elif "moved" not in answer:
                 yield host, answer
+                if is_enough():
+                    return
 
 
 def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:

@@ -308,19 +308,24 @@ class Member(Peers):
     def _abort(self, error: ReductionError) -> None:
         """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
         try:
-            if len(self.hosts) > 1:
+            if len(self.hosts) > 1 and not self._has_lost_store(error):
                 error = decoded(self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error)))
         finally:  # another Ctrl-C may end the call above
             self.memory.abort(error)
             if len(self.hosts) > 1 and self.transport is not None:
                 self.transport.abort()
 
+    def _has_lost_store(self, error: ReductionError) -> bool:
+        """Return whether an error says that the rank is lost that serves the store, which would not answer."""
+        owner = self.rendezvous.owner
+        return isinstance(error, PeerLostError) and owner is not None and self.global_ranks[owner] in error.ranks
+
     def _raise_broken(self) -> NoReturn:
         """Write the flight recorder's dump, and raise the error for which the group was aborted."""
         if len(self.hosts) > 1 and self.transport is not None:
             self.transport.abort()  # if another rank aborted, other hosts may still wait for this rank
         error = self._abort_cause()
-        if len(self.hosts) > 1:
+        if len(self.hosts) > 1 and not self._has_lost_store(error):
             lost = getattr(error, "ranks", ())
             alive = [[rank for rank in host if self.global_ranks[rank] not in lost] for host in self.hosts]
             self.rendezvous.leave(self.host[0], [host[0] for host, rest in zip(self.hosts, alive, strict=True) if rest])

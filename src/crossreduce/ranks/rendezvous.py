@@ -130,6 +130,7 @@ class StoreRendezvous:
         If ``watch`` raises, the ranks have another way to find out that the group has failed.
         """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
+        self._limit_waits(_QUERY_S)
         self._query(lambda: self._store.set(f"read/{reader}", b"."))
         with contextlib.suppress(ReductionError):
             while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
