@@ -326,9 +326,10 @@ class Member(Peers):
             self.transport.abort()  # if another rank aborted, other hosts may still wait for this rank
         error = self._abort_cause()
         if len(self.hosts) > 1 and not self._has_lost_store(error):
-            lost = getattr(error, "ranks", ())
-            alive = [[rank for rank in host if self.global_ranks[rank] not in lost] for host in self.hosts]
-            self.rendezvous.leave(self.host[0], [host[0] for host, rest in zip(self.hosts, alive, strict=True) if rest])
+            # Hosts of lost ranks notice the loss themselves, unless all their ranks are lost or they cannot be reached.
+            lost = {*getattr(error, "ranks", ())}
+            readers = [host[0] for host in self.hosts if lost.isdisjoint(self.global_ranks[rank] for rank in host)]
+            self.rendezvous.leave(self.host[0], readers)
         path = flight_recorder.write(self._dump(str(error)))
         if path is not None:
             error = renewed(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
