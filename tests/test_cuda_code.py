@@ -14,6 +14,7 @@ import cuda_roundings as roundings
 import numpy as np
 import ptx_to_c
 import pytest
+from cuda_faults import some_faults
 
 import crossreduce
 
@@ -23,7 +24,7 @@ SCRIPT = ROOT / "scripts/build_cuda_kernels"
 NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
 TABLE = json.loads(machine_code.TABLE.read_text())
-BATCHES = 200  # of each dtype, in PTX
+BATCHES = 100  # of each dtype, in PTX
 MOST = 2000  # batches until a changed instruction is found
 
 # Changes of instructions in PTX: the kernel, its numbers, the instructions, and what replaces them. These kernels take
@@ -168,7 +169,7 @@ def test_the_compiled_instructions_give_the_bits_of_the_reference(tmp_path):
 
 
 def test_a_changed_instruction_is_found(tmp_path):
-    """Each change is made at every place of its kernel, one at a time, and each time found by drawn batches."""
+    """A change is made at a place of its kernel, one at a time, and each time found by drawn batches."""
     kernels, changes, numbered = ptx_to_c.kernels(machine_code.ptx()), {}, []
     for number, (name, _, old, new) in enumerate(CHANGES):
         body = kernels[name][1]
@@ -193,8 +194,11 @@ def test_a_changed_instruction_is_found(tmp_path):
                 return True
         return False
 
-    for chosen.value, (number, k) in enumerate(numbered, 1):
-        if not is_found(*CHANGES[number][:2]):
-            survivors.add((number, k))
-    assert survivors == UNREACHED
+    tried = set()
+    for chosen.value, place in some_faults(list(enumerate(numbered, 1))):
+        tried.add(place)
+        if not is_found(*CHANGES[place[0]][:2]):
+            survivors.add(place)
+    assert survivors == UNREACHED & tried
     assert len(numbered) > 600
+    assert len({number for number, _ in tried}) > 0.8 * len(CHANGES)

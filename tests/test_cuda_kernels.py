@@ -19,7 +19,7 @@ NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 OWN_FUNCTIONS = "-Wl,-Bsymbolic"
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", OWN_FUNCTIONS)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-BATCHES = 600  # of each dtype
+BATCHES = 300  # of each dtype
 # Faults of the body: the file, the text, what replaces it, and the dtype whose batches find it.
 FAULTS = [
     ("reduce.cuh", "part.head + start", "start", "float32"),  # vectors that are not aligned

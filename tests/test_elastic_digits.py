@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from torch_running import HERE
 
 EXAMPLE = HERE.parent / "examples" / "elastic_digits.py"
@@ -19,11 +18,10 @@ def run(path, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-@pytest.mark.parametrize("seed", [1, 7])
-def test_ranks_are_killed_and_others_join(tmp_path, seed):
+def test_ranks_are_killed_and_others_join(tmp_path):
     """Two ranks are killed and two processes join; each step is made once, with the losses of an undisturbed run, in
     every bit; 97 % of the digits are recognized, and a chart is drawn."""
-    ran = run(EXAMPLE, "--seed", seed, "--json", tmp_path / "report.json", "--chart", tmp_path / "chart.svg")
+    ran = run(EXAMPLE, "--seed", 1, "--json", tmp_path / "report.json", "--chart", tmp_path / "chart.svg")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("the curves agree\n")
     report = json.loads((tmp_path / "report.json").read_text())
@@ -41,15 +39,19 @@ def test_ranks_are_killed_and_others_join(tmp_path, seed):
 
 
 def test_a_state_that_is_not_received_is_noticed(tmp_path):
-    """If the new processes receive the number of the step, but not the weights, the example fails."""
-    text = EXAMPLE.read_text()
+    """If the new processes receive the number of the step, but not the weights, the example fails.
+
+    A fourth of its steps are enough for that, though not for an accurate network.
+    """
+    text, broken = EXAMPLE.read_text(), tmp_path / EXAMPLE.name
     sent = "for x in (known, *(p.detach() for p in self.parameters), *momentum):"
-    assert text.count(sent) == 1
-    broken = tmp_path / EXAMPLE.name
-    broken.write_text(text.replace(sent, "for x in (known, *momentum):"))
+    for old, new in ((sent, "for x in (known, *momentum):"), ("STEPS = 400", "STEPS = 100")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    broken.write_text(text)
     ran = run(broken, "--seed", 1)
     assert ran.returncode == 1
-    noticed = "THE CURVES DIFFER", "THE NETWORK IS NOT ACCURATE", "the ranks end with different networks"
+    noticed = "THE CURVES DIFFER", "the ranks end with different networks", "others with"
     assert any(words in ran.stdout + ran.stderr for words in noticed), ran.stdout + ran.stderr
 
 
