@@ -6,6 +6,7 @@ skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` lea
 On systems other than Linux, pytest does not collect the files of ``LINUX_ONLY``.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -80,6 +81,13 @@ def dump_directory(tmp_path, monkeypatch):
     """Return the directory into which ranks write their dumps."""
     monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
     return tmp_path / "dumps"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_that_are_no_garbage():
+    """Keep garbage collections from looking at what was imported: with four frameworks that takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
