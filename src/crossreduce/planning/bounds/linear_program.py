@@ -41,8 +41,8 @@ class Optimum(NamedTuple):
     cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, outward); see ``Cut``
     potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions); see ``Bound``
     # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution), as it may
-    # if bandwidths and weights are very far apart: HiGHS leaves out coefficients below 1e-9. If equal rates of all roots,
-    # with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are the solution of an
+    # if bandwidths and weights are very far apart: HiGHS leaves out coefficients below 1e-9. If equal rates of all
+    # roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are the solution of an
     # all-reduce.
     reached: Fraction
     roots: dict[str, Fraction]  # the rate rooted at each device
