@@ -32,7 +32,7 @@ from .units import in_units
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
 # Sets of trees that are found before the first linear program; with several roots, fewer if as many sets one after
-# another as there are devices have no new tree (measured on 33 topologies of up to 16 devices: the plans are the same).
+# another as there are devices have no new tree (measured on 26 topologies of up to 16 devices: the plans are the same).
 _WARM: Final = 12
 _WARM_GREEDY: Final = 5  # the same, if trees are not exact
 _WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree; 2, if it is not exact
