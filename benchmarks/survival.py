@@ -164,6 +164,7 @@ def shrinking(number, kind, size, folder):
     """One rank of a group whose last rank dies; write how long the others need."""
     from crossreduce import PeerLostError
 
+    os.environ["CROSSREDUCE_DUMP_DIR"] = folder  # here, since the server that forks the ranks keeps its first value
     group = KINDS[kind](number, size, folder)
     for _ in range(VICTIM_STEP):
         group.all_reduce()
@@ -217,7 +218,6 @@ def growing(number, kind, size, folder, repeats):
 def meeting():
     """Create a folder for the files of a group, with an address of this host that is free."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["CROSSREDUCE_DUMP_DIR"] = folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             Path(folder, "address").write_text(f"localhost:{free.getsockname()[1]}")

@@ -229,4 +229,4 @@ def test_on_real_links_the_slow_one_is_found():
     for (src, dst), gbit_per_s in between.items():
         due = 0.2 if {src[:5], dst[:5]} == {"host0", "host2"} else 1.0
         if src[:5] != dst[:5]:
-            assert 0.7 * due < gbit_per_s < 1.3 * due, (src, dst)  # a late program finds a full bucket of the link
+            assert 0.7 * due < gbit_per_s < 1.15 * due, (src, dst)
