@@ -110,10 +110,11 @@ class Alarm(Exception):  # noqa: N818
 def alarmed(rendezvous):
     """Make many groups; interrupt rank 0 of each at a random moment; after most interruptions rank 0 calls again."""
     shared_memory.SLICE_S = 1e-6  # so that calls spend most of their time in Python
-    outcomes = []
+    outcomes, rung = [], []
     delays = random.Random(rendezvous.rank)
 
     def ring(*_):
+        rung.append(True)
         raise Alarm
 
     if rendezvous.rank == 0:
@@ -123,14 +124,16 @@ def alarmed(rendezvous):
         again, delay = delays.random() < 0.7, delays.random() * 0.004 + 1e-5
         size, pause_s = random.Random(number).choice([1, 1000, 100_000]), (2e-4, 2e-3)[number % 2]
         x, wanted = np.empty(size, np.int64), comm.size * (comm.size + 1) // 2
+        rung.clear()
         try:
             if comm.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, delay)
-            while True:
+            while not rung:
                 x[:] = comm.rank + 1
                 time.sleep(delays.random() * pause_s * comm.rank)
                 comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
                 assert (x == wanted).all(), "a wrong result"
+            raise Alarm  # Python ignores exceptions in callbacks of weak references, and so this one
         except Alarm:
             outcome = ("alarm", comm.memory.running)
             if again:
