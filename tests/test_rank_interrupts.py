@@ -126,23 +126,19 @@ def alarmed(rendezvous):
         x, wanted = np.empty(size, np.int64), comm.size * (comm.size + 1) // 2
         rung.clear()
         try:
-            if comm.rank == 0:
-                signal.setitimer(signal.ITIMER_REAL, delay)
-            while not rung:
-                x[:] = comm.rank + 1
-                time.sleep(delays.random() * pause_s * comm.rank)
-                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-                assert (x == wanted).all(), "a wrong result"
-            raise Alarm  # Python ignores exceptions in callbacks of weak references, and so this one
-        except Alarm:
-            outcome = ("alarm", comm.memory.running)
-            if again:
-                try:
+            with contextlib.suppress(Alarm):
+                if comm.rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+                while not rung:  # Python ignores exceptions in callbacks of weak references, and so an alarm there
                     x[:] = comm.rank + 1
+                    time.sleep(delays.random() * pause_s * comm.rank)
                     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
                     assert (x == wanted).all(), "a wrong result"
-                except PeerLostError as error:
-                    outcome = (str(error).split(" during")[0], *error.ranks)
+            outcome = ("alarm", comm.memory.running)
+            if again:
+                x[:] = comm.rank + 1
+                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+                assert (x == wanted).all(), "a wrong result"
         except PeerLostError as error:
             outcome = (str(error).split(" during")[0], *error.ranks)
         comm.close()

@@ -20,7 +20,9 @@ B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
 - If devices that take no part help, or switches that reduce, perhaps no trees reach the rate that cuts prove. Then the
   certificate has a price for each link instead. If all trees of a unit of the buffer cost at least 1 together, the rate
   is at most the sum of bandwidth x price. The check computes the cheapest trees (Erickson, Monma & Veinott,
-  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987).
+  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987), or, for many
+  devices, a price that no trees are below (Wong, A dual ascent approach for Steiner tree problems on a directed graph,
+  Math. Programming 28, 1984).
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -37,10 +39,10 @@ from typing import Final, NamedTuple
 from ...errors import PlanError, shown
 from ...topology import Topology
 from ...topology.symmetry import Symmetry
+from .steiner import few_enough
 from .tree_prices import joints_of, price_of_buffer
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
-_MOST_PRICED: Final = 12  # the check of prices takes a time that grows with 3**devices
 
 
 class Cut(NamedTuple):
@@ -187,12 +189,11 @@ class Bound:
             raise PlanError.of(
                 "prices must be 0 or more, one for each link of the topology.", shown(wrong or self.prices)
             )
-        if len(self.devices) > _MOST_PRICED:
-            given = f"{len(self.devices)} devices"
-            raise PlanError.of(f"prices are checked for at most {_MOST_PRICED} devices that take part.", given)
         self._check_roots()
         priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
-        cost = price_of_buffer(priced, joints_of(self.topology), self.collective, self.devices, self.roots)
+        joints = joints_of(self.topology)
+        exact = few_enough(len(self.devices), len(joints))
+        cost = price_of_buffer(priced, joints, self.collective, self.devices, self.roots, exact=exact)
         if cost <= 0:
             raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
         return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost

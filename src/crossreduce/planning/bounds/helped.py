@@ -8,13 +8,18 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 from itertools import repeat
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ...topology import Topology
+from ..planners import Request
+from ..symmetric.forest import symmetric_bound, symmetric_forest
 from ..topologies import NeutralTopology, neutral, reachable
 from .demands import demands_of, too_uneven
 from .mixture import Mixture, best_mixture
-from .steiner import few_enough
+from .steiner import FEW, few_enough
+from .tree_prices import joints_of
+
+_MOST_JOINTS: Final = 256  # for more devices, trees of many members are not searched: it takes minutes
 
 
 class Helped(NamedTuple):
@@ -31,6 +36,7 @@ def helped(
     """Return the best trees among some devices with all helpers; ``None``: no helper, too many members, or no trees.
 
     Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
+    Among many members only all-reduces are planned so: trees of other collectives gain little by helpers that combine.
     ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
     weights. The rate is that of all roots together.
 
@@ -46,12 +52,23 @@ def helped(
     helpers = tuple(node for node in others if node in after & before)
     parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
     uneven = too_uneven(parts.values()) or too_uneven([link.bandwidth for link in topology.links])
-    if not helpers or len(members) == 1 or uneven or not few_enough(len(members), len(members) + len(helpers)):
+    joints = len(joints_of(topology))
+    exact = few_enough(len(members), joints)
+    if not exact and (collective != "all_reduce" or roots is not None or joints > _MOST_JOINTS):
+        return None
+    if not helpers or len(members) == 1 or uneven or (not exact and _symmetry_suffices(topology, members)):
         return None
     seen = neutral(topology, members, helpers)
     number = {node: k for k, node in enumerate(seen.topology.nodes)}
     links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in seen.topology.links}
-    joints, everyone = tuple(range(len(seen.topology.devices))), tuple(range(len(members)))
-    demands = demands_of(collective, everyone, None if collective == "all_reduce" else parts, joints)
-    found = best_mixture(len(number), links, joints, demands)
+    able, everyone = tuple(range(len(seen.topology.devices))), tuple(range(len(members)))
+    demands = demands_of(collective, everyone, None if collective == "all_reduce" else parts, able)
+    found = best_mixture(len(number), links, able, demands, FEW if exact else 0)
     return None if found is None or not found.rate else Helped(seen, found)
+
+
+def _symmetry_suffices(topology: Topology, members: tuple[str, ...]) -> bool:
+    """Return whether trees of an all-reduce that are found by symmetry, without helpers, reach the bound."""
+    found = symmetric_forest(Request("all_reduce", members, members, topology=topology), "all_reduce", None)
+    limit = symmetric_bound(topology, "all_reduce", members, None) if found else None
+    return found is not None and limit is not None and found.rate == limit.algbw

@@ -7,7 +7,9 @@ trees at these prices are added, until none is cheaper than those that it has. T
 a higher rate. For demands of many members, trees are cheap, but perhaps not the cheapest; the proof counts less.
 
 Source: Gilmore & Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961
-(columns added by price); Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of trees).
+(columns added by price); Wentges, Weighted Dantzig-Wolfe decomposition for linear mixed-integer programming,
+International Transactions in Operational Research 4(2), 1997 (prices between those of the program and the best ones);
+Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of trees).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
@@ -29,6 +31,10 @@ from .tree_prices import least_price
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
+# Prices of one program alone change too much from round to round. Until the rate is ``_CLOSE`` to what prices prove,
+# trees are searched at prices between them and those of the best proof.
+_PART_OF_BEST: Final = 0.5
+_CLOSE: Final = 1e-3
 _MORE_BITS: Final = (24, 48, 96)  # of the denominators of weights, if those of ``DENOMINATORS`` are not exact
 _UNEVEN: Final = 100_000  # from here on, one solution in floating point is not accurate enough for small rates
 _DIGITS: Final = 64  # bits of the solutions of such programs
@@ -55,7 +61,7 @@ class ProvedRate(NamedTuple):
 
 
 def best_mixture(
-    n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand]
+    n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand], most: int = MANY
 ) -> Mixture | None:
     """Return the best trees; ``None``: a demand cannot be met.
 
@@ -63,6 +69,7 @@ def best_mixture(
       n: the number of nodes; each is a number from 0 to n - 1.
       links: the bandwidth of each, in GB/s.
       joints: the nodes at which trees may branch; all sources, destinations and roots among them.
+      most: demands of more members are met by trees that are cheap, but perhaps not the cheapest: see ``few_enough``.
 
     Both receivers are behind a hub, node 3. A narrow link is a second way to one of them.
 
@@ -72,12 +79,17 @@ def best_mixture(
     >>> [str(best_mixture(4, exact, joints, [broadcast]).rate) for joints in ((0, 1, 2, 3), (0, 1, 2))]
     ['3', '2']
     """
-    program = TreeProgram(n, links, joints, demands)
+    program = TreeProgram(n, links, joints, demands, most)
     found = program.solve({})
     if found is None:
         return None
-    rate, trees = program.mixture([demand.weight for demand in demands])
+    weights = [demand.weight for demand in demands]
+    rate, trees = program.mixture(weights)
     proved = program.proof(rate)
+    if rate < proved.most:  # perhaps only since weights of the trees are rounded
+        part, exact = program.exact_mixture([weight * proved.most for weight in weights], quick=True)
+        if part == 1:
+            rate, trees = proved.most, exact
     return Mixture(rate, trees, proved.most, proved.prices)
 
 
@@ -90,7 +102,14 @@ class _Column(NamedTuple):
 class TreeProgram:
     """The links, the demands, and the trees that were found for each; more than one program can be solved with them."""
 
-    def __init__(self, n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand]) -> None:
+    def __init__(
+        self,
+        n: int,
+        links: Mapping[Arc, Fraction],
+        joints: Sequence[int],
+        demands: Sequence[Demand],
+        most: int = MANY,
+    ) -> None:
         """Prepare for the arguments of ``best_mixture``."""
         self.links, self.demands, self.widths = list(links), demands, list(links.values())
         self.joints = list(joints)
@@ -114,7 +133,7 @@ class TreeProgram:
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
-                    kind = CheapestTrees if few_enough(len(ends), len(joints), MANY) else NearTrees
+                    kind = CheapestTrees if few_enough(len(ends), len(joints), most) else NearTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
 
     def solve(self, fixed: Mapping[int, Fraction]) -> float | None:
@@ -124,22 +143,36 @@ class TreeProgram:
         demand is not fixed.
         """
         self.fixed, rate, self.weights = fixed, 0.0, []
+        best, tried, part = 0.0, self._scaled(self.prices), _PART_OF_BEST
+        center = tried  # the prices that prove the least rate so far
         for _ in range(_MOST_ROUNDS):
-            found = self.cheapest(self.prices)
+            found = self.cheapest(tried)
             if found is None:
                 return None
             before = len(self.columns)
             self.columns.update((column, None) for _, of_demand in found for column in of_demand)
             # No mixture has a higher rate than the value of all links, less the price of trees of the fixed rates,
             # divided by the price of a tree for each other demand.
-            value = sum(price * float(width) for price, width in zip(self.prices, self.widths, strict=True))
+            value = sum(price * float(width) for price, width in zip(tried, self.widths, strict=True))
             value -= sum(float(rate) * found[k][0] for k, rate in fixed.items())
             free = [(one.weight, found[k][0]) for k, one in enumerate(self.demands) if k not in fixed]
             cost = sum(float(weight) * least for weight, least in free)
-            if self.weights and (len(self.columns) == before or rate * cost >= value * (1 - _NEAR)):
-                break
+            if value > 0 and cost / value > best:
+                best, center = cost / value, tried
+            near = rate * best >= 1 - _CLOSE if part else rate * cost >= value * (1 - _NEAR)
+            if self.weights and (near or len(self.columns) == before):
+                if not part:
+                    break
+                part = 0.0
             rate, self.weights, self.prices = self.mixed(list(self.columns))
+            last = self._scaled(self.prices)
+            tried = [part * a + (1 - part) * b for a, b in zip(center, last, strict=True)] if part else self.prices
         return rate
+
+    def _scaled(self, prices: Sequence[float]) -> list[float]:
+        """Return prices such that all links together have the value 1."""
+        whole = sum(max(0.0, price) * float(width) for price, width in zip(prices, self.widths, strict=True))
+        return [max(0.0, price) / whole for price in prices]
 
     def mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
         """Return the greatest factor of the wanted rates of all demands that known trees reach, and these trees.
@@ -156,11 +189,17 @@ class TreeProgram:
                 best = found
         return best
 
-    def exact_mixture(self, rates: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
-        """Return what ``mixture`` does, for rates that are reached if no number is rounded. It takes more time."""
+    def exact_mixture(
+        self, rates: Sequence[Fraction], *, quick: bool = False
+    ) -> tuple[Fraction, list[list[MixedTree]]]:
+        """Return what ``mixture`` does, for rates that are reached if no number is rounded. It takes more time.
+
+        ``quick``: whether to try only weights of few bits. For many nodes the others take minutes.
+        """
         used = [column for column, weight in zip(self.columns, self.weights, strict=False) if weight > 0]
         best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
-        for kept, bits in product((used, list(self.columns)), _MORE_BITS):
+        tries = product((used, list(self.columns)), _MORE_BITS)
+        for kept, bits in islice(tries, 1) if quick else tries:
             solution = refined(self.program(kept, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
             weights = [(value * self.scale).limit_denominator(1 << bits) for value in solution.values[1:]]
             best = max(best, self._fitted(kept, weights, rates), key=lambda one: one[0])

@@ -67,8 +67,8 @@ def least_price(
         price = {(src, dst): cost for src, dst, cost in priced}
         if all(price.get((dst, src)) == cost for (src, dst), cost in price.items()):
             # A tree that copies is one that reduces, backwards. It costs the same out of each of its nodes.
-            found = _prices(priced, joints, (), destinations, [destinations[0]], exact=False)
-            return 2 * found[destinations[0]] if found else None
+            found = _prices(priced, joints, (), destinations, destinations, exact=False)
+            return 2 * max(found.values()) if found else None
     return min(_prices(priced, joints, sources, destinations, roots, exact=exact).values(), default=None)
 
 
