@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.ranks import agreement
 from crossreduce.ranks.agreement import _Speaker
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.registers import Decision
@@ -66,6 +67,37 @@ def test_a_host_with_a_quorum_asks_nobody():
     speaker = _Speaker(group, 1, (0, 1, 2), 10.0)
     speaker._round = 1
     assert speaker._vote(DECISION)
+
+
+@pytest.mark.parametrize(("silent_s", "members"), [(9, [0, 1]), (1.8, [0, 1, 2])])
+def test_a_silent_host_is_waited_for_once(monkeypatch, silent_s, members):
+    """A host that does not answer delays an agreement by a fixed time, even while ranks of another host are late.
+    If it answers again before the decision, its ranks take part."""
+    now, waits, late_s = [0.0], [], 2.5
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def ask_hosts(hosts, electors, request, within_s):
+        answering = [host for host in hosts if host == 1 or now[0] > silent_s]
+        for host in answering:
+            late = host == 1 and now[0] < late_s
+            yield host, {"decided": None, "late": [host][:late], "arrived": {} if late else {str(host): [1, True, 0]}}
+        if answering != list(hosts):
+            waits.append(within_s + agreement._STAGGER_S)
+            now[0] += waits[-1]
+
+    group = SimpleNamespace(
+        _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, ask_hosts=ask_hosts,
+        request=lambda what, number, **content: {"what": what},
+        status=lambda number, electors: {"decided": None, "late": [], "arrived": {"0": [1, True, 0]}},
+    )  # fmt: skip
+    speaker = _Speaker(group, 1, (0, 1, 2), 10.0)
+    while (found := speaker._ready()) is None:
+        now[0] += agreement._LOOK_S
+    assert sorted(found) == members
+    assert now[0] < late_s + 0.2
+    first = [wait for wait in waits if wait > agreement._STAGGER_S]
+    assert sum(first) < agreement._UNREACHED_S + 3 * agreement._STAGGER_S
+    assert len(waits) > len(first)
 
 
 class SilentStore:

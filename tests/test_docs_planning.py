@@ -22,6 +22,7 @@ from crossreduce.export.chakra import writer
 from crossreduce.export.folding import DEVICES_FROM, HOSTS_FROM
 from crossreduce.export.grouping import tree_groups
 from crossreduce.planning import Request, hierarchical_copy, plans, schedules
+from crossreduce.planning.bounds import helped
 from crossreduce.planning.bounds.steiner import MANY, few_enough
 from crossreduce.planning.forest import forest
 from crossreduce.planning.shallow.forests import MOST_DEVICES
@@ -307,6 +308,7 @@ def others():
     yield f"more than {fitting.MOST_TREES} trees per root"
     yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices"
     yield f'Beyond {schedules._MOST_LISTED} devices `"auto"` estimates its time'
+    yield f"that holds for all-reduces on topologies of up to {helped._MOST_JOINTS} devices"
 
 
 def again():

@@ -440,7 +440,7 @@ def test_equal_directions_have_one_price():
     [
         (Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], 1),
         (Topology.mesh(3, 6), [range(14), range(4, 18)], 1),
-        (Topology.machine("mi250"), [range(13), range(6, 16)], Fraction(3, 4)),
+        (Topology.machine("mi250"), [range(13), range(6, 16)], 1),
     ],
 )
 def test_groups_of_many_members(topology, groups, least):
