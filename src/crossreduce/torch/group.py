@@ -41,7 +41,7 @@ from .subclasses import has_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
-_LEAVE_S: Final = 0.5  # the same for a group that is garbage collected, or whose process ends
+_LEAVE_S: Final = 1.0  # the same for a group that is garbage collected, or whose process ends
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
