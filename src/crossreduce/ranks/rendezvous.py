@@ -53,7 +53,7 @@ class StoreRendezvous:
         self._calls = 0
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
-        self._is_quick = False  # whether a query may take ``_CAUSE_S`` only
+        self._limit_s: float | None = None  # how long an answer of the store may take; ``None``: the store's own limit
         self._unreachable: OSError | None = None  # why the store cannot be reached any more
         self._answered: dict[int, bool] = {}  # the known answers to a roll call: whether each rank's wait timed out
 
@@ -130,30 +130,25 @@ class StoreRendezvous:
         If ``watch`` raises, the ranks have another way to find out that the group has failed.
         """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
-        self._limit_waits(_QUERY_S)
-        self._query(lambda: self._store.set(f"read/{reader}", b"."))
+        self._query(_QUERY_S, lambda: self._store.set(f"read/{reader}", b"."))
         with contextlib.suppress(ReductionError):
-            while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
+            while self._query(_QUERY_S, lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
                 self.watch()
                 time.sleep(PAUSES_S[1])
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted; the first reason, or ``MET``, is kept, and returned."""
-        self._limit_waits(_QUERY_S)
-        return bytes(self._query(lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
+        return bytes(self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
-        """Return the stored reason, or ``None``. From now on, the store has to answer quickly, as ranks wait in an op.
+        """Return the stored reason, or ``None``. The store has to answer quickly, as ranks wait in an op.
 
         A rank that has lost the link to the store must notice in time that other ranks have aborted the group.
         """
-        if not self._is_quick:
-            self._limit_waits(_CAUSE_S)
-            self._is_quick = True
-        return self._known_cause()
+        return self._known_cause(_CAUSE_S)
 
-    def _known_cause(self) -> bytes | None:
-        found = self._query(lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
+    def _known_cause(self, limit_s: float | None = None) -> bytes | None:
+        found = self._query(limit_s, lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
         return None if found is None or bytes(found) == MET else bytes(found)
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
@@ -167,8 +162,7 @@ class StoreRendezvous:
                     self._answered[rank] = bytes(self._store.get(key)) != b"."
             return dict(self._answered)
 
-        self._limit_waits(_QUERY_S)
-        found: dict[int, bool] | None = self._query(answers)
+        found: dict[int, bool] | None = self._query(_QUERY_S, answers)
         if found is None:
             assert self._unreachable is not None
             raise self._unreachable
@@ -176,29 +170,33 @@ class StoreRendezvous:
 
     def record_leaving(self) -> None:
         """Store that this rank leaves the group."""
-        self._limit_waits(_QUERY_S)
-        self._query(lambda: self._store.set(f"left/{self.rank}", b"."))
+        self._query(_QUERY_S, lambda: self._store.set(f"left/{self.rank}", b"."))
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has stored that it leaves the group."""
-        self._limit_waits(_QUERY_S)
-        return bool(self._query(lambda: self._store.check([f"left/{rank}"])))
+        return bool(self._query(_QUERY_S, lambda: self._store.check([f"left/{rank}"])))
 
     def announce(self, number: int) -> None:
         """Store that this rank has begun a check of the links."""
-        self._query(lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
+        self._query(_CAUSE_S, lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
 
     def has_announced(self, rank: int, number: int) -> bool:
         """Return whether a rank has stored that it has begun a check of the links."""
-        return bool(self._query(lambda: self._store.check([f"check/{number}/{rank}"])))
+        return bool(self._query(_CAUSE_S, lambda: self._store.check([f"check/{number}/{rank}"])))
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
         self._await(reader, readers if self.owner == self.rank else [reader])
 
-    def _query(self, query: Callable[[], Any]) -> Any:
-        """Return what ``query`` returns; ``None``: the store cannot be reached, now or earlier."""
+    def _query(self, limit_s: float | None, query: Callable[[], Any]) -> Any:
+        """Return what ``query`` returns; ``None``: the store cannot be reached, now or earlier.
+
+        ``limit_s``: how long an answer may take, at most, from now on; ``None``: as long as before.
+        """
         if self._unreachable is None:
+            if limit_s is not None and (self._limit_s is None or limit_s < self._limit_s):
+                self._limit_s = limit_s
+                self._limit_waits(limit_s)
             try:
                 return query()
             except RuntimeError as error:  # the class of all errors of stores
