@@ -17,6 +17,7 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
+from crossreduce.planning.bounds.certificate import Cut
 from crossreduce.planning.bounds.demands import Demand
 from crossreduce.planning.bounds.mixture import best_mixture
 from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
@@ -208,6 +209,39 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     plan.bound.check()
     assert plan.helpers
     assert 0 <= 1 - plan.ratio <= Fraction(1, 10**9)  # weights of trees are rounded to simple fractions
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_reduces_on_random_graphs_are_near_the_bound(seed, both_ways):
+    """On graphs without structure, cuts prove what prices do not; links that go one way leave little unproved."""
+    draw = random.Random(f"{seed} {both_ways}")
+    n = draw.randint(12, 18)
+    links = {}
+    for _ in range(3):
+        ring = draw.sample(range(n), n)
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
+            links[a, b] = width = draw.choice([1, 2, 5])
+            if both_ways:
+                links[b, a] = width
+    topology = Topology([f"cpu:{k}" for k in range(n)], [(f"cpu:{a}", f"cpu:{b}", w) for (a, b), w in links.items()])
+    plan = planned(topology, "all_reduce", topology.devices[: draw.randint(10, n - 1)])
+    verify(plan.schedule)
+    plan.bound.check()
+    assert plan.ratio <= 1
+    assert plan.ratio >= (1 - Fraction(1, 10**9) if both_ways else Fraction(9, 10))
+
+
+def test_cuts_must_hold_for_roots_that_take_no_part():
+    """Where links differ in their two directions, cuts of an all-reduce must count trees with a helper as root."""
+    links = [("cpu:0", "cpu:2", 1), ("cpu:2", "cpu:0", 2), ("cpu:1", "cpu:2", 1), ("cpu:2", "cpu:1", 2)]
+    topology = Topology([f"cpu:{k}" for k in range(3)], links)
+    limit = cr.bound(topology, "all_reduce", devices=range(2))
+    limit.check()
+    assert limit.algbw == 1
+    around = tuple(Cut(frozenset({device}), Fraction(1), True) for device in limit.devices)
+    with pytest.raises(PlanError, match=r"contain a root (.|\n)*cpu:2"):
+        replace(limit, algbw=Fraction(2), cuts=around, prices=()).check()
 
 
 @pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "all_reduce"])

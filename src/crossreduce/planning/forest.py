@@ -74,13 +74,14 @@ def forest(request: Request) -> Forest:
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{request.collective} by trees")
     idle = any(device not in members for device in topology.devices)
-    found = _helped_forest(request) if idle else None
-    if found is not None:
-        return found  # data passes the other devices in steps of their own, so that any engine can run them
     sets = _helpers(topology, members)
-    best, best_rate = _symmetric(request, sets if not idle else [()])
+    best = _helped_forest(request) if idle else None
+    if best is not None:
+        best_rate = fluid_rate(best.schedule, topology) or Fraction(0)
+    else:
+        best, best_rate = _symmetric(request, sets if not idle else [()])
     if best is not None and (len(members) > _MOST_PACKED or best_rate >= (_limit(request) or 0) * (1 - TOLERANCE)):
-        return best
+        return best  # beside helpers, data passes other devices in steps of their own, so that any engine can run them
     limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth

@@ -21,6 +21,7 @@ from .certificate import COLLECTIVES, Bound, Cut
 
 # On larger topologies with helpers, cuts are not searched if the best trees are known: it can take minutes.
 _MOST_NODES: Final = 24
+_ROUNDING: Final = Fraction(1, 10**6)  # the relative error of rates of rounded trees
 
 Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
 
@@ -95,29 +96,29 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
-    trees = _of_trees(topology, collective, members, roots)
+    trees, reached = _of_trees(topology, collective, members, roots)
     if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
         return many
-    if trees is not None and len(topology.nodes) > _MOST_NODES:
+    if trees is not None and reached and len(topology.nodes) > _MOST_NODES:
         return trees
     cuts = _of_cuts(topology, collective, members, parts)
-    # Cuts for an all-reduce assume that a member is the root. A helper that is the root can be better, unless links are
-    # equal in both directions: then data can pass between both on the same links.
-    valid = collective != "all_reduce" or topology.symmetric
-    return cuts if trees is None or (valid and (cuts.algbw or 0) <= (trees.algbw or 0)) else trees
+    return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
 
 
 def _of_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
-) -> Bound | None:
-    """Return the rate of the best trees with helpers; ``None``: all devices take part, or they are too many."""
+) -> tuple[Bound | None, bool]:
+    """Return the rate that prices of trees with helpers prove, and whether trees reach it, except for rounding.
+
+    ``None``: all devices take part, or they are too many.
+    """
     if all(device in members for device in topology.devices):
-        return None
+        return None, False
     from .helped import helped
 
     found = helped(topology, collective, members, roots)
     if found is None:
-        return None
+        return None, False
     names, links = found.seen.names, found.seen.topology.links
     prices = tuple(
         (names[link.src], names[link.dst], price)
@@ -125,7 +126,8 @@ def _of_trees(
         if price
     )
     parts = roots or tuple((device, Fraction(1)) for device in members)
-    return Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
+    proved = Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
+    return proved, found.mixture.rate >= found.mixture.most * (1 - _ROUNDING)
 
 
 def _of_cuts(

@@ -128,8 +128,11 @@ class Bound:
         inside = [covered.get(orbits[root], Fraction(0)) * weight for root, weight in self.roots]
         if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
             unit = Fraction(1)
-            for (root, _), total in zip(self.roots, inside, strict=True):
-                if total < 1:
+            # Where links are equal in both directions, a tree can have any of its nodes as its root; else a helper can
+            # be the only good one.
+            ends = self.devices if self.topology.symmetric else joints_of(self.topology)
+            for root in ends:
+                if covered.get(orbits[root], Fraction(0)) < 1:
                     raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         else:
             self._check_direction()

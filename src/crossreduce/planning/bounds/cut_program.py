@@ -1,6 +1,6 @@
 """The linear program of trees: its variables, the cuts that limit them, and the exact checks of its solutions.
 
-Variables: x_r, the rate rooted at device r; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
+Variables: x_r, the rate rooted at node r, a device or a switch that reduces; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
 Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
 for every set S of nodes that does not contain all devices, the sum of x_r over the roots r in S is at most the sum of
 cB_e over the links that leave S, and at most the sum of cR_e over the links that enter S. If links are equal in both
@@ -67,11 +67,14 @@ class CutProgram:
         self.largest = max(self.width)
         m = len(self.arcs)
         self.weighted = weights is not None
-        self.rates = self.n if weights is None else 1  # the first columns are rates
-        columns = [[self.rates + way * m + k for k in range(m)] for way in (0, 1)]
         self.paired = weights is None and topology.symmetric  # reductions use the routes of broadcasts backwards
+        # Where links are equal in both directions, a tree can have any of its nodes as its root.
+        able = [] if self.paired else [number[switch.name] for switch in topology.switches if switch.reduces]
+        roots = [*range(self.n), *able]
+        self.rates = len(roots) if weights is None else 1  # the first columns are rates
+        columns = [[self.rates + way * m + k for k in range(m)] for way in (0, 1)]
         if weights is None:
-            free: dict[int, tuple[int, int | Fraction]] = {root: (root, 1) for root in range(self.n)}
+            free: dict[int, tuple[int, int | Fraction]] = {root: (k, 1) for k, root in enumerate(roots)}
             ways = (True,) if self.paired else (True, False)
             self.usages = [Usage(columns[k], outward, free) for k, outward in enumerate(ways)]
         else:

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 _FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
 _LEAST_GAIN: Final = 4
 _MOST_ROUNDS: Final = 200
+_PIVOTS: Final = 50  # of the simplex method per row and column; HiGHS may go in circles, and then never ends
 _TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 
 Row = tuple[Sequence[int], Sequence[int | Fraction]]  # columns, and their coefficients
@@ -125,7 +126,7 @@ def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
             b_eq=needed,
             bounds=[(low if low > -_FAR else -inf, inf) for low in lower],
             method="highs-ds",
-            options=_TOLERANCES,
+            options=_TOLERANCES | {"maxiter": _PIVOTS * sum(matrix.shape)},
         )
         if found.status:
             if step <= _LEAST_GAIN:
