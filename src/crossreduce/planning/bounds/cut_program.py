@@ -1,11 +1,12 @@
 """The linear program of trees: its variables, the cuts that limit them, and the exact checks of its solutions.
 
-Variables: x_r, the rate rooted at node r, a device or a switch that reduces; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
-Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
-for every set S of nodes that does not contain all devices, the sum of x_r over the roots r in S is at most the sum of
-cB_e over the links that leave S, and at most the sum of cR_e over the links that enter S. If links are equal in both
-directions, reductions use the routes of the broadcasts backwards, which halves the program. If the roots have weights,
-there are broadcasts only: one variable is the rate of all roots, of which each has a part in proportion to its weight.
+Variables: x_r, the rate rooted at node r, a device or a switch that reduces; cB_e and cR_e, the bandwidth of link e
+that broadcasts and reductions use. Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot
+reduce equals the flow out of it; and for every set S of nodes that does not contain all devices, the sum of x_r over
+the roots r in S is at most the sum of cB_e over the links that leave S, and at most the sum of cR_e over the links that
+enter S. If links are equal in both directions, reductions use the routes of the broadcasts backwards, which halves the
+program. If the roots have weights, there are broadcasts only: one variable is the rate of all roots, of which each has
+a part in proportion to its weight.
 """
 
 from __future__ import annotations
