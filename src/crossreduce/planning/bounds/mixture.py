@@ -15,10 +15,10 @@ Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice, pairwise, product
-from math import isfinite, lcm
+from math import gcd, isfinite, lcm
 from typing import Final, NamedTuple
 
 from .demands import Arc, Demand, MixedTree
@@ -38,7 +38,10 @@ _CLOSE: Final = 1e-3
 _MORE_BITS: Final = (24, 48, 96)  # of the denominators of weights, if those of ``DENOMINATORS`` are not exact
 _UNEVEN: Final = 100_000  # from here on, one solution in floating point is not accurate enough for small rates
 _DIGITS: Final = 64  # bits of the solutions of such programs
-_FINE: Final = 1 << 30  # prices that are not simple fractions are multiples of 1 / _FINE
+_FINE: Final = 1 << 30  # prices that are not simple fractions are multiples of 1 / _FINE, and so are many weights
+# Many weights that are rounded one by one may have a common denominator of hundreds of digits. From here on, they are
+# rounded to multiples of the same part.
+_MOST_PARTS: Final = 1 << 40
 # The least price of a link, relative to the mean: of equally cheap trees, the one with the fewest hops is taken.
 _LEAST_PRICE: Final = 1e-7
 
@@ -90,7 +93,21 @@ def best_mixture(
         part, exact = program.exact_mixture([weight * proved.most for weight in weights], quick=True)
         if part == 1:
             rate, trees = proved.most, exact
+    if program.is_near and common_parts(tree.weight for of_demand in trees for tree in of_demand) > _MOST_PARTS:
+        rate, trees = program.even_mixture(weights)
     return Mixture(rate, trees, proved.most, proved.prices)
+
+
+def common_parts(weights: Iterable[Fraction]) -> int:
+    """Return into how many equal parts the sum of some weights must be divided, so that each is a number of parts.
+
+    >>> common_parts([Fraction(1, 2), Fraction(3, 4)])
+    5
+    """
+    listed = list(weights)
+    scale = lcm(*(weight.denominator for weight in listed))
+    numbers = [int(weight * scale) for weight in listed]
+    return sum(numbers) // gcd(*numbers)
 
 
 class _Column(NamedTuple):
@@ -129,11 +146,13 @@ class TreeProgram:
         self.paired = symmetric and all(set(one.sources) == set(one.destinations) for one in demands)
         self.rows = [k for k, (src, dst) in enumerate(self.links) if src < dst or not self.paired]
         self.trees: dict[tuple[bool, tuple[int, ...]], CheapestTrees] = {}
+        self.is_near = False  # whether some trees are perhaps not the cheapest
         back = [(dst, src) for src, dst in self.links]
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
                     kind = CheapestTrees if few_enough(len(ends), len(joints), most) else NearTrees
+                    self.is_near |= kind is NearTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
 
     def solve(self, fixed: Mapping[int, Fraction]) -> float | None:
@@ -188,6 +207,11 @@ class TreeProgram:
             if found[0] > best[0] * (1 + Fraction(1, 10**9)):
                 best = found
         return best
+
+    def even_mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
+        """Return what ``mixture`` does, with weights that are numbers of equal parts of a demand's data."""
+        columns = list(self.columns)[: len(self.weights)]
+        return self._fitted(columns, [Fraction(int(weight * _FINE)) for weight in self.weights], wanted)
 
     def exact_mixture(
         self, rates: Sequence[Fraction], *, quick: bool = False
