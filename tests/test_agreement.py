@@ -1,12 +1,14 @@
 """What ranks do while a host does not answer: a vote needs a quorum only, and no question waits for long."""
 
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks import agreement
-from crossreduce.ranks.agreement import _Speaker
+from crossreduce.ranks import contact
+from crossreduce.ranks.agreement import Agreements, _Speaker
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.rendezvous import StoreRendezvous
@@ -69,35 +71,18 @@ def test_a_host_with_a_quorum_asks_nobody():
     assert speaker._vote(DECISION)
 
 
-@pytest.mark.parametrize(("silent_s", "members"), [(9, [0, 1]), (1.8, [0, 1, 2])])
-def test_a_silent_host_is_waited_for_once(monkeypatch, silent_s, members):
-    """A host that does not answer delays an agreement by a fixed time, even while ranks of another host are late.
-    If it answers again before the decision, its ranks take part."""
-    now, waits, late_s = [0.0], [], 2.5
-    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def ask_hosts(hosts, electors, request, within_s):
-        answering = [host for host in hosts if host == 1 or now[0] > silent_s]
-        for host in answering:
-            late = host == 1 and now[0] < late_s
-            yield host, {"decided": None, "late": [host][:late], "arrived": {} if late else {str(host): [1, True, 0]}}
-        if answering != list(hosts):
-            waits.append(within_s + agreement._STAGGER_S)
-            now[0] += waits[-1]
-
+def test_nobody_waits_for_a_silent_host_after_the_decision():
+    """A rank that waits for the answer of a host notices soon that the speaker of another host has decided."""
+    looks, registers = [], Registers()
+    registers.decision = lambda number: looks.append(number) or (DECISION if len(looks) > 3 else None)
     group = SimpleNamespace(
-        _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, ask_hosts=ask_hosts,
-        request=lambda what, number, **content: {"what": what},
-        status=lambda number, electors: {"decided": None, "late": [], "arrived": {"0": [1, True, 0]}},
+        _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=registers,
+        request=lambda what, number, **content: {"what": what}, _ask_host=lambda *_: None,
     )  # fmt: skip
-    speaker = _Speaker(group, 1, (0, 1, 2), 10.0)
-    while (found := speaker._ready()) is None:
-        now[0] += agreement._LOOK_S
-    assert sorted(found) == members
-    assert now[0] < late_s + 0.2
-    first = [wait for wait in waits if wait > agreement._STAGGER_S]
-    assert sum(first) < agreement._UNREACHED_S + 3 * agreement._STAGGER_S
-    assert len(waits) > len(first)
+    group.ask_hosts = partial(Agreements.ask_hosts, group)
+    began = time.monotonic()
+    assert _Speaker(group, 1, (0, 1, 2), 10.0)._ready() is None
+    assert time.monotonic() - began < contact.ANSWER_S / 2
 
 
 class SilentStore:

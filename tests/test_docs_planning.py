@@ -308,7 +308,7 @@ def others():
     yield f"more than {fitting.MOST_TREES} trees per root"
     yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices"
     yield f'Beyond {schedules._MOST_LISTED} devices `"auto"` estimates its time'
-    yield f"that holds for all-reduces on topologies of up to {helped._MOST_JOINTS} devices"
+    yield f"all-reduces on topologies of up to {helped._MOST_JOINTS} devices have such trees"
 
 
 def again():

@@ -30,7 +30,7 @@ from .shared_memory import RankMemory
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
 _LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or two requests to other hosts
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
-_UNREACHED_S: Final = 1.5  # how long a host that does not answer is waited for
+_UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
 _STAGGER_S: Final = 0.1  # from asking some ranks of a host to asking the next ones
 _LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
@@ -234,23 +234,28 @@ class Agreements:
         hosts: Iterable[int],
         electors: Sequence[int],
         request: dict[str, Json],
-        within_s: float = contact.ANSWER_S,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, dict[str, Json] | None]]:
         """Ask a rank of each of these hosts, and yield its answer; ``None``: all ranks have ended.
 
-        Hosts that do not answer ``within_s`` seconds are missing.
+        Hosts that do not answer in time are missing. If ``is_over``, other answers are not waited for.
         """
         answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]] = SimpleQueue()
         asked = list(hosts)
         for host in asked:
             ranks = [rank for rank in self._hosts[host] if rank in electors]
             start_new_thread(self._ask_host, (host, ranks, request, answers))
-        deadline = time.monotonic() + within_s + _STAGGER_S
-        for _ in asked:
+        deadline = time.monotonic() + contact.ANSWER_S + _STAGGER_S
+        missing = len(asked)
+        while missing:
+            left_s = deadline - time.monotonic()
             try:
-                host, answer, known = answers.get(timeout=max(1e-3, deadline - time.monotonic()))
+                host, answer, known = answers.get(timeout=max(1e-3, min(left_s, _LOOK_S)))
             except Empty:
-                return
+                if left_s <= 0 or is_over():
+                    return
+                continue
+            missing -= 1
             if known:
                 yield host, answer
 
@@ -340,15 +345,14 @@ class _Speaker:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more."""
         group, number = self._group, self._number
         request = group.request("status", number, electors=self._electors)
-        # A host that does not answer is asked again. When it has been waited for long enough, its answer must be quick.
-        found: dict[int, dict[str, Json] | None] = {}
-        began, waited_for = time.monotonic(), dict.fromkeys(self._others, contact.ANSWER_S)
-        for host, since in self._unreached_since.items():
-            waited_for[host] = min(contact.ANSWER_S, max(0.0, since + _UNREACHED_S - began))
-        for given_up in (False, True):
-            hosts = [host for host in self._others if given_up == (not waited_for[host])]
-            within_s = min((waited_for[host] for host in hosts), default=0.0)
-            found |= group.ask_hosts(hosts, self._electors, request, within_s)
+
+        def is_decided() -> bool:  # by a speaker of another host, while this one waits for a host that does not answer
+            return group._registers.decision(number) is not None
+
+        answers = group.ask_hosts(self._others, self._electors, request, is_decided)
+        found: dict[int, dict[str, Json] | None] = dict(answers)
+        if is_decided():
+            return None
         found[group._own] = group.status(number, self._electors)
         contributions, late, now = {}, False, time.monotonic()
         for host in self._weights:

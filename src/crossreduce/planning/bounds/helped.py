@@ -33,10 +33,11 @@ class Helped(NamedTuple):
 def helped(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
 ) -> Helped | None:
-    """Return the best trees among some devices with all helpers; ``None``: no helper, too many members, or no trees.
+    """Return the best trees among some devices with all helpers; ``None``: no helper, too many devices, or no trees.
 
     Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
-    Among many members only all-reduces are planned so: trees of other collectives gain little by helpers that combine.
+    Among many members only all-reduces are planned so, unless trees that are found by symmetry are as good: trees of
+    other collectives gain little by helpers that combine.
     ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
     weights. The rate is that of all roots together.
 

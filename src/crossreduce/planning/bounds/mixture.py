@@ -4,7 +4,8 @@ Each demand is for trees that join some members; all demands have the same rate,
 except demands whose rates are fixed. The mixture is the optimum of a linear program with one variable per tree. There
 are too many trees to list, so the program begins with a few; its solution gives each link a price, and the cheapest
 trees at these prices are added, until none is cheaper than those that it has. Then the prices prove that no mixture has
-a higher rate. For demands of many members, trees are cheap, but perhaps not the cheapest; the proof counts less.
+a higher rate. For demands of many members, trees are cheap, but perhaps not the cheapest; then the proved rate may be
+too high.
 
 Source: Gilmore & Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961
 (columns added by price); Wentges, Weighted Dantzig-Wolfe decomposition for linear mixed-integer programming,
@@ -31,8 +32,8 @@ from .tree_prices import least_price
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
-# Prices of one program alone change too much from round to round. Until the rate is ``_CLOSE`` to what prices prove,
-# trees are searched at prices between them and those of the best proof.
+# The prices of a program change too much from round to round. Until the rate is ``_CLOSE`` to the least limit that
+# prices have given, trees are searched at prices between the last ones and those of that limit.
 _PART_OF_BEST: Final = 0.5
 _CLOSE: Final = 1e-3
 _MORE_BITS: Final = (24, 48, 96)  # of the denominators of weights, if those of ``DENOMINATORS`` are not exact
@@ -163,7 +164,7 @@ class TreeProgram:
         """
         self.fixed, rate, self.weights = fixed, 0.0, []
         best, tried, part = 0.0, self._scaled(self.prices), _PART_OF_BEST
-        center = tried  # the prices that prove the least rate so far
+        center = tried  # the prices that give the least limit so far; of trees that are not the cheapest, no proof
         for _ in range(_MOST_ROUNDS):
             found = self.cheapest(tried)
             if found is None:
