@@ -99,9 +99,9 @@ def bound_of_members(
     trees, reached = _of_trees(topology, collective, members, roots)
     if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
         return many
-    # Then cuts prove no less; they are the shorter proof, if they are found at once.
-    if reached and (len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)):
-        assert trees is not None
+    # If trees reach the rate, cuts prove no less. They are the shorter proof, where they are found at once.
+    slow = len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)
+    if trees is not None and reached and slow:
         return trees
     cuts = _of_cuts(topology, collective, members, parts)
     return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees

@@ -125,7 +125,6 @@ class Bound:
                 if node in orbits:
                     orbit = orbits[node]
                     covered[orbit] = covered.get(orbit, Fraction(0)) + cut.weight / sizes[orbit]
-        inside = [covered.get(orbits[root], Fraction(0)) * weight for root, weight in self.roots]
         if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
             unit = Fraction(1)
             # Where links are equal in both directions, a tree can have any of its nodes as its root; else a helper can
@@ -136,6 +135,7 @@ class Bound:
                     raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         else:
             self._check_direction()
+            inside = [covered.get(orbits[root], Fraction(0)) * weight for root, weight in self.roots]
             unit = sum(inside, Fraction(0))
             if unit <= 0:
                 problem = "the cuts must contain a root with more than 0 bytes."

@@ -16,12 +16,13 @@ Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import islice, pairwise, product
-from math import gcd, isfinite, lcm
+from math import isfinite, lcm
 from typing import Final, NamedTuple
 
+from ..trees.fitting import common_unit
 from .demands import Arc, Demand, MixedTree
 from .linear_program import DENOMINATORS
 from .near_trees import NearTrees
@@ -94,21 +95,10 @@ def best_mixture(
         part, exact = program.exact_mixture([weight * proved.most for weight in weights], quick=True)
         if part == 1:
             rate, trees = proved.most, exact
-    if program.is_near and common_parts(tree.weight for of_demand in trees for tree in of_demand) > _MOST_PARTS:
+    found_weights = [tree.weight for of_demand in trees for tree in of_demand]
+    if program.is_near and sum(found_weights) > _MOST_PARTS * common_unit(found_weights):
         rate, trees = program.even_mixture(weights)
     return Mixture(rate, trees, proved.most, proved.prices)
-
-
-def common_parts(weights: Iterable[Fraction]) -> int:
-    """Return into how many equal parts the sum of some weights must be divided, so that each is a number of parts.
-
-    >>> common_parts([Fraction(1, 2), Fraction(3, 4)])
-    5
-    """
-    listed = list(weights)
-    scale = lcm(*(weight.denominator for weight in listed))
-    numbers = [int(weight * scale) for weight in listed]
-    return sum(numbers) // gcd(*numbers)
 
 
 class _Column(NamedTuple):

@@ -70,6 +70,7 @@ def symmetric(
     return (topology, found) if orbits <= min(_MOST_ORBITS, (len(members) + 1) // 2) else None
 
 
+@lru_cache(maxsize=128)
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
     """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry.
 
