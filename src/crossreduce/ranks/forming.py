@@ -16,11 +16,12 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 from ..errors import PeerLostError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
+from .inquiry import Inquiry
 from .store import StoreClient
 from .survivors import Closable, Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
-_PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
+_PATIENCE_S: Final = 0.3  # how long a process that wants to join may take to answer; it may have been stopped
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
@@ -139,17 +140,15 @@ class Forming(Generic[Group]):
 
     def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        deadline, patience_s = time.monotonic() + self._timeout_s, _PATIENCE_S
+        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S)
+        deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            answer = None
-            with suppress(Ended):
-                answer = peer.ask(self._old.token, {"what": "published", "key": key}, patience_s)
-            patience_s = min(2 * patience_s, ANSWER_S)
+            inquiry.read(PAUSE_S)
+            answer = inquiry.found.get(0)
             if answer is not None and answer.get("value") is not None:
                 size, port = answer["value"]
                 return int(size), int(port)
             watch()
-            time.sleep(PAUSE_S)
         problem = "the rank that serves the store of the new group does not answer."
         raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
 
