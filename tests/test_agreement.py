@@ -7,7 +7,9 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.ranks import forming
 from crossreduce.ranks.agreement import Agreements, Watch, _Speaker
+from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.inquiry import SILENT_S
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.registers import Decision
@@ -182,6 +184,19 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
     assert watch.lost() == []
     case.simulated.sleep(0.05)
     assert watch.lost() == lost
+
+
+def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
+    """The rank that has found this out does not ask it, or another one, again while it tells the others."""
+    asked, old = [], SimpleNamespace(agreements=None)
+    monkeypatch.setattr(forming, "answers", lambda peer, token: asked.append(token) or token == "a")
+    made = Forming(old, None, Settings(10.0, "world"), 10.0, grows=True)
+    made._joiners = dict.fromkeys("abc")
+    for _ in range(3):
+        made._check_at = 0.0
+        with pytest.raises(PeerLostError, match="was to join the group has ended, or does not answer"):
+            made._check(lambda: None)
+    assert asked == ["a", "b"]
 
 
 class SilentStore:

@@ -77,6 +77,7 @@ class Forming(Generic[Group]):
         self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
+        self._is_joiner_gone = False  # whether one of them has ended, or does not answer
         self._check_at = 0.0
 
     def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
@@ -85,7 +86,7 @@ class Forming(Generic[Group]):
         key = f"store {self._agreements.number}"
         rank = members.index(old.rank)
         if rank == 0:
-            self._joiners = self._waiting(members) if self._grows else {}
+            self._joiners, self._is_joiner_gone = self._waiting(members) if self._grows else {}, False
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
                 secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
@@ -131,12 +132,12 @@ class Forming(Generic[Group]):
     def _check(self, watch: Watch) -> None:
         """Raise if the new group cannot be formed any more."""
         watch()
-        if self._joiners and (now := time.monotonic()) > self._check_at:
+        if not self._is_joiner_gone and (now := time.monotonic()) > self._check_at:
             self._check_at = now + _CHECK_S
-            gone = [token for token, peer in self._joiners.items() if not answers(peer, token)]
-            if gone:
-                problem = "a process that was to join the group has ended, or does not answer."
-                raise PeerLostError(message(problem, f"{len(gone)} of {len(self._joiners)}", "call grow again"))
+            self._is_joiner_gone = not all(answers(peer, token) for token, peer in self._joiners.items())
+        if self._is_joiner_gone:  # also while the others are told, which must not take as long again
+            problem = "a process that was to join the group has ended, or does not answer."
+            raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
     def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
