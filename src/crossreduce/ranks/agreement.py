@@ -277,7 +277,7 @@ class _Speaker:
 
     def wait(self, seconds: float) -> None:
         """Wait so long, or until another host answers."""
-        if self._statuses is None:
+        if self._statuses is None or not self._others:
             time.sleep(seconds)
         else:
             self._read(self._statuses, seconds)
@@ -336,7 +336,7 @@ class _Speaker:
                 status = statuses.found[host]
             elif waits and not statuses.is_silent(host) and host not in self._ended:
                 return None
-            if status is None or "moved" in status:
+            if status is None:
                 continue
             if status["late"] and waits:
                 return None
