@@ -25,7 +25,7 @@ class SimulatedHosts:
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         for module in (agreement, inquiry):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(inquiry, "SimpleQueue", SimulatedQueue)
+        monkeypatch.setattr(inquiry, "Queue", SimulatedQueue)
         monkeypatch.setattr(inquiry, "start_new_thread", self._run)
 
     def sleep(self, seconds):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from _thread import start_new_thread
 from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final
 
 from . import contact
@@ -54,7 +54,8 @@ class Inquiry:
         again_s: float | None = None,
     ) -> None:
         self._processes, self._token, self._request, self._again_s = processes, token, request, again_s
-        self._replies = SimpleQueue[tuple[int, int, Peer, dict[str, Json] | None, float]]()
+        # The ``get`` of a SimpleQueue may exceed its timeout without end: CPython 3.11 takes a negative rest for none.
+        self._replies = Queue[tuple[int, int, Peer, dict[str, Json] | None, float]]()
         self._read_at = now = time.monotonic()
         self._hosts = {host: _Host(each, 0, now) for host, each in processes.items()}
         self.found: dict[int, dict[str, Json] | None] = {}
