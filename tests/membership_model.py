@@ -6,6 +6,7 @@ call is computed once for each content of a host's memory. The driver, the netwo
 
 - A message stays for ever: it may be received late, several times, after later ones, or never (lost, or a partition).
 - An answer stays with the leader that waits for it, also when the host that sent it has ended.
+- A leader that proposes ranks has seen their arrivals at some time before. They may have ended since.
 - A rank ends between any two steps. A host has ended when all its electors have.
 - A leader's steps on its own host happen at once with the event that causes them; others cannot tell.
 - Calls are not divided: a rank that ends within one leaves what a shorter call leaves (``test_registers.py``).

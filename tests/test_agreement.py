@@ -1,14 +1,16 @@
 """What ranks do while a host does not answer: a vote needs a quorum only, and no question waits for long."""
 
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks import contact
-from crossreduce.ranks.agreement import Agreements, _Speaker
+from crossreduce.ranks import forming
+from crossreduce.ranks.agreement import Agreements, Watch, _Speaker
+from crossreduce.ranks.forming import Forming, Settings
+from crossreduce.ranks.inquiry import SILENT_S
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.rendezvous import StoreRendezvous
@@ -33,56 +35,168 @@ class Registers:
     def decide(self, number, ballot, decision):
         self.decided.append(decision)
 
+    def decision(self, number):
+        return (0, self.decided[0]) if self.decided else None
+
+
+class Answering:
+    """A rank of host 0 of three hosts with a rank each. The other hosts answer as ``behaviour(host, request, now)``."""
+
+    def __init__(self, monkeypatch, behaviour):
+        self.asked, self.behaviour = [], behaviour
+        self.simulated = SimulatedHosts(monkeypatch, self._answer)
+        self.registers = Registers()
+        self.group = SimpleNamespace(
+            _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=self.registers, token="",
+            _peers={rank: self.simulated.process(rank) for rank in (1, 2)}, _rank=0, number=0,
+            request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
+        )  # fmt: skip
+        self.group.inquiry = partial(Agreements.inquiry, self.group)
+        self.speaker = _Speaker(self.group, 1, (0, 1, 2), 10.0)
+
+    def _answer(self, host, request, now):
+        self.asked.append((request["what"], host))
+        answer = self.behaviour(host, request, now)
+        return (9.0, None) if answer is None else (0.001, answer)
+
+    def speak_until(self, until):
+        """Speak until a decision or a time; return whether there is a decision."""
+        while self.simulated.now < until:
+            if self.speaker.speak():
+                return True
+            self.speaker.wait(1e-3)
+        return False
+
+
+def arrived(*ranks, late=()):
+    """Return the status of a host."""
+    return {"decided": None, "late": [*late], "arrived": {str(rank): [1, True, 5] for rank in ranks}}
+
+
+def voting(host, request, now):
+    """All hosts have arrived, and agree to everything."""
+    answers = {"status": arrived(host), "promise": {"accepted": None}, "decided": {}}
+    return {"accepted": request["decision"]} if request["what"] == "accept" else answers[request["what"]]
+
 
 @pytest.mark.parametrize("phases", [("accept",), ("promise", "accept")])
-def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(phases):
+def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     """Of three hosts with a rank each, one does not answer: the others decide without waiting for it."""
-    asked, registers = [], Registers()
-
-    def ask_hosts(hosts, electors, request):
-        asked.append((request["what"], hosts))
-        yield 1, {"accepted": None if request["what"] == "promise" else [*DECISION]}
-        pytest.fail(f"it waits for a further answer to {request['what']}") if request["what"] != "decided" else None
-
-    group = SimpleNamespace(
-        _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=registers,
-        request=lambda what, number, **content: {"what": what, **content}, ask_hosts=ask_hosts,
-    )  # fmt: skip
-    speaker = _Speaker(group, 1, (0, 1, 2), 10.0)
-    speaker._round = len(phases) - 1
-    assert speaker._vote(DECISION)
-    assert asked == [*((phase, [1, 2]) for phase in phases), ("decided", [1])]
-    assert registers.decided == [DECISION]
+    case = Answering(monkeypatch, lambda host, request, now: None if host == 2 else voting(host, request, now))
+    case.speaker._round = len(phases) - 1
+    statuses = case.group.inquiry([1, 2], (0, 1, 2), {"what": "status"})
+    statuses.read()
+    assert case.speaker._vote(DECISION, statuses)
+    assert case.asked[2:] == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
+    assert case.registers.decided == [DECISION]
+    assert case.simulated.now < 0.1
 
 
-def test_a_host_with_a_quorum_asks_nobody():
+def test_a_host_with_a_quorum_asks_nobody(monkeypatch):
     """If this host has most ranks, it decides alone."""
-
-    def ask_hosts(hosts, *_):
-        assert not hosts
-        return ()
-
-    group = SimpleNamespace(
-        _host_of={0: 0, 1: 0, 2: 1}, _hosts=((0, 1), (2,)), _own=0, _registers=Registers(),
-        request=lambda what, number, **content: {"what": what}, ask_hosts=ask_hosts,
-    )  # fmt: skip
-    speaker = _Speaker(group, 1, (0, 1, 2), 10.0)
-    speaker._round = 1
-    assert speaker._vote(DECISION)
+    case = Answering(monkeypatch, lambda *_: None)
+    case.speaker._weights = {0: 2, 1: 1}
+    case.speaker._round = 1
+    assert case.speaker._vote(Decision((0,), 1, True, 5), case.group.inquiry([], (), {}))
+    assert not case.asked
 
 
-def test_nobody_waits_for_a_silent_host_after_the_decision():
-    """A rank that waits for the answer of a host notices soon that the speaker of another host has decided."""
-    looks, registers = [], Registers()
-    registers.decision = lambda number: looks.append(number) or (DECISION if len(looks) > 3 else None)
-    group = SimpleNamespace(
-        _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=registers,
-        request=lambda what, number, **content: {"what": what}, _ask_host=lambda *_: None,
-    )  # fmt: skip
-    group.ask_hosts = partial(Agreements.ask_hosts, group)
-    began = time.monotonic()
-    assert _Speaker(group, 1, (0, 1, 2), 10.0)._ready() is None
-    assert time.monotonic() - began < contact.ANSWER_S / 2
+@pytest.mark.parametrize("late_s", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("silent_from_s", [0.0, 0.7])
+def test_a_silent_host_is_waited_for_once(monkeypatch, late_s, silent_from_s):
+    """A host that does not answer delays a decision by a fixed time after its last answer, whether or not ranks of
+    another host are late meanwhile. Its ranks are no members, although they had arrived."""
+
+    def behaviour(host, request, now):
+        if host == 2 and now >= silent_from_s:
+            return None
+        if request["what"] == "status" and ((host == 1 and now < late_s) or now < 1):
+            return arrived(late=[host])
+        return voting(host, request, now)
+
+    case = Answering(monkeypatch, behaviour)
+    silent_at = silent_from_s + SILENT_S
+    assert not case.speak_until(max(silent_at - 0.03, late_s))
+    assert case.speak_until(max(silent_at, late_s) + 0.1)
+    assert [decision.members for decision in case.registers.decided] == [(0, 1)]
+
+
+def test_a_host_that_answers_late_takes_part(monkeypatch):
+    """The answer to the first question counts although it comes after others were asked."""
+    case = Answering(monkeypatch, voting)
+    case.simulated.behaviour = lambda host, request, now: (
+        1.9 if host == 2 and now < 1 else 0.001,
+        voting(host, request, now),
+    )
+    assert case.speak_until(2)
+    assert case.registers.decided == [DECISION._replace(members=(0, 1, 2))]
+
+
+def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):
+    """A rank that waits for the answers to a vote notices that the speaker of another host has decided."""
+    case = Answering(
+        monkeypatch, lambda host, request, now: voting(host, request, now) if request["what"] == "status" else None
+    )
+    decided_at = 0.5
+    case.registers.decision = lambda number: (0, DECISION) if case.simulated.now > decided_at else None
+    assert case.speak_until(9)
+    assert case.simulated.now < decided_at + 0.1
+
+
+def test_a_host_that_is_told_is_waited_for(monkeypatch):
+    """If this process ended before another host is told the decision, that host could decide something else."""
+    case = Answering(monkeypatch, voting)
+    case.simulated.behaviour = lambda host, request, now: (
+        0.8 if request["what"] == "decided" else 0.001,
+        voting(host, request, now),
+    )
+    assert case.speak_until(9)
+    assert case.simulated.now > 0.8
+
+
+def test_ranks_of_a_silent_host_are_lost(monkeypatch):
+    """While ranks do something else together, a host that falls silent is lost after a fixed time. Nobody waits."""
+    case = Answering(monkeypatch, lambda host, request, now: None if host == 2 and now > 1 else arrived(late=[host]))
+    case.group.status = lambda *_: arrived(late=[0])
+    watch, lost_at = Watch(case.group, (0, 1, 2)), None
+    while lost_at is None and case.simulated.now < 9:
+        if lost := watch.lost():
+            lost_at = case.simulated.now
+        case.simulated.sleep(0.05)
+    assert lost == [2]
+    assert 1 + SILENT_S < lost_at < 1 + SILENT_S + 0.2
+
+
+@pytest.mark.parametrize(
+    ("answer", "lost"),
+    [
+        (arrived(1), []),
+        (arrived(late=[1]), []),
+        (arrived(), [1]),  # it has ended, or is stopped
+        ({"late": [], "arrived": {"1": [1, False, 5]}}, [1]),  # it has failed
+        ({"moved": "another group"}, [1]),
+    ],
+)
+def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
+    """A rank that can still take part is not lost."""
+    case = Answering(monkeypatch, lambda *_: answer)
+    watch = Watch(case.group, (0, 1))
+    assert watch.lost() == []
+    case.simulated.sleep(0.05)
+    assert watch.lost() == lost
+
+
+def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
+    """The rank that has found this out does not ask it, or another one, again while it tells the others."""
+    asked, old = [], SimpleNamespace(agreements=None)
+    monkeypatch.setattr(forming, "answers", lambda peer, token: asked.append(token) or token == "a")
+    made = Forming(old, None, Settings(10.0, "world"), 10.0, grows=True)
+    made._joiners = dict.fromkeys("abc")
+    for _ in range(3):
+        made._check_at = 0.0
+        with pytest.raises(PeerLostError, match="was to join the group has ended, or does not answer"):
+            made._check(lambda: None)
+    assert asked == ["a", "b"]
 
 
 class SilentStore:

@@ -21,6 +21,7 @@ import crossreduce.torch as crt
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, ExcludedError, PeerLostError
 from crossreduce.ranks import survivors
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.inquiry import SILENT_S
 from crossreduce.torch import forming
 
 LONG = timedelta(minutes=30)
@@ -499,9 +500,9 @@ CYCLES = int(os.environ.get("CROSSREDUCE_CYCLES", "60"))
 
 
 def used():
-    """Return the resources of this process, once the threads that answer other ranks have ended."""
+    """Return the resources of this process, once the threads that ask and answer other ranks have ended."""
     gc.collect()
-    time.sleep(1)
+    time.sleep(SILENT_S + 0.5)
     dist.barrier()
     return Resources(), resident_bytes()
 

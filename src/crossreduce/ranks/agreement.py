@@ -13,26 +13,24 @@ from __future__ import annotations
 
 import random
 import time
-from _thread import start_new_thread
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ..errors import ExcludedError
 from . import contact
 from .ballots import Ballot
-from .contact import Ended, Json, Peer, Place
+from .contact import Json, Peer, Place
+from .inquiry import Inquiry
 from .peers import PeerInfo
 from .registers import Contribution, Decision, Overtaken, Registers
 from .shared_memory import RankMemory
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or two requests to other hosts
+_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
-_UNREACHED_S: Final = 2.0  # how long a host that does not answer is waited for
-_AT_ONCE: Final = 4  # ranks of a host that are asked at the same time
-_STAGGER_S: Final = 0.1  # from asking some ranks of a host to asking the next ones
+_VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
+_TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
 _LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
 _BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
 JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
@@ -119,7 +117,7 @@ class Agreements:
                 if now >= look_at:
                     speaks, look_at = self._speaks(number, electors), now + _LOOK_S
                 if not (speaks and speaker.speak()):
-                    time.sleep(pause_s)
+                    speaker.wait(pause_s)
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
         except Overtaken:
             raise self._excluded() from None
@@ -197,98 +195,17 @@ class Agreements:
 
     # Questions to other hosts
 
-    def lost(self, members: Sequence[int], unreached_since: dict[int, float]) -> list[int]:
-        """Return those of some electors that have ended, are stopped, or have come to the next agreement with a no.
-
-        ``unreached_since``: of hosts that did not answer; this updates it. Their ranks are lost after some time.
-        """
-        number, now = self.number + 1, time.monotonic()
-        hosts = {self._host_of[rank] for rank in members} - {self._own}
-        found: dict[int, dict[str, Json] | None] = {}
-        try:
-            found |= self.ask_hosts(hosts, members, self.request("status", number, electors=members))
-            found[self._own] = self.status(number, members)
-        except Overtaken:  # they have excluded this rank
-            return [rank for rank in members if rank != self._rank]
-        lost = []
-        for rank in members:
-            host = self._host_of[rank]
-            if host not in found:
-                if unreached_since.setdefault(host, now) + _UNREACHED_S < time.monotonic():
-                    lost.append(rank)
-                continue
-            unreached_since.pop(host, None)
-            status = found[host] or {"arrived": {}, "late": []}
-            arrived = status.get("arrived", {}).get(str(rank))
-            if (arrived is None and rank not in status.get("late", [])) or (arrived is not None and not arrived[1]):
-                lost.append(rank)
-        return lost
-
     def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
         """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
         previous = self._registers.decision(number - 1) if number > 1 else None
         return {"what": what, "number": number, "previous": previous, **content}
 
-    def ask_hosts(
-        self,
-        hosts: Iterable[int],
-        electors: Sequence[int],
-        request: dict[str, Json],
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, dict[str, Json] | None]]:
-        """Ask a rank of each of these hosts, and yield its answer; ``None``: all ranks have ended.
-
-        Hosts that do not answer in time are missing. If ``is_over``, other answers are not waited for.
-        """
-        answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]] = SimpleQueue()
-        asked = list(hosts)
-        for host in asked:
-            ranks = [rank for rank in self._hosts[host] if rank in electors]
-            start_new_thread(self._ask_host, (host, ranks, request, answers))
-        deadline = time.monotonic() + contact.ANSWER_S + _STAGGER_S
-        missing = len(asked)
-        while missing:
-            left_s = deadline - time.monotonic()
-            try:
-                host, answer, known = answers.get(timeout=max(1e-3, min(left_s, _LOOK_S)))
-            except Empty:
-                if left_s <= 0 or is_over():
-                    return
-                continue
-            missing -= 1
-            if known:
-                yield host, answer
-
-    def _ask_host(
-        self,
-        host: int,
-        ranks: Sequence[int],
-        request: dict[str, Json],
-        answers: SimpleQueue[tuple[int, dict[str, Json] | None, bool]],
-    ) -> None:
-        """Put the first answer of one of these ranks into ``answers``, or that all have ended, or that none answers.
-
-        A few ranks are asked at a time, and further ones if these do not answer soon.
-        """
-        ended, found, waiting = 0, SimpleQueue[dict[str, Json] | None](), list(ranks)
-        missing, deadline = len(ranks), time.monotonic() + contact.ANSWER_S + _STAGGER_S
-        while missing and time.monotonic() < deadline:
-            for rank in waiting[:_AT_ONCE]:
-                start_new_thread(_ask, (self._peers[rank], self.token, request, found))
-            waiting = waiting[_AT_ONCE:]
-            until = time.monotonic() + _STAGGER_S if waiting else deadline
-            due = missing - len(waiting)
-            while due and time.monotonic() < until:
-                try:
-                    answer = found.get(timeout=max(1e-3, until - time.monotonic()))
-                except Empty:
-                    break
-                if answer is not None and not answer.keys() & {"ended", "unknown"}:
-                    answers.put((host, answer, "otherwise" not in answer))
-                    return
-                missing, due = missing - 1, due - 1
-                ended += answer is not None  # it has ended, or has left the group
-        answers.put((host, None, ended == len(ranks)))
+    def inquiry(
+        self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
+    ) -> Inquiry:
+        """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
+        processes = {host: [self._peers[rank] for rank in self._hosts[host] if rank in electors] for host in hosts}
+        return Inquiry(processes, self.token, request, again_s)
 
     # Errors
 
@@ -307,6 +224,42 @@ class Agreements:
         return ExcludedError.of(problem, given, remedy)
 
 
+class Watch:
+    """Finds those electors of the next agreement that are lost, while they do something else together."""
+
+    def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
+        self._group, self._electors, self._number = group, electors, group.number + 1
+        self._inquiry: Inquiry | None = None
+
+    def lost(self) -> list[int]:
+        """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
+
+        This does not wait for answers of other hosts; it reports them when it is called again.
+        """
+        group, electors, number = self._group, self._electors, self._number
+        try:
+            if self._inquiry is None:
+                others = {group._host_of[rank] for rank in electors} - {group._own}
+                request = group.request("status", number, electors=electors)
+                self._inquiry = group.inquiry(others, electors, request, _LOOK_S)
+            self._inquiry.read()
+            found = {**self._inquiry.found, group._own: group.status(number, electors)}
+        except Overtaken:  # they have excluded this rank
+            return [rank for rank in electors if rank != group._rank]
+        lost = []
+        for rank in electors:
+            host = group._host_of[rank]
+            if host in found:
+                status = found[host] or {}
+                arrived = status.get("arrived", {}).get(str(rank))
+                if not arrived[1] if arrived else rank not in status.get("late", []):
+                    lost.append(rank)
+                    continue
+            if host != group._own and self._inquiry.is_silent(host):
+                lost.append(rank)
+        return lost
+
+
 class _Speaker:
     """What the speaker of a host does in one agreement."""
 
@@ -317,19 +270,27 @@ class _Speaker:
         self._weights = Counter(group._host_of[rank] for rank in electors)
         self._others = [host for host in self._weights if host != group._own]
         self._turn = sorted(self._weights).index(group._own)
-        self._ask_at = self._began + _TURN_S * self._turn
-        self._unreached_since: dict[int, float] = {}
+        self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
         self._ready_at = 0.0
         self._round = 0
 
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until another host answers."""
+        if self._statuses is None or not self._others:
+            time.sleep(seconds)
+        else:
+            self._read(self._statuses, seconds)
+
     def speak(self) -> bool:
         """Do one step towards a decision; return whether the registers should be looked at at once."""
         now = time.monotonic()
-        if self._others and now < self._ask_at:
-            return False
-        self._ask_at = now + _LOOK_S
-        contributions = self._ready()
+        if self._statuses is None:
+            if self._others and now < self._began + _TURN_S * self._turn:
+                return False
+            request = self._group.request("status", self._number, electors=self._electors)
+            self._statuses = self._group.inquiry(self._others, self._electors, request, _LOOK_S)
+        contributions = self._ready(self._statuses)
         if contributions is None:
             return False
         if self._turn:  # a host before this one will speak, unless it cannot
@@ -339,44 +300,51 @@ class _Speaker:
                 self._group._host_of[rank] for rank in contributions
             }:
                 return False
-        return self._vote(Decision.of(contributions))
+        return self._vote(Decision.of(contributions), self._statuses)
 
-    def _ready(self) -> dict[int, Contribution] | None:
-        """Return the contributions of the ranks that have arrived, if the others need not be waited for any more."""
-        group, number = self._group, self._number
-        request = group.request("status", number, electors=self._electors)
-
-        def is_decided() -> bool:  # by a speaker of another host, while this one waits for a host that does not answer
-            return group._registers.decision(number) is not None
-
-        answers = group.ask_hosts(self._others, self._electors, request, is_decided)
-        found: dict[int, dict[str, Json] | None] = dict(answers)
-        if is_decided():
-            return None
-        found[group._own] = group.status(number, self._electors)
-        contributions, late, now = {}, False, time.monotonic()
-        for host in self._weights:
-            if host not in found:
-                since = self._unreached_since.setdefault(host, self._began)
-                late |= now < min(since + _UNREACHED_S, self._until)
-                continue
-            self._unreached_since[host] = now
-            status = found[host]
+    def _read(self, statuses: Inquiry, wait_s: float = 0.0) -> None:
+        """Note the new answers of other hosts."""
+        for host in statuses.read(wait_s):
+            status = statuses.found[host]
             if status is None:
                 self._ended.add(host)
-                continue
-            if "moved" in status:
-                raise Overtaken
-            if status["decided"] is not None:
-                decided = read_decided(status["decided"])
-                if decided is None or group._registers.decide(number, *decided):
-                    return None
-            late |= bool(status["late"]) and now < self._until
-            for rank, (kind, flag, progress) in status["arrived"].items():
-                contributions[int(rank)] = Contribution(number, kind, flag, progress)
-        return None if late else contributions
+            elif "moved" in status:
+                if not self._is_decided():
+                    raise Overtaken
+            elif (decided := read_decided(status["decided"])) is not None:
+                self._group._registers.decide(self._number, *decided)
 
-    def _vote(self, decision: Decision) -> bool:
+    def _is_decided(self) -> bool:
+        """Return whether this host knows the decision, such as from the speaker of another host."""
+        return self._group._registers.decision(self._number) is not None
+
+    def _ready(self, statuses: Inquiry) -> dict[int, Contribution] | None:
+        """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
+
+        What a host has answered before it fell silent does not count: its ranks could not go on with the others.
+        """
+        self._read(statuses)
+        if self._is_decided():
+            return None
+        contributions: dict[int, Contribution] = {}
+        waits = time.monotonic() < self._until
+        for host in [*self._others, self._group._own]:
+            status = None
+            if host == self._group._own:
+                status = self._group.status(self._number, self._electors)
+            elif statuses.is_current(host):
+                status = statuses.found[host]
+            elif waits and not statuses.is_silent(host) and host not in self._ended:
+                return None
+            if status is None:
+                continue
+            if status["late"] and waits:
+                return None
+            for rank, (kind, flag, progress) in status["arrived"].items():
+                contributions[int(rank)] = Contribution(self._number, kind, flag, progress)
+        return contributions
+
+    def _vote(self, decision: Decision, statuses: Inquiry) -> bool:
         """Try to make a decision final; return whether it is."""
         group, number, own = self._group, self._number, self._group._own
         registers = group._registers
@@ -395,17 +363,18 @@ class _Speaker:
             for host, answer in self._answers(request, lambda: ballot.final or ballot.refused):
                 ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
         if not ballot.final:
+            if self._is_decided():
+                return True
             there = ballot.answered | self._ended
-            unreached = [since for host, since in self._unreached_since.items() if host not in there]
+            unreached = [statuses.answered_at[host] for host in self._others if host not in there]
             if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
                 raise group._no_quorum(self._electors, time.monotonic() - self._began)
             time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
             return False
         registers.decide(number, ballot.number, ballot.decision)
         told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
-        members = {group._host_of[rank] for rank in ballot.decision.members}
-        for _ in group.ask_hosts([host for host in self._others if host in members], self._electors, told):
-            pass  # this waits for them: if this process ended at once, they could decide something else without it
+        members = {group._host_of[rank] for rank in ballot.decision.members} - {own}
+        self._tell(told, members, statuses)
         return True
 
     def _answers(
@@ -418,21 +387,26 @@ class _Speaker:
         others = [host for host in self._others if host not in self._ended]
         if is_enough() or not others:
             return
-        for host, answer in self._group.ask_hosts(others, self._electors, request):
-            if answer is None:
-                self._ended.add(host)
-            elif "moved" not in answer:
-                yield host, answer
-                if is_enough():
-                    return
+        inquiry, until = self._group.inquiry(others, self._electors, request), time.monotonic() + _VOTE_S
+        while len(inquiry.found) < len(others) and time.monotonic() < until and not self._is_decided():
+            for host in inquiry.read(_LOOK_S):
+                answer = inquiry.found[host]
+                if answer is None:
+                    self._ended.add(host)
+                elif "moved" not in answer:
+                    yield host, answer
+                    if is_enough():
+                        return
 
+    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: Inquiry) -> None:
+        """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
 
-def _ask(peer: Peer, token: str, request: dict[str, Json], answers: SimpleQueue[dict[str, Json] | None]) -> None:
-    """Put a rank's answer into ``answers``, or ``None`` if it does not answer."""
-    try:
-        answers.put(peer.ask(token, request))
-    except Ended:
-        answers.put({"ended": True})
+        If this process ended at once, they could decide something else without it. A silent host could do so anyway.
+        """
+        inquiry, until = self._group.inquiry(hosts, self._electors, told), time.monotonic() + _TOLD_S
+        inquiry.read()
+        while time.monotonic() < until and not all(host in inquiry.found or statuses.is_silent(host) for host in hosts):
+            inquiry.read(_LOOK_S)
 
 
 def read_decision(given: Sequence[Json]) -> Decision:

@@ -16,11 +16,12 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 from ..errors import PeerLostError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
+from .inquiry import Inquiry
 from .store import StoreClient
 from .survivors import Closable, Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
-_PATIENCE_S: Final = 0.3  # how long an answer may take at first, so that a process that was stopped delays little
+_PATIENCE_S: Final = 0.3  # how long a process that wants to join may take to answer; it may have been stopped
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
@@ -76,6 +77,7 @@ class Forming(Generic[Group]):
         self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
+        self._is_joiner_gone = False  # whether one of them has ended, or does not answer
         self._check_at = 0.0
 
     def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
@@ -84,7 +86,7 @@ class Forming(Generic[Group]):
         key = f"store {self._agreements.number}"
         rank = members.index(old.rank)
         if rank == 0:
-            self._joiners = self._waiting(members) if self._grows else {}
+            self._joiners, self._is_joiner_gone = self._waiting(members) if self._grows else {}, False
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
                 secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
@@ -130,26 +132,24 @@ class Forming(Generic[Group]):
     def _check(self, watch: Watch) -> None:
         """Raise if the new group cannot be formed any more."""
         watch()
-        if self._joiners and (now := time.monotonic()) > self._check_at:
+        if not self._is_joiner_gone and (now := time.monotonic()) > self._check_at:
             self._check_at = now + _CHECK_S
-            gone = [token for token, peer in self._joiners.items() if not answers(peer, token)]
-            if gone:
-                problem = "a process that was to join the group has ended, or does not answer."
-                raise PeerLostError(message(problem, f"{len(gone)} of {len(self._joiners)}", "call grow again"))
+            self._is_joiner_gone = not all(answers(peer, token) for token, peer in self._joiners.items())
+        if self._is_joiner_gone:  # also while the others are told, which must not take as long again
+            problem = "a process that was to join the group has ended, or does not answer."
+            raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
     def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        deadline, patience_s = time.monotonic() + self._timeout_s, _PATIENCE_S
+        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S)
+        deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            answer = None
-            with suppress(Ended):
-                answer = peer.ask(self._old.token, {"what": "published", "key": key}, patience_s)
-            patience_s = min(2 * patience_s, ANSWER_S)
+            inquiry.read(PAUSE_S)
+            answer = inquiry.found.get(0)
             if answer is not None and answer.get("value") is not None:
                 size, port = answer["value"]
                 return int(size), int(port)
             watch()
-            time.sleep(PAUSE_S)
         problem = "the rank that serves the store of the new group does not answer."
         raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
 

@@ -16,7 +16,7 @@ import time
 from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final, NoReturn, TypeAlias
 
 from .. import kernels
@@ -174,7 +174,7 @@ class Member(Peers):
         alive. So if a rank dies, the others do not wait for ``connect``, but for the timeout of the rendezvous, which
         names that rank.
         """
-        results: SimpleQueue[Transport | Exception] = SimpleQueue()
+        results: Queue[Transport | Exception] = Queue()
         cancelled, deadline = threading.Event(), time.monotonic() + self.timeout_s
 
         def run() -> None:

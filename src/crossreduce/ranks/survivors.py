@@ -20,6 +20,7 @@ from ..errors import (
     message,
     rank_list,
 )
+from .agreement import Watch
 from .communicator import Communicator
 from .diagnostics import UNUSABLE
 
@@ -208,13 +209,12 @@ class _Watch:
     """Raises if a rank that is needed for the new group has ended, or has failed to form it."""
 
     def __init__(self, group: Communicator, members: Sequence[int]) -> None:
-        self._group, self._members, self._next = group, members, 0.0
-        self._unreached_since: dict[int, float] = {}
+        self._group, self._watch, self._next = group, Watch(group.agreements, members), 0.0
 
     def __call__(self) -> None:
         if (now := time.monotonic()) < self._next:
             return
-        lost = self._group.agreements.lost(self._members, self._unreached_since)
+        lost = self._watch.lost()
         self._next = now + _WATCH_S
         if lost:
             raise _missing(self._group, lost)

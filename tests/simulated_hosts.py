@@ -1,0 +1,74 @@
+"""Hosts that answer requests in simulated time, in place of processes, threads and the clock."""
+
+import heapq
+import itertools
+from queue import Empty
+from types import SimpleNamespace
+
+from crossreduce.ranks import agreement, inquiry
+from crossreduce.ranks.contact import Ended
+
+
+class SimulatedHosts:
+    """Replaces the clock, the threads and the queues of agreements. ``now`` is the time.
+
+    ``behaviour(process, request, now)`` returns how long a process takes to answer, and its answer: ``None`` if it does
+    not answer, ``Ended`` if it has ended. ``asked`` has the time and the process of each request.
+    """
+
+    def __init__(self, monkeypatch, behaviour):
+        self.now, self.behaviour, self.asked = 0.0, behaviour, []
+
+        class SimulatedQueue(Queue):
+            hosts = self
+
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        for module in (agreement, inquiry):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(inquiry, "Queue", SimulatedQueue)
+        monkeypatch.setattr(inquiry, "start_new_thread", self._run)
+
+    def sleep(self, seconds):
+        self.now = round(self.now + seconds, 6)  # times are compared
+
+    def _run(self, function, arguments):
+        began = self.now
+        function(*arguments)
+        self.now = began
+
+    def process(self, name):
+        """Return a process to ask."""
+
+        def ask(token, request, timeout_s):
+            self.asked.append((round(self.now, 3), name))
+            delay_s, answer = self.behaviour(name, request, self.now)
+            self.sleep(min(delay_s, timeout_s))
+            if answer is Ended:
+                raise Ended
+            return answer if delay_s <= timeout_s else None
+
+        return SimpleNamespace(ask=ask)
+
+
+class Queue:
+    """A queue into which threads put items at later times of the simulation."""
+
+    def __init__(self):
+        self._items, self._order = [], itertools.count()
+
+    def __class_getitem__(cls, _):
+        return cls
+
+    def put(self, item):
+        heapq.heappush(self._items, (self.hosts.now, next(self._order), item))
+
+    def get(self, timeout):
+        until = self.hosts.now + timeout
+        if self._items and self._items[0][0] <= until:
+            self.hosts.now = max(self.hosts.now, self._items[0][0])
+            return heapq.heappop(self._items)[2]
+        self.hosts.now = until
+        raise Empty
+
+    def get_nowait(self):
+        return self.get(0.0)
