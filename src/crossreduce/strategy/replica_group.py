@@ -19,10 +19,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final
 
@@ -78,7 +76,8 @@ class ReplicaGroup:
         self._timeout_s = timeout_s
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards the attributes below, except for replies, results and the root
-        self._wakeups: SimpleQueue[None] = SimpleQueue()  # wakes the caller
+        self._wakeup = threading.Lock()  # locked, except while the caller is woken
+        self._wakeup.acquire()
         self._wake_at = monotonic() + timeout_s  # when the caller wakes by itself
         self._gates = [threading.Lock() for _ in range(n)]  # each is locked, except while its replica is woken
         for gate in self._gates:
@@ -174,7 +173,7 @@ class ReplicaGroup:
                 merging = self._merging = True
             elif arrived or obstacle or call.deadline < self._wake_at:
                 self._wake_at = min(self._wake_at, call.deadline)
-                self._wakeups.put(None)
+                self._wake()
         if merging:
             self._merge(replica, self._context.run)
         del call  # so that the replica can free its arrays
@@ -207,14 +206,18 @@ class ReplicaGroup:
                     self._failures.append((replica, failure))
                 self._release()
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
-                self._wakeups.put(None)
+                self._wake()
         failure = None  # its traceback refers to this frame: a reference cycle
+
+    def _wake(self) -> None:
+        """Wake the caller; the lock is held."""
+        if self._wakeup.locked():
+            self._wakeup.release()
 
     def _serve(self) -> None:
         """Execute the replicas' calls, in the caller's thread, until all have returned or one has failed."""
         while not self._stopping:
-            with suppress(Empty):
-                self._wakeups.get(timeout=max(0.0, min(self._wake_at - monotonic(), threading.TIMEOUT_MAX)))
+            self._wakeup.acquire(timeout=max(0.0, min(self._wake_at - monotonic(), threading.TIMEOUT_MAX)))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
                 if self._stopping or (all(self._ended) and not calls):  # a thread of a replica may call
@@ -244,7 +247,7 @@ class ReplicaGroup:
             with self._lock:
                 if not self._stopping:
                     self._fail(error)
-                    self._wakeups.put(None)
+                    self._wake()
             return
         with self._lock:
             if self._stopping:  # all replicas have been woken
@@ -255,7 +258,7 @@ class ReplicaGroup:
             self._root = root
             self._merging = False
             if any(self._ended):  # the calls were made by other threads of the replicas; the caller may not know yet
-                self._wakeups.put(None)
+                self._wake()
         self._gates[root].release()
 
     def _wake_others(self, replica: int) -> None:
@@ -323,8 +326,7 @@ class ReplicaGroup:
                 try:
                     thread.join(wait_s)
                 except RuntimeError:  # it is starting; if it reaches ``_run_replica``, the run is stopping
-                    with suppress(Empty):
-                        self._wakeups.get(timeout=min(wait_s, START_S))
+                    self._wakeup.acquire(timeout=min(wait_s, START_S))
                     self._ended[k] = True
                 else:
                     self._ended[k] |= not thread.is_alive()
