@@ -133,6 +133,36 @@ def test_quotients_next_to_ties(isa):
 
 
 @pytest.mark.parametrize("isa", SETS)
+def test_quotients_of_float16_next_to_ties(isa):
+    """Quotients that are equal to a point between two float16s, or differ from it by very little, are right: a sum that
+    is a multiple of the divisor, or next to one, of up to 28 bits."""
+    middles = np.arange(2049, 4096, 2)  # odd numbers of 12 bits
+    for n, shift, step in itertools.product((1, 3, 7, 1023, 2047, 4095, 8191), range(6), (-1, 0, 1)):
+        sums = (middles * n << shift) + step
+        sums = sums[sums < 1 << 28]
+        digits = np.stack([sums & 0x7FF, sums >> 11 & 0x7FF, sums >> 22])
+        terms = (digits * np.array([[2.0**-24], [2.0**-13], [2.0**-2]])).astype("float16").view("u2")
+        got = summed(exact_case(("float16", "float16"), n, 3, sums.size).native(isa), terms, ("float16",) * 2)
+        assert_same(got, reference_sums(terms, "float16", n, "float16"), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_float16_next_to_the_limit_of_sums_in_integers(isa):
+    """Sums of 31 and 32 bits are right, for both signs, also next to elements whose terms are small."""
+    for n in (1, 2, 3, 4, 5, 8, 9, 64):
+        exponents = 22 - (n - 1).bit_length() + np.arange(-1, 2)
+        few = exponents[:, None, None] << 10 | np.array([[0], [1], [0x3FF]]) | np.array([0, 0x8000])
+        terms = np.tile(np.repeat(few, 32), (n, 1)).astype("u2")
+        terms[-1, 2::3] = 1  # breaks ties
+        terms[:, np.arange(terms.shape[1]) % 32 < 16] &= 0x83FF
+        for divisor in (1, 3, n):
+            got = summed(
+                exact_case(("float16", "float16"), divisor, n, terms.shape[1]).native(isa), terms, ("float16",) * 2
+            )
+            assert_same(got, reference_sums(terms, "float16", divisor, "float16"), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
 def test_a_remainder_that_underflows_breaks_a_tie(isa):
     """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number is zero."""
     terms = np.array([3 + 3 * 2.0**-24, 2.0**-1074, 0.0]).reshape(3, 1).repeat(40, axis=1)
