@@ -22,7 +22,7 @@ from crossreduce.planning.bounds.certificate import Cut
 from crossreduce.planning.bounds.demands import Demand
 from crossreduce.planning.bounds.mixture import best_mixture
 from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
-from crossreduce.planning.bounds.tree_prices import cheapest, joints_of
+from crossreduce.planning.bounds.tree_prices import cheapest, joints_of, price_of_buffer
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -212,6 +212,28 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)  # weights of trees are rounded
 
 
+def test_parts_of_a_torus_without_symmetry_reach_the_bound():
+    """Where some devices of a torus take no part and nothing is symmetric, trees reach the bound."""
+    topology = Topology.torus(7, 7)
+    plan = planned(topology, "all_reduce", random.Random(41).sample(topology.devices, 41))
+    verify(plan.schedule)
+    plan.bound.check()
+    assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_devices_changes_no_proved_price(seed):
+    """Prices of many members prove the same price of trees whatever the order of the members is."""
+    draw = random.Random(seed)
+    topology = Topology.torus(4, 5)
+    priced = [(src, dst, Fraction(draw.randint(0, 5))) for src, dst, _, _ in topology.links]
+    members = draw.sample(topology.devices, 12)
+    orders = [tuple(draw.sample(members, len(members))) for _ in range(5)]
+    found = {price_of_buffer(priced, topology.devices, "all_reduce", order, (), exact=False) for order in orders}
+    assert len(found) == 1
+    assert min(found) > 0
+
+
 def test_shares_of_many_trees_have_a_common_denominator():
     """The shares of many trees are multiples of one part of the buffer, so that sums of them stay numbers of a few
     digits."""
@@ -278,7 +300,7 @@ def test_cheap_trees_and_their_proof_bracket_the_best_rate(wiring, count, all_re
     members = tuple(range(count))
     demands = [Demand(Fraction(1), joints if all_reduce else (0,), members if all_reduce else (), members)]
     best = best_mixture(len(number), links, joints, demands)
-    cheap = best_mixture(len(number), links, joints, demands, most=0)
+    cheap = best_mixture(len(number), links, joints, demands, exact_up_to=0)
     assume(best is not None and best.rate)
     assert cheap.rate <= best.rate <= cheap.most
     assert best.rate == best.most
@@ -318,6 +340,19 @@ def test_forged_prices_are_rejected(priced):
     ):
         with pytest.raises(PlanError, match=text):
             forged.check()
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_roots_without_bytes(collective, priced):
+    """A root with 0 bytes changes no bound; roots that all have 0 bytes prove nothing."""
+    machine = Topology.machine("hgx-h100", 8)
+    for topology, count in ((machine, 40), (machine, 64), (Topology.machine("mi300x"), 5)):
+        one, two = (cr.bound(topology, collective, roots, range(count)) for roots in ({1: 1}, {0: 0, 1: 1}))
+        two.check()
+        assert one.algbw == two.algbw
+    for roots in ((), ((priced.devices[0], Fraction(0)),)):
+        with pytest.raises(PlanError, match="more than 0 bytes"):
+            replace(priced, collective=collective, roots=roots).check()
 
 
 def test_prices_of_devices_without_trees_are_rejected(priced):

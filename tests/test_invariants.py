@@ -169,7 +169,6 @@ EXCEPTIONS = {
     "frameworks.tensorflow": {"numpy"},
     "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
-    "planning.bounds.near_trees": {"numpy"},  # the nearest of many nodes
     "planning.bounds.solver": {"numpy"},
     "planning.bounds.steiner": {"numpy"},  # the prices of many trees at once
     "planning.calibration": {"numpy"},
@@ -253,7 +252,6 @@ HARMLESS = {
 # Further modules that single files need, each for one reason.
 NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
-    "planning.bounds.near_trees": {"numpy"},  # searches the nearest nodes
     "planning.bounds.solver": {"numpy", "scipy"},  # solves linear programs
     "planning.bounds.steiner": {"numpy", "scipy"},  # the cheapest ways through switches
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems

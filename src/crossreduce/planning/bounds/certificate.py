@@ -173,10 +173,10 @@ class Bound:
             given = problem or "it changes a link or the kind of a node"
             raise PlanError.of("the symmetry of a certificate must be one of its topology.", given)
         orbits = {names[k]: names[orbit] for k, orbit in enumerate(self.symmetry.orbits)}
-        weights = dict(self.roots)
+        weights = dict.fromkeys(self.topology.devices, Fraction(0)) | dict(self.roots)
         for device in self.topology.devices:
             one = orbits[device]
-            if weights.get(device) != weights.get(one) or (device in self.devices) != (one in self.devices):
+            if weights[device] != weights[one] or (device in self.devices) != (one in self.devices):
                 problem = "the symmetry of a certificate must move devices to devices with the same part."
                 raise PlanError.of(problem, f"{one} and {device}")
         return orbits, links[0]
@@ -193,6 +193,8 @@ class Bound:
                 "prices must be 0 or more, one for each link of the topology.", shown(wrong or self.prices)
             )
         self._check_roots()
+        if not any(weight for _, weight in self.roots):
+            raise PlanError.of("at least one root of a bound must have more than 0 bytes.", shown(self.roots))
         priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
         joints = joints_of(self.topology)
         exact = few_enough(len(self.devices), len(joints))

@@ -45,6 +45,7 @@ def helped(
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
+    members = tuple(device for device in topology.devices if device in members)  # so that proofs need no order
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
     # Trees only pass nodes between members. In a one-way collective, members need no routes in both directions.

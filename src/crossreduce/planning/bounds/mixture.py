@@ -15,10 +15,10 @@ Jain, Mahdian & Salavatipour, Packing Steiner trees, SODA 2003 (the program of t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import islice, pairwise, product
+from itertools import cycle, islice, pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
@@ -32,6 +32,13 @@ from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
+# Cheap trees of many members take much less time than a program, so a round adds many. After each tree, the prices of
+# the links that it uses are raised, that of the most loaded one by ``_RAISE``, so that the next tree is another one.
+# (Measured on a torus of 8 x 8 devices: 8 trees of a round do not reach the bound in 400 rounds, 64 do in 60.)
+_TREES_OF_ROUND: Final = 64
+_RAISE: Final = 0.1
+_MOST_NEAR_ROUNDS: Final = 100  # of programs with such trees
+_KEPT: Final = 2  # trees per link and demand that such a program keeps, if it has half as many more
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
 # The prices of a program change too much from round to round. Until the rate is ``_CLOSE`` to the least limit that
 # prices have given, trees are searched at prices between the last ones and those of that limit.
@@ -66,7 +73,7 @@ class ProvedRate(NamedTuple):
 
 
 def best_mixture(
-    n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand], most: int = MANY
+    n: int, links: Mapping[Arc, Fraction], joints: Sequence[int], demands: Sequence[Demand], exact_up_to: int = MANY
 ) -> Mixture | None:
     """Return the best trees; ``None``: a demand cannot be met.
 
@@ -74,7 +81,8 @@ def best_mixture(
       n: the number of nodes; each is a number from 0 to n - 1.
       links: the bandwidth of each, in GB/s.
       joints: the nodes at which trees may branch; all sources, destinations and roots among them.
-      most: demands of more members are met by trees that are cheap, but perhaps not the cheapest: see ``few_enough``.
+      exact_up_to: for how many members the cheapest trees are searched (0: for none): see ``few_enough``. Other demands
+        are met by trees that are cheap, but perhaps not the cheapest.
 
     Both receivers are behind a hub, node 3. A narrow link is a second way to one of them.
 
@@ -84,7 +92,7 @@ def best_mixture(
     >>> [str(best_mixture(4, exact, joints, [broadcast]).rate) for joints in ((0, 1, 2, 3), (0, 1, 2))]
     ['3', '2']
     """
-    program = TreeProgram(n, links, joints, demands, most)
+    program = TreeProgram(n, links, joints, demands, exact_up_to)
     found = program.solve({})
     if found is None:
         return None
@@ -116,7 +124,7 @@ class TreeProgram:
         links: Mapping[Arc, Fraction],
         joints: Sequence[int],
         demands: Sequence[Demand],
-        most: int = MANY,
+        exact_up_to: int = MANY,
     ) -> None:
         """Prepare for the arguments of ``best_mixture``."""
         self.links, self.demands, self.widths = list(links), demands, list(links.values())
@@ -136,13 +144,14 @@ class TreeProgram:
         symmetric = all(links.get((dst, src)) == width for (src, dst), width in links.items())
         self.paired = symmetric and all(set(one.sources) == set(one.destinations) for one in demands)
         self.rows = [k for k, (src, dst) in enumerate(self.links) if src < dst or not self.paired]
-        self.trees: dict[tuple[bool, tuple[int, ...]], CheapestTrees] = {}
+        self.trees: dict[tuple[bool, tuple[int, ...]], CheapestTrees | NearTrees] = {}
         self.is_near = False  # whether some trees are perhaps not the cheapest
+        self.roots: dict[int, deque[int]] = {}  # of demands with such trees, in the order in which rounds take them
         back = [(dst, src) for src, dst in self.links]
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
-                    kind = CheapestTrees if few_enough(len(ends), len(joints), most) else NearTrees
+                    kind = CheapestTrees if few_enough(len(ends), len(joints), exact_up_to) else NearTrees
                     self.is_near |= kind is NearTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
 
@@ -155,7 +164,7 @@ class TreeProgram:
         self.fixed, rate, self.weights = fixed, 0.0, []
         best, tried, part = 0.0, self._scaled(self.prices), _PART_OF_BEST
         center = tried  # the prices that give the least limit so far; of trees that are not the cheapest, no proof
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MOST_NEAR_ROUNDS if self.is_near else _MOST_ROUNDS):
             found = self.cheapest(tried)
             if found is None:
                 return None
@@ -175,6 +184,8 @@ class TreeProgram:
                     break
                 part = 0.0
             rate, self.weights, self.prices = self.mixed(list(self.columns))
+            if self.is_near:
+                self._prune()
             last = self._scaled(self.prices)
             tried = [part * a + (1 - part) * b for a, b in zip(center, last, strict=True)] if part else self.prices
         return rate
@@ -202,7 +213,7 @@ class TreeProgram:
     def even_mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
         """Return what ``mixture`` does, with weights that are numbers of equal parts of a demand's data."""
         columns = list(self.columns)[: len(self.weights)]
-        return self._fitted(columns, [Fraction(int(weight * _FINE)) for weight in self.weights], wanted)
+        return self._fitted(columns, [Fraction(round(weight * _FINE)) for weight in self.weights], wanted)
 
     def exact_mixture(
         self, rates: Sequence[Fraction], *, quick: bool = False
@@ -236,20 +247,75 @@ class TreeProgram:
         floored = [max(0.0, price) + floor for price in prices]
         found = []
         for k, costs in enumerate(self._costs(floored)):
-            columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
+            if self._near(k):
+                columns = self._different(k, floored)
+            else:
+                columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
             if not columns:
                 return None
             found.append((min(sum(prices[link] * n for link, n in one.uses) for one in columns), columns))
         return found
 
+    def _near(self, k: int) -> bool:
+        """Return whether a demand's trees are perhaps not the cheapest."""
+        return any(isinstance(self.trees[key], NearTrees) for key in self._keys(k))
+
+    def _different(self, k: int, prices: Sequence[float]) -> list[_Column]:
+        """Return many cheap trees of a demand, of which no two use the same links."""
+        raised = list(prices)
+        found: dict[tuple[tuple[int, int], ...], _Column] = {}
+        for root in self._next_roots(k, prices):
+            for key in self._keys(k):
+                self.trees[key].price(raised)
+            column = self._column(k, root)
+            found.setdefault(column.uses, column)
+            loads = [(link, times / float(self.widths[link])) for link, times in column.uses]
+            most = max(load for _, load in loads)
+            for link, load in loads:
+                raised[link] *= 1 + _RAISE * load / most
+        known = {column.uses: column for column in self.columns if column.demand == k}
+        return [known.get(uses, column) for uses, column in found.items()]
+
+    def _next_roots(self, k: int, prices: Sequence[float]) -> Iterable[int]:
+        """Return the roots of the trees of a round; none: the demand has no tree."""
+        for key in self._keys(k):
+            self.trees[key].price(prices)
+        if k not in self.roots:
+            self.roots[k] = deque(root for root in self.demands[k].roots if isfinite(self._cost(k, root)))
+        roots = self.roots[k]
+        roots.rotate(-_TREES_OF_ROUND)
+        chosen: Iterable[int] = list(roots)[:_TREES_OF_ROUND]
+        if not self.paired:  # else a tree can have any of its nodes as its root
+            chosen = sorted(chosen, key=lambda root: self._cost(k, root))[:_MOST_ROOTS]
+        return islice(cycle(chosen), _TREES_OF_ROUND)
+
+    def _cost(self, k: int, root: int) -> float:
+        """Return the price of the cheapest tree of a demand out of a root; infinite: it has none."""
+        return (2 if self.paired else 1) * sum(self.trees[key].cost(root) for key in self._keys(k))
+
+    def _prune(self) -> None:
+        """Remove the most expensive of many trees of a demand, unless they have a weight."""
+        listed = list(self.columns)
+        kept = {c for c, weight in enumerate(self.weights) if weight > 0}
+        for k in range(len(self.demands)):
+            own = [c for c, column in enumerate(listed) if column.demand == k]
+            if 2 * len(own) > 3 * _KEPT * len(self.rows) and self._near(k):
+                price = {c: sum(self.prices[link] * times for link, times in listed[c].uses) for c in own}
+                own = sorted(own, key=lambda c: price[c])[: _KEPT * len(self.rows)]
+            kept.update(own)
+        self.columns = dict.fromkeys(listed[c] for c in sorted(kept))
+        self.weights = [self.weights[c] for c in sorted(kept)]
+
     def _costs(self, prices: Sequence[float]) -> list[dict[int, float]]:
-        """Set the prices, and return for each demand the price of the cheapest tree of each root that has one."""
+        """Set the prices, and return for each demand the price of the cheapest tree of each root that has one.
+
+        A demand whose trees are perhaps not the cheapest has none.
+        """
         for trees in self.trees.values():
             trees.price(prices)
-        ways = 2 if self.paired else 1
         found = []
         for k, demand in enumerate(self.demands):
-            costs = {root: ways * sum(self.trees[key].cost(root) for key in self._keys(k)) for root in demand.roots}
+            costs = {root: self._cost(k, root) for root in demand.roots if not self._near(k)}
             found.append({root: cost for root, cost in costs.items() if isfinite(cost)})
         return found
 
@@ -311,11 +377,13 @@ class TreeProgram:
             return Fraction(0), []
         factors = [rate / total for rate, total in zip(wanted, sums, strict=True)]
         kept = [(c, w * factors[c.demand]) for c, w in zip(columns, weights, strict=True) if w > 0]
-        used: dict[int, Fraction] = {}
+        scale = lcm(*(weight.denominator for _, weight in kept))
+        used: dict[int, int] = {}  # sums of integers are quick
         for column, weight in kept:
+            parts = int(weight * scale)
             for link, times in column.uses:
-                used[link] = used.get(link, Fraction(0)) + times * weight
-        rate = min(self.widths[link] / amount for link, amount in used.items())
+                used[link] = used.get(link, 0) + times * parts
+        rate = min(self.widths[link] * scale / amount for link, amount in used.items())
         trees: list[list[MixedTree]] = [[] for _ in self.demands]
         for column, weight in kept:
             trees[column.demand].append(column.tree._replace(weight=weight * rate))
@@ -351,10 +419,10 @@ class TreeProgram:
 
     def _least(self, prices: Sequence[int]) -> list[int]:
         """Return for each demand the price of its cheapest tree; of many members, a price that no tree is below."""
-        exact = [int(min(costs.values())) for costs in self._costs([float(price) for price in prices])]
+        exact = [int(min(costs.values(), default=0)) for costs in self._costs([float(price) for price in prices])]
         priced = [(*link, price) for link, price in zip(self.links, prices, strict=True)]
         for k, demand in enumerate(self.demands):
-            if any(isinstance(self.trees[key], NearTrees) for key in self._keys(k)):
+            if self._near(k):
                 ends = demand.sources, demand.destinations
                 exact[k] = least_price(priced, self.joints, *ends, demand.roots, exact=False) or 0
         return exact

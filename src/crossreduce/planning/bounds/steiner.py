@@ -10,10 +10,13 @@ Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-# The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds.
+# The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds. One
+# collective needs no more than ``FEW``: beyond, cheap trees reach its bound, too, and where prices do not prove that,
+# cuts do. Nothing else proves the rates of several groups, so their trees are the cheapest ones up to ``MANY``. A check
+# computes exact prices up to the same limit as the search.
 FEW: Final = 1 << 19
 MANY: Final = 1 << 24
 
@@ -21,9 +24,9 @@ Through = tuple[int, ...]  # the nodes that data passes between two nodes of a t
 Parent = tuple[int, int, Through]  # (node, its parent, the nodes on the way from the parent)
 
 
-def few_enough(terminals: int, joints: int, most: int = FEW) -> bool:
+def few_enough(terminals: int, joints: int, limit: int = FEW) -> bool:
     """Return whether the trees of so many terminals and joints are found in a short time."""
-    return int(3**terminals) * joints <= most
+    return int(3**terminals) * joints <= limit
 
 
 class CheapestTrees:
@@ -77,7 +80,9 @@ class CheapestTrees:
         """
         start = self._at[root]
         out: dict[int, list[int]] = {}
-        for a, b in self._tree_hops(start):
+        hops: dict[tuple[int, int], None] = {}
+        self._trace(start, (1 << len(self._terminals)) - 1, hops)
+        for a, b in hops:
             out.setdefault(a, []).append(b)
         parent: dict[int, int] = {start: start}
         queue = deque([start])
@@ -96,12 +101,6 @@ class CheapestTrees:
             for node, above in parent.items()
             if node in needed and node != start
         ]
-
-    def _tree_hops(self, start: int) -> Iterable[tuple[int, int]]:
-        """Return the hops of the tree out of a joint, in any order."""
-        pairs: dict[tuple[int, int], None] = {}
-        self._trace(start, (1 << len(self._terminals)) - 1, pairs)
-        return pairs
 
     def _hops(self, prices: Sequence[float]) -> Any:
         """Return the price of the cheapest way from each joint to each other one that passes no third joint."""

@@ -130,23 +130,26 @@ def _raised(priced: Priced, ends: Sequence[Any], joints: Sequence[Any], roots: S
     found = {}
     for root in roots:
         left, total = [dict(ways) for ways in hops], 0
-        for end in ends:
+        for end in sorted(place[end] for end in ends):  # in the order of the joints
+            inside, queue = {end}, [end]
             while True:
-                inside, queue = {place[end]}, [place[end]]
-                while queue:
+                while queue and place[root] not in inside:
                     for src, price in left[queue.pop()].items():
                         if not price and src not in inside:
                             inside.add(src)
                             queue.append(src)
                 if place[root] in inside:
                     break
-                into = [(dst, src) for dst in sorted(inside) for src in left[dst] if src not in inside]
+                into = [(dst, src) for dst in inside for src in left[dst] if src not in inside]
                 if not into:
                     break
                 least = min(left[dst][src] for dst, src in into)
                 total += least
                 for dst, src in into:
                     left[dst][src] -= least
+                    if not left[dst][src]:
+                        inside.add(src)
+                        queue.append(src)
             if place[root] not in inside:
                 break
         else:
