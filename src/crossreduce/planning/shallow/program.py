@@ -170,8 +170,6 @@ class _Search:
         self.limit, self.best, solved = begun.limit, begun.best, begun.solved
         for _ in range(_MOST_PROGRAMS - 1 if self.exact else 2):
             time, amounts, dual, paid = solved
-            if self.exact and time <= self.limit * (1 + GAP):
-                break
             known = len(self.columns)
             for part in _MIXES:
                 self._cheapest(part * dual + (1 - part) * self.best, paid)
