@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 
 import crossreduce as cr
 from crossreduce import Link, Topology
-from crossreduce.planning import COLLECTIVES, Request
+from crossreduce.planning import COLLECTIVES, Request, schedules
 from crossreduce.planning.shallow import cheapest, forests, units
 from crossreduce.planning.shallow.cheapest import cheapest_trees
 from crossreduce.planning.shallow.hops import MOST_ROUTES, hops
@@ -125,12 +125,45 @@ def test_hops_pass_only_switches():
     found = hops(Topology(names, links, switches))
     assert found.pairs == [(0, 1), (1, 2)]
     assert len(found.routes) == MOST_ROUTES + 1
-    prices = np.arange(found.links, dtype=float)
+    prices = np.arange(2.0 * found.links).reshape(2, -1)
+    prices[1] = prices[1, ::-1]
     costs, best = found.costs(prices)
-    cheapest_route = min(sum(prices[k] for k in route) for route in found.routes[:-1])
-    assert costs[0, 1] == cheapest_route
-    assert sum(prices[k] for k in found.routes[best[0]]) == cheapest_route
-    assert costs[0, 2] == math.inf
+    for row in range(2):
+        cheapest_route = min(sum(prices[row, k] for k in route) for route in found.routes[:-1])
+        assert costs[row, 0, 1] == cheapest_route
+        assert sum(prices[row, k] for k in found.routes[best[row, 0]]) == cheapest_route
+        assert costs[row, 0, 2] == math.inf
+
+
+def test_hops_of_one_route_have_one_row_of_routes():
+    """If all devices are linked directly, the price of a hop is that of its link, and all rows have the same routes."""
+    found = hops(Topology.full_mesh(3))
+    prices = np.arange(12.0).reshape(2, 6)
+    costs, best = found.costs(prices)
+    assert best.tolist() == [[0, 1, 2, 3, 4, 5]]
+    for row in range(2):
+        assert [costs[row, u, v] for u, v in found.pairs] == prices[row].tolist()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nbytes", "searched"),
+    [(8, 1 << 20, {(True, 2), (False, 2)}), (8, 1 << 26, {(False, 2), (False, 4)}), (3, 1 << 10, set())],
+)
+def test_forests_that_cannot_be_faster_are_not_searched_for(monkeypatch, hosts, nbytes, searched):
+    """No linear program is solved for a number of steps, or a kind of forest, that a found forest excludes."""
+    found = set()
+    real = forests._expected
+
+    def expected_of(request, task, steps, many):
+        found.add((many, steps))
+        return real(request, task, steps, many)
+
+    monkeypatch.setattr(forests, "_expected", expected_of)
+    topology = Topology.full_mesh([f"host{k}/cpu:0" for k in range(hosts)], gb_per_s=1, latency_s=1e-4)
+    lost = topology.without_link("host0/cpu:0", "host1/cpu:0")
+    schedules.fastest.cache_clear()
+    schedules.fastest(Request("all_reduce", lost.devices, lost.devices, "auto", lost, nbytes))
+    assert found == searched
 
 
 DGX = Topology.machine("dgx-1v")

@@ -17,7 +17,7 @@ import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
-from crossreduce.schedule import Costs, byte_count, fluid_rate, pipelined, timeline
+from crossreduce.schedule import Costs, byte_count, fastest_of, fluid_rate, pipelined, timeline
 from crossreduce.schedule.lock_step import Loads, LockStep
 from crossreduce.schedule.traffic import traffic
 
@@ -328,6 +328,17 @@ def test_no_schedule_beats_its_busiest_link_or_its_latencies(data, algorithm, as
     assert done.seconds * (1 + 1e-12) >= latencies
     rate = fluid_rate(schedule, topology)
     assert nbytes / done.seconds <= float(rate) * GB * (1 + 1e-12)
+
+
+@settings(max_examples=100)
+@given(st.data(), requests(st.integers(2, 5), most_packs=3), st.integers(1, 10**8), st.sampled_from([0, 2e-6]))
+def test_the_fastest_schedule_is_found_without_running_all(data, ask, nbytes, operation_s):
+    """The fastest of some schedules takes the least of their times, whichever of them are excluded by limits."""
+    topology = data.draw(wired(ask.devices))
+    costs = Costs(operation_s=operation_s)
+    schedules = [plan(algorithm, ask) for algorithm in data.draw(st.permutations(ALGORITHMS))]
+    each = [pipelined(schedule, topology, nbytes, costs=costs).seconds for schedule in schedules]
+    assert fastest_of(schedules, topology, nbytes, costs=costs).seconds == near(min(each), rel=1e-12)
 
 
 @settings(max_examples=100)

@@ -65,9 +65,14 @@ class Loads:
             for by_round in self.different:
                 transfer = messages = 0.0
                 for t in range(min(by_round), min(max(by_round) + width, ticks)):
-                    now, old = by_round.get(t, (0.0, 0.0)), by_round.get(t - width, (0.0, 0.0))
-                    transfer, messages = transfer + now[0] - old[0], messages + now[1] - old[1]
-                    busiest[t][messages] = max(busiest[t].get(messages, 0.0), transfer)
+                    if t in by_round:
+                        now = by_round[t]
+                        transfer, messages = transfer + now[0], messages + now[1]
+                    if t - width in by_round:
+                        old = by_round[t - width]
+                        transfer, messages = transfer - old[0], messages - old[1]
+                    if transfer > busiest[t].get(messages, -1.0):
+                        busiest[t][messages] = max(transfer, 0.0)
             queued = [0.0] * ticks
             for queue in self.queues.values():
                 queued = list(map(max, queued, self.queued(queue, width)))

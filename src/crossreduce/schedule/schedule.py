@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -123,7 +124,7 @@ class Schedule:
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
                 remedy = "a share of 0 or more; at least one source and one destination, none of them twice"
                 raise _malformed(f"chunk {number}", chunk, remedy, n)
-        if sum(chunk.share for chunk in self.chunks) != 1:
+        if sum(count * share for share, count in Counter(chunk.share for chunk in self.chunks).items()) != 1:
             given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
             raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
         count = len(self.chunks)

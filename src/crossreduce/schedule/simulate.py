@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,6 +36,7 @@ from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
+from .generated import GeneratedSchedule
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
 from .traffic import operations, queues, shares_of_links, traffic
@@ -186,33 +188,76 @@ def fastest_of(
 ) -> Pieces:
     """Return the fastest of some schedules, and of ``known``, each in the number of pieces that suits it.
 
-    The lock-step clock ranks them. A schedule whose busiest resource or longest chain of latencies takes as long as the
-    best time so far is not run. Of equally fast ones, ``known`` is returned, or else the one that ranks first.
+    The lock-step clock ranks them. A schedule whose busiest device or resource, or whose longest chain of latencies,
+    takes as long as the best time so far is not run. Of equally fast ones, ``known`` is returned, or else the one that
+    ranks first.
 
     Raises:
       PlanError: the topology lacks a route for a transfer of each schedule.
     """
     nbytes = byte_count(nbytes)
-    timings = []
-    for schedule in schedules:
+    listed = list(schedules)
+    least = [_least_seconds(schedule, topology, nbytes) for schedule in listed] if len(listed) > 1 else [0.0]
+    # A schedule that takes longer than the limit is not the fastest. ``best_pieces`` may lose ``LONGER``.
+    limit = math.inf if known is None else known.seconds
+    timings: dict[int, _Timing] = {}
+    for k in sorted(range(len(listed)), key=least.__getitem__):
+        if least[k] > limit:
+            break
         try:
-            timing = _Timing(schedule, topology, nbytes, costs)
+            timing = _Timing(listed[k], topology, nbytes, costs)
         except PlanError as error:
             failure = error
             continue
-        if not nbytes or not schedule.round_count:
-            return Pieces(schedule.cut_into(1), 0.0)
-        timings.append(timing)
+        if not nbytes or not listed[k].round_count:
+            return Pieces(listed[k].cut_into(1), 0.0)
+        if timing.floor <= limit:
+            timings[k] = timing
+            limit = min(limit, LONGER * timing.lock_step_best[0])
     best = known
     if not timings and best is None:
         raise failure
-    for timing in steps(sorted(timings, key=lambda timing: timing.lock_step_best[0]), "comparing schedules"):
+    ranked = sorted(timings, key=lambda k: (timings[k].lock_step_best[0], k))
+    for timing in steps([timings[k] for k in ranked], "comparing schedules"):
         if best is None or timing.floor < best.seconds:
             pieces = timing.best_pieces()
             if best is None or timing.seconds(pieces) < best.seconds:
                 best = Pieces(timing.schedule.cut_into(pieces), timing.seconds(pieces))
     assert best is not None
     return best
+
+
+def _least_seconds(schedule: Schedule, topology: Topology, nbytes: int) -> float:
+    """Return seconds in which a schedule cannot complete: those that some device needs to send or receive its data."""
+    if isinstance(schedule, GeneratedSchedule):
+        return 0.0
+    sent, received = [0.0] * len(schedule.devices), [0.0] * len(schedule.devices)
+    shares = [float(share) for share, _, _ in schedule.chunks]
+    for steps_of_round in schedule.rounds:
+        for chunk, dst, srcs in steps_of_round:
+            share = shares[chunk]
+            for src in srcs:
+                if src != dst:
+                    sent[src] += share
+                    received[dst] += share
+    out, into = _widths(topology)
+    parts = [
+        amount / widths[device]
+        for widths, amounts in ((out, sent), (into, received))
+        for device, amount in zip(schedule.devices, amounts, strict=True)
+        if amount and widths.get(device)
+    ]
+    return max(parts, default=0.0) * nbytes / 1e9
+
+
+@lru_cache(maxsize=64)
+def _widths(topology: Topology) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bandwidth of all links out of each node together, and of those into it, in GB/s."""
+    out, into = defaultdict[str, float](float), defaultdict[str, float](float)
+    for src, dst, bandwidth, _ in topology.links:
+        out[src] += float(bandwidth)
+        into[dst] += float(bandwidth)
+    return out, into
 
 
 @lru_cache(maxsize=256)

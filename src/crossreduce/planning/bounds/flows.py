@@ -30,7 +30,7 @@ class Network:
             if capacity:
                 self._arcs[src][dst] = capacity
         self._matrix: Any = None
-        self._last: Any = None  # the ends of the latest flow, and SciPy's result
+        self._last: Any = None  # the ends of the latest flow, and its result
 
     def flow(self, src: int, dst: int) -> int:
         """Return the value of the greatest flow from ``src`` to ``dst``, another node."""
@@ -89,8 +89,17 @@ class Network:
 
     def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
         """Return a flow's value and cut by augmenting shortest paths (Edmonds & Karp, J. ACM 19(2), 1972)."""
+        if self._last is not None and self._last[0] == (src, dst):
+            known: tuple[int, frozenset[int]] = self._last[1]
+            return known
         left = [arcs.copy() for arcs in self._arcs]
-        value = 0
+        value = left[src].pop(dst, 0)
+        for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
+            pushed = min(capacity, left[node].get(dst, 0))
+            if pushed:
+                left[src][node] -= pushed
+                left[node][dst] -= pushed
+                value += pushed
         while True:
             before: dict[int, int] = {src: src}
             queue = deque([src])
@@ -101,6 +110,7 @@ class Network:
                         before[other] = node
                         queue.append(other)
             if dst not in before:
+                self._last = (src, dst), (value, frozenset(before))
                 return value, frozenset(before)
             path = [dst]
             while path[-1] != src:

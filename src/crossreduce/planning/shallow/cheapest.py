@@ -49,14 +49,16 @@ def cheapest_trees(costs: list[Any], root: int | None = None) -> Trees:
 
 
 class _Sets(NamedTuple):
-    """All pairs of sets A and B of devices with A within B, sorted by A."""
+    """All pairs of sets A and B of devices with A within B, sorted by A and then by B."""
 
     a: Any
     b: Any
-    start: Any  # for each A its first pair, and the end
-    without: Any  # for each pair, the pair of A and B without its last device that is not in A; -1: A = B
-    last: Any  # this device
-    by_size: list[Any]  # the pairs with 1, 2, ... devices in B that are not in A
+    start: Any  # for each A its first pair
+    ends: list[int]  # the same, and the end
+    reached: list[int]  # the same as b
+    # For 1, 2, ... devices in B that are not in A: these pairs, the pairs without the last of these devices, and the
+    # place of A and this device in an array with a row for each set and a column for each device.
+    by_size: list[tuple[Any, Any, Any]]
 
 
 @lru_cache(maxsize=16)
@@ -64,16 +66,22 @@ def _sets(n: int, first: int) -> _Sets:
     """Return the pairs of sets of n devices, written as binary numbers; the least A is ``first``."""
     import numpy as np
 
-    pairs = [(a, b) for a in range(first, 1 << n) for b in range(a, 1 << n) if a & b == a]
-    number = {pair: k for k, pair in enumerate(pairs)}
-    more = [b & ~a for a, b in pairs]
-    last = [new.bit_length() - 1 for new in more]
-    without = [number.get((a, b & ~(1 << v)), -1) if b != a else -1 for (a, b), v in zip(pairs, last, strict=True)]
-    size = np.array([new.bit_count() for new in more])
-    a, b = np.array(pairs).T
-    start = np.concatenate([np.searchsorted(a, np.arange(1 << n)), [len(pairs)]])
-    by_size = [np.flatnonzero(size == k) for k in range(1, n + 1)]
-    return _Sets(a, b, start, np.array(without), np.array(last), by_size)
+    # Digit v of a number in base 3: whether device v is in neither set, in B, or in both.
+    digits = np.arange(3**n)[:, None] // 3 ** np.arange(n) % 3
+    bits = 1 << np.arange(n)
+    a, b = (digits == 2) @ bits, (digits > 0) @ bits
+    order = np.lexsort((b, a))
+    order = order[a[order] >= first]
+    a, b, digits = a[order], b[order], digits[order]
+    number = np.zeros(3**n, dtype=np.intp)
+    number[order] = np.arange(len(order))
+    size = (digits == 1).sum(axis=1)
+    last = n - 1 - (digits[:, ::-1] == 1).argmax(axis=1)  # of pairs with a device that is in B only
+    without = number[np.where(size > 0, order - 3**last, order)]
+    start = np.searchsorted(a, np.arange(1 << n))
+    groups = [np.flatnonzero(size == k) for k in range(1, n + 1)]
+    by_size = [(group, without[group], a[group] * n + last[group]) for group in groups]
+    return _Sets(a, b, start, [*start.tolist(), len(a)], b.tolist(), by_size)
 
 
 class _Exact:
@@ -83,47 +91,43 @@ class _Exact:
     def __init__(self, costs: list[Any], root: int | None) -> None:
         import numpy as np
 
-        self.root = root
+        self.root, self.costs = root, costs
         self.others = [k for k in range(len(costs[0])) if k != root]
         self.n = len(self.others)
         self.sets = _sets(self.n, 1 if root is None else 0)
-        full = (1 << self.n) - 1
+        full, first = (1 << self.n) - 1, 0 if root is not None else 1
+        different = {id(cost): cost for cost in costs}
+        # For each array of costs and each device the prices of the hops to it.
+        self.into = {key: cost.T.tolist() for key, cost in different.items()}
+        prices = dict(zip(different, self._prices(np.array(list(different.values()))), strict=True))
         after = np.full(full + 1, np.inf)
         after[full] = 0.0
         self.least = [after]
         self.choices: list[Any] = []
-        self.senders: list[Any] = []
-        known: tuple[Any, Any, Any] | None = None
         for cost in reversed(costs):
-            if known is None or known[0] is not cost:
-                known = cost, *self._prices(cost)
-            _, senders, prices = known
-            values = prices + after[self.sets.b]
+            values = prices[id(cost)] + after[self.sets.b]
             after = np.full(full + 1, np.inf)
-            after[self.sets.a[0] :] = np.minimum.reduceat(values, self.sets.start[self.sets.a[0] : -1])
+            after[first:] = np.minimum.reduceat(values, self.sets.start[first:])
             self.least.append(after)
             self.choices.append(values)
-            self.senders.append(senders)
-        for listed in (self.least, self.choices, self.senders):
-            listed.reverse()
+        self.least.reverse()
+        self.choices.reverse()
 
-    def _prices(self, cost: Any) -> tuple[Any, Any]:
-        """Return the cheapest sender in each set to each device, and the price of each pair of sets."""
+    def _prices(self, costs: Any) -> Any:
+        """Return, for each of some arrays of costs, the price of each pair of sets."""
         import numpy as np
 
-        sets, n = self.sets, self.n
-        least, sender = np.full((1 << n, n), np.inf), np.zeros((1 << n, n), dtype=np.intp)
+        sets, n, count = self.sets, self.n, len(costs)
+        least = np.full((1 << n, n, count), np.inf)  # of a hop from some device of a set
+        to_others = costs[:, :, self.others].transpose(1, 2, 0)
         if self.root is not None:
-            least[0], sender[0] = cost[self.root][self.others], self.root
+            least[0] = to_others[self.root]
         for k, u in enumerate(self.others):
-            half, price = slice(0, 1 << k), cost[u][self.others]
-            closer = price < least[half]
-            least[1 << k : 2 << k] = np.where(closer, price, least[half])
-            sender[1 << k : 2 << k] = np.where(closer, u, sender[half])
-        prices = np.zeros(len(sets.a))
-        for group in sets.by_size:
-            prices[group] = prices[sets.without[group]] + least[sets.a[group], sets.last[group]]
-        return sender, prices
+            np.minimum(to_others[u], least[: 1 << k], out=least[1 << k : 2 << k])
+        prices, hops = np.zeros((len(sets.a), count)), least.reshape(-1, count)
+        for group, without, hop in sets.by_size:
+            prices[group] = prices[without] + hops[hop]
+        return prices.T.copy()
 
     def _only(self, root: int) -> int:
         """Return the set in which only the root is."""
@@ -133,14 +137,20 @@ class _Exact:
         return float(self.least[start][self._only(root)])
 
     def edges(self, root: int, start: int) -> list[Edge]:
-        reached, found = self._only(root), []
+        reached, senders, found = self._only(root), [root], list[Edge]()
+        outside = [] if self.root is None else [root]
         for step in range(start, len(self.choices)):
-            first, end = self.sets.start[reached], self.sets.start[reached + 1]
-            after = int(self.sets.b[first + int(self.choices[step][first:end].argmin())])
-            new = after & ~reached
-            found += [
-                (step, int(self.senders[step][reached, v]), self.others[v]) for v in range(self.n) if new >> v & 1
-            ]
+            first, end = self.sets.ends[reached], self.sets.ends[reached + 1]
+            if end - first == 1:  # all devices are reached
+                break
+            after = self.sets.reached[first + int(self.choices[step][first:end].argmin())]
+            new = [v for k, v in enumerate(self.others) if (after & ~reached) >> k & 1]
+            if len(senders) == 1:
+                found += [(step, root, v) for v in new]
+            else:
+                into = self.into[id(self.costs[step])]
+                found += [(step, min(senders, key=into[v].__getitem__), v) for v in new]
+            senders = [*outside, *(v for k, v in enumerate(self.others) if after >> k & 1)]
             reached = after
         return found
 

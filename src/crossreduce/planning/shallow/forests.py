@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -36,6 +36,7 @@ LONG: Final = 16_000
 # the known schedule. If operations are queued, forests for one piece are not searched for.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least that are tried
+_COMPARED: Final = 2  # the steps above the least with which the two kinds of forests are compared
 
 
 class _Task(NamedTuple):
@@ -68,8 +69,8 @@ def faster(request: Request, best: Pieces) -> Pieces:
     """Return the fastest of a known schedule and of forests of few steps, and its time.
 
     Forests of the first kind are for many pieces, so all steps are in progress together. Those of the second kind are
-    for one piece: their steps follow each other. Forests are planned in the order of the times that are expected, and
-    only if no limit makes them too slow.
+    for one piece: their steps follow each other. Forests of each kind are planned in the order of the times that are
+    expected, and only if no limit makes them too slow.
     """
     task, members, topology = _task(request), request.members, request.topology
     assert topology is not None
@@ -89,12 +90,19 @@ def faster(request: Request, best: Pieces) -> Pieces:
     least_gain = WORTH if far else 1.0
     kinds = [] if long and task.roots == -1 else [True]
     kinds += [] if long else [False]
+    # The kind that is probably faster is searched first: its time then excludes most forests of the other kind.
+    kinds.sort(key=lambda many: limits.seconds(least + _COMPARED, limits.transfer, many))
+    worth = goal = best.seconds * WORTH  # only forests that may take less than the goal are planned
+
+    def current_goal() -> float:
+        return goal
+
     for many in kinds:
+        goal = min(worth, best.seconds)
         too_many = math.inf  # steps whose operations alone take too long
-        options = sorted(_options(request, limits, best.seconds * WORTH, many))
-        for k, (seconds, steps) in enumerate(options):
-            report("planning forests of few steps", k, len(options))
-            if seconds >= best.seconds * WORTH:
+        for k, (seconds, steps) in enumerate(_options(request, limits, current_goal, many)):
+            report("planning forests of few steps", k, 1 + MORE_STEPS)
+            if seconds >= goal:
                 break
             if steps >= too_many:
                 continue
@@ -105,27 +113,39 @@ def faster(request: Request, best: Pieces) -> Pieces:
             timed = fastest_of([found], topology, request.nbytes, costs=request.costs)
             if timed.seconds < best.seconds * least_gain:
                 best, least_gain = timed, 1.0
+                goal = min(goal, best.seconds * WORTH)
             if limits.queued * operations(found) >= best.seconds * WORTH * len(request.destinations):
                 too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
 
 
-def _options(request: Request, limits: _Limits, goal: float, many: bool) -> Iterator[tuple[float, int]]:
-    """Yield the expected seconds and the steps of forests that may take less than ``goal`` seconds."""
+def _options(request: Request, limits: _Limits, goal: Callable[[], float], many: bool) -> Iterator[tuple[float, int]]:
+    """Yield the expected seconds and the steps of forests, the fastest first, that may take less than ``goal()``.
+
+    A time is computed only when all forests that are expected to be faster have been yielded, since the goal may become
+    less.
+    """
     paired = limits.task.paired
     more = 4 if paired else MORE_STEPS
     rates: list[float] = []
+    waiting: list[tuple[float, int]] = []
+    first_goal = goal()
     for left in range(more, -1, -1 - paired):
         steps = limits.least + more - left
-        if limits.seconds(steps, limits.transfer, many) >= goal:
-            return
+        least_s = limits.seconds(steps, limits.transfer, many)
+        while waiting and waiting[0][0] <= least_s:
+            yield heapq.heappop(waiting)
+        if least_s >= goal():
+            break
         part = _expected(request, limits.task, steps, many)
         if part is None:
             continue
-        yield limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * part), many), steps
+        seconds = limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * part), many)
+        heapq.heappush(waiting, (seconds, steps))
         rates.append(1 / part)
-        if rates[-1] * (1 + _NEAR) > limits.rate or _hopeless(rates, left, request.nbytes, goal):
-            return
+        if rates[-1] * (1 + _NEAR) > limits.rate or _hopeless(rates, left, request.nbytes, first_goal):
+            break
+    yield from sorted(waiting)
 
 
 def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float, many: bool) -> float:
@@ -281,7 +301,7 @@ def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Sched
         shares = sorted(shares, key=lambda share: share.root)
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     chunks: list[Chunk] = []
-    routes: dict[tuple[int, int, int], dict[int, Through]] = {}
+    routes: defaultdict[tuple[int, int, int], dict[int, Through]] = defaultdict(dict)
     for c, share in enumerate(shares):
         gives = (share.root,) if collective == "all_gather" else sources
         takes = (share.root,) if collective == "reduce_scatter" else destinations
@@ -292,7 +312,9 @@ def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Sched
             if operands:
                 rounds[step].append(Step(c, dst, tuple(sorted(operands + [dst] * (dst in has)))))
                 has.add(dst)
-                routes.update(_route(routes, c, hop) for hop in arriving if hop.src in operands)
+                for hop in arriving:
+                    if hop.src in operands:
+                        routes[c, hop.src, hop.dst][hop.step] = hop.through
         needed = set(takes)
         kept = []
         for hop in reversed(share.out):
@@ -301,7 +323,7 @@ def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Sched
                 kept.append(hop)
         for hop in reversed(kept):
             rounds[hop.step].append(Step(c, hop.dst, (hop.src,)))
-            routes.update([_route(routes, c, hop)])
+            routes[c, hop.src, hop.dst][hop.step] = hop.through
     order = sorted(rounds)
     position = {step: r for r, step in enumerate(order)}
     moved = {key: {position[step]: through for step, through in by_step.items()} for key, by_step in routes.items()}
@@ -318,13 +340,6 @@ def _by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
         found[hop.step, hop.dst].append(hop)
     for step, dst in sorted(found):
         yield step, dst, found[step, dst]
-
-
-def _route(
-    routes: dict[tuple[int, int, int], dict[int, Through]], chunk: int, hop: _Hop
-) -> tuple[tuple[int, int, int], dict[int, Through]]:
-    key = chunk, hop.src, hop.dst
-    return key, routes.get(key, {}) | {hop.step: hop.through}
 
 
 def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> int | None:

@@ -37,20 +37,33 @@ class Hops:
         self.ends = tuple(np.array([pair[end] for pair in self.pairs], dtype=np.intp) for end in (0, 1))
         number = {node: k for k, node in enumerate(topology.nodes)}
         self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]
+        self._most = int(np.diff(self.start).max(initial=1))  # routes of two devices
+        self._first = self.start[None, :-1]
         self._route_of_use = np.repeat(np.arange(len(self.routes)), [len(route) for route in self.routes])
         self._link_of_use = np.array([k for route in self.routes for k in route], dtype=np.intp)
 
     def costs(self, prices: Any) -> tuple[Any, Any]:
-        """Return the price of the cheapest hop between each two devices (infinite: none), and its route by pair."""
+        """Return, for each row of prices, the price of the cheapest hop between each two devices (infinite: none).
+
+        The second array has the route of this price for each row and pair. If each pair has one route, it has one row.
+        """
         import numpy as np
 
-        by_route = np.bincount(self._route_of_use, prices[self._link_of_use], minlength=len(self.routes))
-        best = self.start[:-1].copy()
-        for k in range(1, MOST_ROUTES):
-            others = np.minimum(self.start[:-1] + k, self.start[1:] - 1)
-            best = np.where(by_route[others] < by_route[best], others, best)
-        found = np.full((self.n, self.n), np.inf)
-        found[self.ends] = by_route[best]
+        by_use, count = prices[:, self._link_of_use], len(self.routes)
+        if by_use.shape[1] == count:  # no route passes a switch
+            by_route = by_use
+        else:
+            by_route = np.array([np.bincount(self._route_of_use, row, minlength=count) for row in by_use])
+        best = self._first
+        if self._most > 1:
+            rows = np.arange(len(prices))[:, None]
+            best = np.repeat(best, len(prices), axis=0)
+            for k in range(1, self._most):
+                others = np.minimum(self.start[:-1] + k, self.start[1:] - 1)
+                best = np.where(by_route[:, others] < by_route[rows, best], others, best)
+            by_route = by_route[rows, best]
+        found = np.full((len(prices), self.n, self.n), np.inf)
+        found[:, self.ends[0], self.ends[1]] = by_route
         return found, best
 
 

@@ -187,13 +187,9 @@ class _Search:
 
         ``paid``: only columns that cost less than this, by group, are added.
         """
-        costs, routes = [], []
-        for step in range(self.steps):
-            if step < len(prices):
-                price = prices[step] + prices[step][self.back] if self.mirrored and self.many else prices[step]
-                cost, best = self.hops.costs(price)
-            costs.append(cost)
-            routes.append(best)
+        paired_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
+        different, best = self.hops.costs(paired_prices)
+        costs, routes = ((list(of_rows) * self.steps)[: self.steps] for of_rows in (different, best.tolist()))
         root = self.roots[0] if len(self.roots) == 1 else None
         out = cheapest_trees(costs, root)
         into = cheapest_trees(_backwards(costs), root) if self.paired else None
@@ -222,7 +218,7 @@ class _Search:
         found = []
         for step, u, v in trees.edges(root, start):
             edge = (self.steps - 1 - step, v, u) if turned else (step, u, v)
-            found.append((*edge, int(routes[edge[0]][self.hops.at[edge[1:]]])))
+            found.append((*edge, routes[edge[0]][self.hops.at[edge[1:]]]))
         return tuple(sorted(found))
 
     def _add(self, column: Column) -> None:
@@ -230,10 +226,13 @@ class _Search:
 
         if column in self.columns:
             return
-        load = np.zeros((self.rows, self.hops.links))
-        for step, _, _, route in (*column.into, *column.out):
-            for link in self.hops.routes[route]:
-                load[0 if self.many else step, link] += 1
+        links = self.hops.links
+        used = [
+            link if self.many else step * links + link
+            for step, _, _, route in (*column.into, *column.out)
+            for link in self.hops.routes[route]
+        ]
+        load = np.bincount(used, minlength=self.rows * links).reshape(self.rows, links).astype(float)
         if self.mirrored and self.many:
             load += load[:, self.back]
         self.columns[column] = load

@@ -98,7 +98,7 @@ def listed_routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes:
     """Return the routes of transfers: one for all rounds if a transfer takes the same in all, else one per round."""
     listed = []
     for (chunk, src, dst), by_round in routes.items():
-        same = len(set(by_round.values())) == 1
+        same = len(by_round) == 1 or len(set(by_round.values())) == 1
         for r, through in list(by_round.items())[: 1 if same else None]:
             if through:
                 listed.append(Route(chunk, src, dst, tuple(nodes[k] for k in through), None if same else r))
