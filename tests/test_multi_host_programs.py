@@ -190,13 +190,15 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
 )
 def test_exact_reductions_are_planned_for_the_bytes_that_travel(monkeypatch, collective, size, travelling):
     """On measured links, an exact reduction of float32 has the plan and the pieces of a default one with as many bytes
-    on the links, and not those of one with as many elements: partial sums are float64, and results are float32."""
+    on the links, and not those of one with as many elements: partial sums are float64, and results are float32. Its
+    first and last pieces are twice as large."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     hosts = ((0,), (1,), (2,))
     topology = Topology.from_matrix([[0, 5, 1], [5, 0, 5], [1, 5, 0]], host_names(3), latency_s=1e-4)
 
     def exchanges(size, exact):
+        monkeypatch.setattr(multi_host, "SMALLEST_PIECE", 1 << 16 if exact else 1 << 17)
         numbers = reduction_numbers(ReduceOp.SUM, "float32", 3, exact)
         plans = compiled(hosts, collective, size, numbers, None, topology)
         return [plans[rank].exchanges[0] for rank in range(3)]
