@@ -132,6 +132,46 @@ def test_a_host_that_answers_late_takes_part(monkeypatch):
     assert case.registers.decided == [DECISION._replace(members=(0, 1, 2))]
 
 
+def test_a_speaker_that_begins_after_the_timeout_asks_first(monkeypatch):
+    """It takes the place of a rank that ended at the end of the timeout. Ranks of other hosts that have arrived are
+    members, although their hosts have not answered it yet."""
+    case = Answering(monkeypatch, voting)
+    case.simulated.now = 10.05
+    assert case.speak_until(12)
+    assert case.registers.decided == [DECISION._replace(members=(0, 1, 2))]
+
+
+def test_hosts_that_answer_again_after_the_timeout_are_members(monkeypatch):
+    """All links fail before a vote, and work again after the timeout: the earlier answers of other hosts are too old."""
+    arrives_s, fails_s, works_s = 8.2, 8.23, 10.4
+
+    def behaviour(host, request, now):
+        if request["what"] == "status" and host == 2 and now < arrives_s:
+            return arrived(late=[2])
+        works = now >= works_s or (request["what"] == "status" and now < fails_s)
+        return voting(host, request, now) if works else None
+
+    case = Answering(monkeypatch, behaviour)
+    assert case.speak_until(12)
+    assert case.registers.decided == [DECISION._replace(members=(0, 1, 2))]
+
+
+def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
+    """Each look reads files of the system, while the late ranks compute. One that arrives is noticed at once."""
+    case, arrives_s = Answering(monkeypatch, voting), 1.0
+    looks = []
+
+    def status(number, electors):
+        looks.append(case.simulated.now)
+        return arrived(0) if case.simulated.now >= arrives_s else arrived(late=[0])
+
+    case.group.status = status
+    case.group._has_arrived = lambda rank, number: case.simulated.now >= arrives_s
+    assert case.speak_until(3)
+    assert len(looks) < 60
+    assert case.simulated.now < arrives_s + 0.02
+
+
 def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):
     """A rank that waits for the answers to a vote notices that the speaker of another host has decided."""
     case = Answering(

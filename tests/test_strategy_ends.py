@@ -219,6 +219,33 @@ def test_a_call_wakes_each_replica_once_and_the_caller_never(n, monkeypatch):
     assert set(strategy.local_results(threads)) == {threading.main_thread().name}
 
 
+class Interrupted(Counted):
+    """A gate of a replica. Ctrl-C arrives when it is to be opened for the first time."""
+
+    def release(self):
+        if not self.released:
+            self.released += 1
+            raise KeyboardInterrupt
+        self.lock.release()
+
+    def locked(self):
+        return self.lock.locked()
+
+
+def test_an_interrupt_before_the_replicas_are_woken_ends_them(monkeypatch):
+    """Ctrl-C after the replies of a call are stored, and before a replica is woken, ends the run at once."""
+    make = ReplicaGroup.__init__
+
+    def interrupted(group, *args):
+        make(group, *args)
+        group._gates[0] = Interrupted(group._gates[0])
+
+    monkeypatch.setattr(ReplicaGroup, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cr.MirroredStrategy(3).run(lambda: context().merge_call(lambda _: 1.0), options=BRIEF)
+    assert not hasattr(caught.value, "__notes__")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_call_in_a_forked_process_is_an_error():
     """In a child process of a replica a call of the context raises an error: no thread there could run it."""

@@ -272,6 +272,8 @@ class _Speaker:
         self._turn = sorted(self._weights).index(group._own)
         self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
+        self._late: list[int] = []  # those of this host when they were last looked at
+        self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
         self._ready_at = 0.0
         self._round = 0
 
@@ -326,19 +328,24 @@ class _Speaker:
         self._read(statuses)
         if self._is_decided():
             return None
+        group, now = self._group, time.monotonic()
+        if now < self._look_at and not any(group._has_arrived(rank, self._number) for rank in self._late):
+            return None
         contributions: dict[int, Contribution] = {}
-        waits = time.monotonic() < self._until
+        waits = now < self._until
         for host in [*self._others, self._group._own]:
             status = None
             if host == self._group._own:
                 status = self._group.status(self._number, self._electors)
             elif statuses.is_current(host):
                 status = statuses.found[host]
-            elif waits and not statuses.is_silent(host) and host not in self._ended:
+            elif host not in self._ended and (statuses.is_due(host) or (waits and not statuses.is_silent(host))):
                 return None
             if status is None:
                 continue
             if status["late"] and waits:
+                if host == self._group._own:
+                    self._late, self._look_at = status["late"], time.monotonic() + _LOOK_S
                 return None
             for rank, (kind, flag, progress) in status["arrived"].items():
                 contributions[int(rank)] = Contribution(self._number, kind, flag, progress)

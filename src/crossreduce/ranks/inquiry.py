@@ -90,6 +90,11 @@ class Inquiry:
         asked = self._hosts[host]
         return asked.is_open and time.monotonic() >= asked.began + SILENT_S
 
+    def is_due(self, host: int) -> bool:
+        """Return whether the answer of a host to the latest question may still come in the time that one may take."""
+        asked = self._hosts[host]
+        return asked.is_open and time.monotonic() < asked.began + contact.ANSWER_S
+
     def is_current(self, host: int) -> bool:
         """Return whether a host has answered within the time that an answer may take."""
         return host in self.found and time.monotonic() < self.answered_at[host] + contact.ANSWER_S

@@ -129,7 +129,7 @@ class MultiHostEngine:
         most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
         # A stage of an exact reduction takes longer. Two hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at 1 Gbit/s: exact
         # all-reduces take 1.8 to 2.2 times as long as others with the same smallest piece, 1.6 to 2.0 with twice it.
-        smallest = SMALLEST_PIECE * (2 if numbers.exact else 1)
+        smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
         sizes = piece_sizes(size, crossing, smallest, most, delay(between, 2))
         exchanges = {}  # by the numbers of the parts
         if self.leader is not None:

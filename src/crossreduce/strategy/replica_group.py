@@ -234,7 +234,14 @@ class ReplicaGroup:
                     self._wake_at = min(deadlines, default=now + self._timeout_s)
             del calls  # so that the replicas can free their arrays while this thread waits
             if merging:
-                self._merge(0, _call)
+                try:
+                    self._merge(0, _call)
+                except BaseException:  # Ctrl-C: perhaps the replies are there, but no replica was woken
+                    with self._lock:
+                        self._release()
+                        if self._gates[0].locked():
+                            self._gates[0].release()
+                    raise
 
     def _merge(self, root: int, run: Callable[..., Any]) -> None:
         """Execute the call that all replicas wait in, store the replies and wake a first replica, ``root``."""
@@ -253,9 +260,9 @@ class ReplicaGroup:
             if self._stopping:  # all replicas have been woken
                 return
             self._replies = [(result, None) for result in results]
+            self._root = root
             self._calls = [None] * len(self._calls)
             self._waiting, self._first = 0, None
-            self._root = root
             self._merging = False
             if any(self._ended):  # the calls were made by other threads of the replicas; the caller may not know yet
                 self._wake()
