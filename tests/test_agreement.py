@@ -142,7 +142,7 @@ def test_a_speaker_that_begins_after_the_timeout_asks_first(monkeypatch):
 
 
 def test_hosts_that_answer_again_after_the_timeout_are_members(monkeypatch):
-    """All links fail before a vote, and work again after the timeout: the earlier answers of other hosts are too old."""
+    """All links fail before a vote, and work again after the timeout: earlier answers of other hosts are too old."""
     arrives_s, fails_s, works_s = 8.2, 8.23, 10.4
 
     def behaviour(host, request, now):

@@ -188,9 +188,9 @@ def fastest_of(
 ) -> Pieces:
     """Return the fastest of some schedules, and of ``known``, each in the number of pieces that suits it.
 
-    The lock-step clock ranks them. A schedule whose busiest device or resource, or whose longest chain of latencies,
-    takes as long as the best time so far is not run. Of equally fast ones, ``known`` is returned, or else the one that
-    ranks first.
+    The lock-step clock ranks them. A schedule is not run if its busiest device or resource, or its longest chain of
+    latencies, shows that it is no faster than the best one so far. Of equally fast ones, ``known`` is returned, or else
+    the one that ranks first.
 
     Raises:
       PlanError: the topology lacks a route for a transfer of each schedule.

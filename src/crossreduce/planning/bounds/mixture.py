@@ -32,8 +32,9 @@ from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
-# Cheap trees of many members take much less time than a program, so a round adds many. After each tree, the prices of
-# the links that it uses are raised, that of the most loaded one by ``_RAISE``, so that the next tree is another one.
+# Cheap trees of many members take much less time than a program, so a round adds many, of all demands together. After
+# each tree, the prices of the links that it uses are raised, that of the most loaded one by ``_RAISE``, so that the
+# next tree of the demand is another one.
 # (Measured on a torus of 8 x 8 devices: 8 trees of a round do not reach the bound in 400 rounds, 64 do in 60.)
 _TREES_OF_ROUND: Final = 64
 _RAISE: Final = 0.1
@@ -81,8 +82,8 @@ def best_mixture(
       n: the number of nodes; each is a number from 0 to n - 1.
       links: the bandwidth of each, in GB/s.
       joints: the nodes at which trees may branch; all sources, destinations and roots among them.
-      exact_up_to: for how many members the cheapest trees are searched (0: for none): see ``few_enough``. Other demands
-        are met by trees that are cheap, but perhaps not the cheapest.
+      exact_up_to: up to which number of values, ``3**members * joints``, the cheapest trees are searched; see
+        ``few_enough``. Other demands are met by trees that are cheap, but perhaps not the cheapest.
 
     Both receivers are behind a hub, node 3. A narrow link is a second way to one of them.
 
@@ -283,11 +284,12 @@ class TreeProgram:
         if k not in self.roots:
             self.roots[k] = deque(root for root in self.demands[k].roots if isfinite(self._cost(k, root)))
         roots = self.roots[k]
-        roots.rotate(-_TREES_OF_ROUND)
-        chosen: Iterable[int] = list(roots)[:_TREES_OF_ROUND]
+        count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // sum(map(self._near, range(len(self.demands)))))
+        roots.rotate(-count)
+        chosen: Iterable[int] = list(roots)[:count]
         if not self.paired:  # else a tree can have any of its nodes as its root
             chosen = sorted(chosen, key=lambda root: self._cost(k, root))[:_MOST_ROOTS]
-        return islice(cycle(chosen), _TREES_OF_ROUND)
+        return islice(cycle(chosen), count)
 
     def _cost(self, k: int, root: int) -> float:
         """Return the price of the cheapest tree of a demand out of a root; infinite: it has none."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 # The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds. One
-# collective needs no more than ``FEW``: beyond, cheap trees reach its bound, too, and where prices do not prove that,
-# cuts do. Nothing else proves the rates of several groups, so their trees are the cheapest ones up to ``MANY``. A check
-# computes exact prices up to the same limit as the search.
+# collective needs no more than ``FEW``: beyond, cheap trees mostly reach its bound, too, and where prices do not prove
+# that, cuts do. Nothing else proves the rates of several groups, so their trees are the cheapest ones up to ``MANY``. A
+# check computes exact prices up to the same limit as the search.
 FEW: Final = 1 << 19
 MANY: Final = 1 << 24
 
