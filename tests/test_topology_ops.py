@@ -1,6 +1,7 @@
 """Ops with a topology: results equal the oracle's for all topologies, and the planned schedule is the one that runs."""
 
 import itertools
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -265,6 +266,26 @@ def test_a_forest_without_a_topology():
     value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
     AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
     assert null.counts.bytes == dict.fromkeys(itertools.permutations(names(5), 2), 2 * 840 * 4 // 5)
+
+
+def test_threads_find_all_routes_of_one_topology():
+    """Threads that search routes from one device at the same time, and take turns often, find all of them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            topology, start = Topology.torus(4, 8), threading.Barrier(8)
+            devices = topology.devices
+
+            def work(number, topology=topology, start=start, devices=devices):
+                start.wait()
+                ends = [devices[(7 * k + 5 * number) % len(devices)] for k in range(len(devices))]
+                return [end for end in ends if topology.route(devices[0], end) is None]
+
+            with ThreadPoolExecutor(8) as pool:
+                assert [*pool.map(work, range(8))] == [[]] * 8
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_threads_reduce_over_one_topology():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ class RoutesFrom:
         self.src, self.nodes, self.devices = src, nodes, devices
         self.neighbours, self.order, self.speeds = neighbours, order, speeds
         self.found: dict[str, tuple[str, ...]] = {}
+        self.lock = threading.Lock()  # threads that plan on one topology search the same routes
         # Entries: the number of devices that the route passes, the number of its links, its least bandwidth with the
         # sign reversed, and the positions of its nodes. The least entry is the best route.
         start = (0, 0, -max(speeds.values(), default=0), (order[src],))
@@ -34,6 +36,13 @@ class RoutesFrom:
 
     def to(self, dst: str) -> tuple[str, ...] | None:
         """Return the nodes of the route to a node; ``None``: there is none."""
+        if dst not in self.found:
+            with self.lock:
+                self._search(dst)
+        return self.found.get(dst)
+
+    def _search(self, dst: str) -> None:
+        """Find routes until there is one to a node, or none is left; the lock is held."""
         found, nodes, order, speeds, queue = self.found, self.nodes, self.order, self.speeds, self.queue
         while queue and dst not in found:
             passed, hops, narrow, numbers = heapq.heappop(queue)
@@ -47,7 +56,6 @@ class RoutesFrom:
                 if node not in found:
                     entry = (passed, hops + 1, max(narrow, -speeds[here, node]), (*numbers, order[node]))
                     heapq.heappush(queue, entry)
-        return found.get(dst)
 
 
 def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
