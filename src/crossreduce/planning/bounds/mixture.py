@@ -105,7 +105,7 @@ def best_mixture(
         if part == 1:
             rate, trees = proved.most, exact
     found_weights = [tree.weight for of_demand in trees for tree in of_demand]
-    if program.is_near and sum(found_weights) > _MOST_PARTS * common_unit(found_weights):
+    if program.near and sum(found_weights) > _MOST_PARTS * common_unit(found_weights):
         rate, trees = program.even_mixture(weights)
     return Mixture(rate, trees, proved.most, proved.prices)
 
@@ -146,15 +146,17 @@ class TreeProgram:
         self.paired = symmetric and all(set(one.sources) == set(one.destinations) for one in demands)
         self.rows = [k for k, (src, dst) in enumerate(self.links) if src < dst or not self.paired]
         self.trees: dict[tuple[bool, tuple[int, ...]], CheapestTrees | NearTrees] = {}
-        self.is_near = False  # whether some trees are perhaps not the cheapest
         self.roots: dict[int, deque[int]] = {}  # of demands with such trees, in the order in which rounds take them
         back = [(dst, src) for src, dst in self.links]
         for k in range(len(demands)):
             for outward, ends in self._keys(k):
                 if (outward, ends) not in self.trees:
                     kind = CheapestTrees if few_enough(len(ends), len(joints), exact_up_to) else NearTrees
-                    self.is_near |= kind is NearTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, joints)
+        # The numbers of the demands whose trees are perhaps not the cheapest.
+        self.near = {
+            k for k in range(len(demands)) if any(isinstance(self.trees[key], NearTrees) for key in self._keys(k))
+        }
 
     def solve(self, fixed: Mapping[int, Fraction]) -> float | None:
         """Add all trees that are worth their price, and return the greatest rate; ``None``: a demand cannot be met.
@@ -165,7 +167,7 @@ class TreeProgram:
         self.fixed, rate, self.weights = fixed, 0.0, []
         best, tried, part = 0.0, self._scaled(self.prices), _PART_OF_BEST
         center = tried  # the prices that give the least limit so far; of trees that are not the cheapest, no proof
-        for _ in range(_MOST_NEAR_ROUNDS if self.is_near else _MOST_ROUNDS):
+        for _ in range(_MOST_NEAR_ROUNDS if self.near else _MOST_ROUNDS):
             found = self.cheapest(tried)
             if found is None:
                 return None
@@ -185,7 +187,7 @@ class TreeProgram:
                     break
                 part = 0.0
             rate, self.weights, self.prices = self.mixed(list(self.columns))
-            if self.is_near:
+            if self.near:
                 self._prune()
             last = self._scaled(self.prices)
             tried = [part * a + (1 - part) * b for a, b in zip(center, last, strict=True)] if part else self.prices
@@ -248,7 +250,7 @@ class TreeProgram:
         floored = [max(0.0, price) + floor for price in prices]
         found = []
         for k, costs in enumerate(self._costs(floored)):
-            if self._near(k):
+            if k in self.near:
                 columns = self._different(k, floored)
             else:
                 columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
@@ -256,10 +258,6 @@ class TreeProgram:
                 return None
             found.append((min(sum(prices[link] * n for link, n in one.uses) for one in columns), columns))
         return found
-
-    def _near(self, k: int) -> bool:
-        """Return whether a demand's trees are perhaps not the cheapest."""
-        return any(isinstance(self.trees[key], NearTrees) for key in self._keys(k))
 
     def _different(self, k: int, prices: Sequence[float]) -> list[_Column]:
         """Return many cheap trees of a demand, of which no two use the same links."""
@@ -284,7 +282,7 @@ class TreeProgram:
         if k not in self.roots:
             self.roots[k] = deque(root for root in self.demands[k].roots if isfinite(self._cost(k, root)))
         roots = self.roots[k]
-        count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // sum(map(self._near, range(len(self.demands)))))
+        count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // len(self.near))
         roots.rotate(-count)
         chosen: Iterable[int] = list(roots)[:count]
         if not self.paired:  # else a tree can have any of its nodes as its root
@@ -301,7 +299,7 @@ class TreeProgram:
         kept = {c for c, weight in enumerate(self.weights) if weight > 0}
         for k in range(len(self.demands)):
             own = [c for c, column in enumerate(listed) if column.demand == k]
-            if 2 * len(own) > 3 * _KEPT * len(self.rows) and self._near(k):
+            if 2 * len(own) > 3 * _KEPT * len(self.rows) and k in self.near:
                 price = {c: sum(self.prices[link] * times for link, times in listed[c].uses) for c in own}
                 own = sorted(own, key=lambda c: price[c])[: _KEPT * len(self.rows)]
             kept.update(own)
@@ -317,7 +315,7 @@ class TreeProgram:
             trees.price(prices)
         found = []
         for k, demand in enumerate(self.demands):
-            costs = {root: self._cost(k, root) for root in demand.roots if not self._near(k)}
+            costs = {root: self._cost(k, root) for root in demand.roots if k not in self.near}
             found.append({root: cost for root, cost in costs.items() if isfinite(cost)})
         return found
 
@@ -424,7 +422,7 @@ class TreeProgram:
         exact = [int(min(costs.values(), default=0)) for costs in self._costs([float(price) for price in prices])]
         priced = [(*link, price) for link, price in zip(self.links, prices, strict=True)]
         for k, demand in enumerate(self.demands):
-            if self._near(k):
+            if k in self.near:
                 ends = demand.sources, demand.destinations
                 exact[k] = least_price(priced, self.joints, *ends, demand.roots, exact=False) or 0
         return exact
