@@ -259,6 +259,7 @@ NEEDED = {
     "planning.shallow.hops": {"numpy"},  # lists hops as arrays
     "planning.shallow.program": {"numpy", "scipy"},  # solves linear programs
     "topology.automorphisms": {"numpy"},  # colours of nodes
+    "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
     "planning.shallow.units": {"numpy"},  # rounds shares to units
     "planning.plans": {"os"},  # the type of a path
     "schedule.usage": {"numpy"},  # adds up the transfers of a link
