@@ -271,6 +271,40 @@ def test_a_check_finds_lost_links(silent, late, lost):
     assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
 
 
+def two_checks(rendezvous, hosts_lost, silent, late):
+    """Check the links of hosts some of which have none; messages of some pairs of ranks do not arrive."""
+    communicator.PATIENCE_S = 1.0
+    comm = without(rendezvous, hosts_lost)
+    real = comm._own_transport.send
+    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
+
+    def send(address, nbytes, dst, tag):
+        return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
+
+    comm._own_transport.send = send
+    if comm.rank == late:
+        time.sleep(2)
+    comm.check_links("a check")
+    lost = comm.lost_links
+    comm.check_links("another one")
+    assert comm.lost_links == lost
+    comm.close()
+    return lost
+
+
+def test_a_check_waits_for_hosts_that_give_up_others():
+    """Where data passes through other hosts, a host that first waits in vain for one link sends its further messages
+    late. Its other links are not given up for that."""
+    silent = [(0, 2), (2, 0), (0, 4), (4, 0)]
+    found = ranks(5, two_checks, [(1, 3)], silent, None, environment=on(*"abcde"))
+    assert found == [((0, 2), (0, 4), (1, 3))] * 5
+
+
+def test_a_check_waits_for_all_ranks_of_a_host():
+    """A rank that waits for another rank of its own host cannot send; its links are not given up meanwhile."""
+    assert ranks(6, two_checks, [], [], 5, environment=on(*"aabbcc")) == [()] * 6
+
+
 def no_route_left(rendezvous):
     communicator.PATIENCE_S = 0.4
     comm = without(rendezvous, [])

@@ -342,6 +342,8 @@ def agreed(
     # it differ. The nearer one detects it in the first messages, and is at most ``diameter - 1`` links away.
     for _ in range(diameter - 1):
         ranks = [rank for rank in ranks if rank not in given_up]
+        if patience is not None:
+            patience.extend()
         verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
         _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
         same = same and all(memory.raw == b"=" for memory in verdicts)
@@ -368,14 +370,20 @@ def _exchange(
 class Patience:
     """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
 
-    A rank is given up if ``is_there`` returns that it has begun the check, and its message has not arrived ``limit_s``
-    seconds later. The transport must then have closed the connection, so that memory is not written any more. A rank
-    that is late, or makes another call, is not given up. If it comes very late, it is given up at the usual timeout.
+    A rank is given up if ``is_there`` returns that its host has begun the check, and its message has not arrived
+    ``limit_s`` seconds later. The transport must then have closed the connection, so that memory is not written any
+    more. A rank that is late, or makes another call, is not given up. If it comes very late, it is given up at the
+    usual timeout.
     """
 
-    def __init__(self, is_there: Callable[[int], bool], limit_s: float) -> None:
+    def __init__(self, is_there: Callable[[int], bool], limit_s: float, hosts: int) -> None:
         self.given_up: set[int] = set()
         self._is_there, self._limit_s, self._began = is_there, limit_s, time.monotonic()
+        self._hosts, self._allowed_s = hosts, limit_s
+
+    def extend(self) -> None:
+        """Give later messages more time: their senders may first have given up their links to all other hosts."""
+        self._allowed_s = self._limit_s * self._hosts
 
     def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
         """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
@@ -385,7 +393,7 @@ class Patience:
         while not (is_there := self._is_there(rank)) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         try:
-            wait_for(pending, rank, min(self._limit_s, timeout_s) if is_there else timeout_s)
+            wait_for(pending, rank, min(self._allowed_s, timeout_s) if is_there else timeout_s)
         except (PeerDisconnected, PeerTimeout) as error:
             # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
             # closed earlier, the other rank has probably died.

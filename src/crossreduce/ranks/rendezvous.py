@@ -180,9 +180,9 @@ class StoreRendezvous:
         """Store that this rank has begun a check of the links."""
         self._query(_CAUSE_S, lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
 
-    def has_announced(self, rank: int, number: int) -> bool:
-        """Return whether a rank has stored that it has begun a check of the links."""
-        return bool(self._query(_CAUSE_S, lambda: self._store.check([f"check/{number}/{rank}"])))
+    def have_announced(self, ranks: Iterable[int], number: int) -> bool:
+        """Return whether these ranks have all stored that they have begun a check of the links."""
+        return bool(self._query(_CAUSE_S, lambda: self._store.check([f"check/{number}/{rank}" for rank in ranks])))
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
