@@ -82,11 +82,11 @@ def one_rank(folder: Path, store: str, part: str) -> None:
         moved: dict[str, int] = {}
         for repeat in range(REPEATS + 1):  # the first is not counted
             for name, group in groups.items():
-                x.copy_(given)
                 dist.barrier()
                 before = sent()
                 began = time.perf_counter()
                 for _ in range(inner):
+                    x.copy_(given)  # sums of sums would soon overflow
                     dist.all_reduce(x, group=group)
                 seconds = torch.tensor((time.perf_counter() - began) / inner)
                 moved[name] = (sent() - before) // inner
