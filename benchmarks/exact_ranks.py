@@ -76,17 +76,18 @@ def one_rank(folder: Path, store: str, part: str) -> None:
     rows = []
     for nbytes, dtype, kind in one_host_cases() if part == "one host" else two_host_cases():
         given = data(torch, nbytes, dtype, kind, rank)
-        x = given.clone()
         inner = max(1, (1 << 16) // nbytes)
+        xs = [given.clone() for _ in range(inner)]  # sums of sums would soon overflow
         times: dict[str, list[float]] = {name: [] for name in groups}
         moved: dict[str, int] = {}
         for repeat in range(REPEATS + 1):  # the first is not counted
             for name, group in groups.items():
+                for x in xs:
+                    x.copy_(given)
                 dist.barrier()
                 before = sent()
                 began = time.perf_counter()
-                for _ in range(inner):
-                    x.copy_(given)  # sums of sums would soon overflow
+                for x in xs:
                     dist.all_reduce(x, group=group)
                 seconds = torch.tensor((time.perf_counter() - began) / inner)
                 moved[name] = (sent() - before) // inner

@@ -154,8 +154,8 @@ class SocketRendezvous:
     def announce(self, number):
         self.query("put", [(self.name, "check", number, self.rank)], True)
 
-    def have_announced(self, ranks, number):
-        return all(self.query("get", [(self.name, "check", number, rank) for rank in ranks]))
+    def have_announced(self, number):
+        return all(self.query("get", [(self.name, "check", number, rank) for rank in range(self.size)]))
 
     def leave(self, reader, readers):
         pass

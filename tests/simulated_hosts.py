@@ -37,17 +37,22 @@ class SimulatedHosts:
         self.now = began
 
     def process(self, name):
-        """Return a process to ask."""
+        """Return a process to ask. Its name is followed by that of the relay, if it is asked through one."""
 
-        def ask(token, request, timeout_s):
-            self.asked.append((round(self.now, 3), name))
-            delay_s, answer = self.behaviour(name, request, self.now)
+        def ask(token, request, timeout_s, relay=None):
+            through = relay or process.relay
+            called = f"{name} through {through.name}" if through else name
+            self.asked.append((round(self.now, 3), called))
+            delay_s, answer = self.behaviour(called, request, self.now)
             self.sleep(min(delay_s, timeout_s))
             if answer is Ended:
                 raise Ended
-            return answer if delay_s <= timeout_s else None
+            answered = answer is not None and delay_s <= timeout_s
+            process.relay = through if answered else None
+            return answer if answered else None
 
-        return SimpleNamespace(ask=ask)
+        process = SimpleNamespace(ask=ask, name=name, known=name, relay=None)
+        return process
 
 
 class Queue:

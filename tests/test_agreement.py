@@ -50,6 +50,7 @@ class Answering:
             _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=self.registers, token="",
             _peers={rank: self.simulated.process(rank) for rank in (1, 2)}, _rank=0, number=0,
             request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
+            relays=lambda *_: [],
         )  # fmt: skip
         self.group.inquiry = partial(Agreements.inquiry, self.group)
         self.speaker = _Speaker(self.group, 1, (0, 1, 2), 10.0)

@@ -14,7 +14,7 @@ from crossreduce.errors import PeerLostError
 from crossreduce.ranks import contact, listener
 from crossreduce.ranks.agreement import read_decided
 from crossreduce.ranks.channel import AuthenticatedChannel
-from crossreduce.ranks.contact import Peer, Successor
+from crossreduce.ranks.contact import Ended, Peer, Successor
 from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.store import StoreClient
@@ -154,6 +154,84 @@ def test_a_proof_belongs_to_one_message():
 
 def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_the_caller_says(place):
     """The timeout of shrink applies to each rank, although that of the group may be much longer."""
-    forming = Forming(SimpleNamespace(token="third", agreements=None), None, Settings(300, "world"), 0.2, grows=False)
+    agreements = SimpleNamespace(relays=lambda *_: [], host_of=lambda rank: 0)
+    old = SimpleNamespace(token="third", agreements=agreements)
+    forming = Forming(old, None, Settings(300, "world"), 0.2, grows=False)
     with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
-        forming._asked(Peer(place, "127.0.0.1"), "store 1", lambda: None)
+        forming._asked(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
+
+
+# Relays
+
+
+@pytest.fixture
+def relay():
+    """Return a process at 127.0.0.2 that passes on connections, and where it connects to."""
+    listening, found = contact.listen("127.0.0.2"), {"addresses": ["127.0.0.1"], "known": True}
+    contact.register("third", lambda _: found, "127.0.0.2")
+    yield Peer(listening, "127.0.0.2", 1), found
+    contact.unregister("third", address="127.0.0.2")
+
+
+def test_a_process_answers_through_a_relay(place, relay):
+    """Later requests take the same way; the direct one is not tried again."""
+    target = Peer(place._replace(addresses=("192.0.2.1",)), rank=2)
+    assert target.ask("third", {"what": "join"}, 5, relay[0]) == {"heard": "join"}
+    assert target.relay is relay[0]
+    assert target.ask("third", {"what": "status"}, 5) == {"heard": "status"}
+    assert target.known == ""
+
+
+def test_a_relay_cannot_answer_for_the_process(place, relay):
+    """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
+    is noticed."""
+    target = Peer(place._replace(key="00" * 16), rank=2)
+    assert target.ask("third", {"what": "join", "place": "a secret"}, 5, relay[0]) is None
+    assert target.relay is None
+
+
+def test_a_process_has_ended_if_the_relay_is_refused(place, relay):
+    """If the relay reaches the host of a process, but nothing listens there, the process has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    target = Peer(place._replace(port=port), rank=2)
+    with pytest.raises(Ended):
+        target.ask("third", {"what": "join"}, 5, relay[0])
+
+
+@pytest.mark.parametrize(("address", "known"), [("no address", True), ("127.0.0.1", False)])
+def test_a_relay_that_reaches_nobody_says_so(place, relay, address, known):
+    """The process has not ended because of that: the relay may have tried addresses of its own host."""
+    passed_on, found = relay
+    found |= {"addresses": [address], "known": known}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert Peer(place._replace(port=port), rank=2).ask("third", {"what": "join"}, 5, passed_on) is None
+
+
+def test_a_relay_that_has_ended_is_forgotten(place, relay):
+    """The process is then asked directly, or through another relay."""
+    target = Peer(place, rank=2)
+    assert target.ask("third", {"what": "join"}, 5, relay[0]) == {"heard": "join"}
+    target.relay = Peer(place._replace(port=1), "127.0.0.2")
+    with suppress(Ended):
+        assert target.ask("third", {"what": "join"}, 5) is None
+    target.relay = None
+    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+
+
+def test_a_store_is_reached_through_a_relay(place, relay):
+    """Values of several messages arrive; when the store ends, so does the connection."""
+    key = bytes(range(16))
+    store = StoreClient(key, serve_at="127.0.0.1")
+    target = Peer(place, rank=2)
+    target.relay = relay[0]
+    client = StoreClient(key, connection=target.connection("third", store.port, 5), port=store.port)
+    value = bytes(range(256)) * 400
+    client.set("large", value)
+    assert client.get("large") == value
+    assert store.get("large") == value
+    store.close()
+    with pytest.raises(RuntimeError, match="Lost"):
+        client.get("large")
+    client.close()

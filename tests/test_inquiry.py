@@ -14,10 +14,11 @@ SOON = 0.01, {"arrived": {}}
 def begun(monkeypatch):
     """Return a function that begins an inquiry of hosts, given by the names of their processes, in simulated time."""
 
-    def begin(behaviour, hosts, again_s=None):
+    def begin(behaviour, hosts, again_s=None, relays=""):
         simulated = SimulatedHosts(monkeypatch, behaviour)
         processes = {host: [simulated.process(name) for name in names] for host, names in hosts.items()}
-        return simulated, Inquiry(processes, "token", {"what": "status"}, again_s)
+        third = [simulated.process(name) for name in relays]
+        return simulated, Inquiry(processes, "token", {"what": "status"}, again_s, dict.fromkeys(hosts, third))
 
     return begin
 
@@ -74,6 +75,33 @@ def test_few_processes_of_a_host_are_asked_at_once(begun):
     read_until(simulated, inquiry, 1)
     named = [(time, name) for time, name in simulated.asked]
     assert named == [(0, each) for each in "abcd"] + [(0.1, each) for each in "ef"] + [(0.6, each) for each in "abcd"]
+
+
+def test_a_host_behind_a_lost_link_is_asked_through_others(begun):
+    """If a host does not answer soon, processes of other hosts pass on the request; later ones take the same way."""
+    simulated, inquiry = begun(lambda name, *_: SOON if name.endswith(" r") else NEVER, {1: "ab"}, 0.5, "qr")
+    assert read_until(simulated, inquiry, 1.2) == [(1, 0.41), (1, 0.92)]
+    through = [(0, "a"), (0, "b"), (0.4, "a through q"), (0.4, "b through r")]
+    assert simulated.asked == [*through, (0.91, "a through r"), (0.91, "b through r")]
+    assert not inquiry.is_silent(1)
+
+
+def test_relays_are_asked_in_turn(begun):
+    """Some at a time, each for another process of the host, until it answers or is silent."""
+    simulated, inquiry = begun(lambda *_: NEVER, {1: "a"}, relays="pqrstu")
+    read_until(simulated, inquiry, 1)
+    asked = [(at, name) for at, name in simulated.asked if "through" in name]
+    assert asked == [(0.4, f"a through {each}") for each in "pqrs"] + [(0.9, f"a through {each}") for each in "tupq"]
+    read_until(simulated, inquiry, SILENT_S)
+    assert inquiry.is_silent(1)
+
+
+@pytest.mark.parametrize("reply", [(0.01, {"otherwise": True}), (0.01, Ended)])
+def test_no_relay_is_needed_if_a_host_replies(begun, reply):
+    """Whatever it replies, it can be reached."""
+    simulated, inquiry = begun(lambda name, *_: reply if name == "a" else NEVER, {1: "ab"}, relays="r")
+    read_until(simulated, inquiry, 1.5)
+    assert not any("through" in name for _, name in simulated.asked)
 
 
 def test_a_host_has_ended_when_all_its_processes_have(begun):

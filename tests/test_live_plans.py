@@ -194,7 +194,7 @@ def test_hosts_without_a_route_are_named():
 
 def stalls(rendezvous, lost, late, patience_s):
     """Connect while some pairs get no answer; return the ranks that were not reached, and the seconds it took."""
-    tcp._PATIENCE_S, tcp._RETRY_S = patience_s, 0.05
+    tcp._RETRY_S = tcp._AGAIN_S = 0.05
     me, payloads, published = rendezvous.rank, [], {}
     tried = tcp._Meeting._try
 
@@ -215,7 +215,8 @@ def stalls(rendezvous, lost, late, patience_s):
 
     tcp._Meeting._try = unanswered
     began = time.monotonic()
-    sockets = tcp.connect(me, range(3), publish, lambda rank: payloads[rank], threading.Event(), ["lo"], stalled)
+    read = payloads.__getitem__
+    sockets = tcp.connect(me, range(3), publish, read, threading.Event(), ["lo"], stalled, patience_s=patience_s)
     took = time.monotonic() - began
     rendezvous.all_gather(b"")
     for each in sockets.values():
@@ -271,10 +272,10 @@ def test_a_check_finds_lost_links(silent, late, lost):
     assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
 
 
-def two_checks(rendezvous, hosts_lost, silent, late):
-    """Check the links of hosts some of which have none; messages of some pairs of ranks do not arrive."""
+def two_checks(rendezvous, apart, silent, late):
+    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
     communicator.PATIENCE_S = 1.0
-    comm = without(rendezvous, hosts_lost)
+    comm = without(rendezvous, apart)
     real = comm._own_transport.send
     done = type("Done", (), {"wait": lambda _, timeout_s: None})()
 
@@ -292,17 +293,20 @@ def two_checks(rendezvous, hosts_lost, silent, late):
     return lost
 
 
-def test_a_check_waits_for_hosts_that_give_up_others():
-    """Where data passes through other hosts, a host that first waits in vain for one link sends its further messages
+@pytest.mark.parametrize("silent", [[(2, 0), (4, 0)], [(0, 2), (2, 0), (0, 4), (4, 0)]])
+def test_a_check_waits_for_hosts_that_give_up_others(silent):
+    """Where data passes through other hosts, a host that first waits in vain for two links sends its further messages
     late. Its other links are not given up for that."""
-    silent = [(0, 2), (2, 0), (0, 4), (4, 0)]
     found = ranks(5, two_checks, [(1, 3)], silent, None, environment=on(*"abcde"))
     assert found == [((0, 2), (0, 4), (1, 3))] * 5
 
 
-def test_a_check_waits_for_all_ranks_of_a_host():
-    """A rank that waits for another rank of its own host cannot send; its links are not given up meanwhile."""
-    assert ranks(6, two_checks, [], [], 5, environment=on(*"aabbcc")) == [()] * 6
+@pytest.mark.parametrize(("hosts", "apart"), [("aabbcc", []), ("abc", [(0, 2)])])
+def test_a_check_waits_for_late_ranks(hosts, apart):
+    """A rank that waits for a late rank, of its own host or of another one, cannot send its next message. Its links are
+    not given up meanwhile, although a host that they join has begun the check."""
+    count = len(hosts)
+    assert ranks(count, two_checks, apart, [], count - 1, environment=on(*hosts)) == [tuple(apart)] * count
 
 
 def no_route_left(rendezvous):

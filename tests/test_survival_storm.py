@@ -285,3 +285,47 @@ def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
         for a, b in pairs:
             bed.mend(a, b)
             bed.change_rate(a, b, "1gbit")
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def mesh(request):
+    """Three or four hosts."""
+    if reason := namespaces.available():
+        pytest.skip(f"network namespaces: {reason}")
+    with namespaces.hosts(request.param) as made:
+        yield made
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CROSSREDUCE_STORM", "2"))))
+def test_nobody_is_excluded_for_a_lost_link(tmp_path, mesh, kind, seed):
+    """If two hosts lose the link between them, all ranks go on, over other hosts, except one that is killed then."""
+    draw = random.Random(seed)
+    count = len(mesh.addresses)
+    hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
+    pair = draw.sample(range(count), 2)
+    several = [rank for rank, host in enumerate(hosts) if hosts.count(host) > 1]
+    failures = []
+    if several and draw.random() < 0.3:
+        failures = [{"who": draw.choice(several), "where": "any", "how": "kill", "skip": 0, "after": 0, "delay_s": 0.1}]
+    case = {
+        "seed": seed,
+        "folder": str(tmp_path),
+        "size": len(hosts),
+        "joiners": 0,
+        "join_after_s": 0,
+        "hosts": hosts,
+        "cut": pair,
+        "slow": False,
+        "failures": failures,
+        "excluded": [],
+        "timeout_s": 2,
+        "wait_s": 3,
+        "address": mesh.addresses[0],
+        "port": 29700 + seed,
+        "namespaces": [mesh.holders[host].pid for host in hosts],
+    }
+    try:
+        run(kind, case, lambda: mesh.lose(*pair))
+    finally:
+        mesh.mend(*pair)

@@ -461,17 +461,18 @@ def _nothing() -> None:
 
 
 def _group_of(
-    store: StoreClient, rank: int, size: int, settings: Settings, watch: Callable[[], None] = _nothing
+    store: StoreClient, rank: int, size: int, settings: Settings, watch: Callable[[], None] | None = None
 ) -> RankGroup:
     """Return a group whose ranks meet at a store, which this closes if they cannot; ``watch`` raises in that case."""
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
         part = StorePart(store, "tcp/")
-        return TcpTransport(*ConnectionStore(part, rank, cancelled, settings.listen_at).connect(hosts))
+        places = ConnectionStore(part, rank, cancelled, settings.listen_at, is_formed=watch is not None)
+        return TcpTransport(*places.connect(hosts))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
-        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch)
+        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch or _nothing)
         communicator = Communicator(
             rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
         )

@@ -15,6 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Final
 
 from ..errors import ExcludedError
@@ -57,7 +58,8 @@ class Agreements:
         self.token = peers[0].token
         self._host_of = {each: k for k, host in enumerate(hosts) for each in host}
         self._own = self._host_of[rank]
-        self._peers = {each: Peer(peers[each].place) for each in self._host_of if self._host_of[each] != self._own}
+        others = [each for each in self._host_of if self._host_of[each] != self._own]
+        self._peers = {each: Peer(peers[each].place, rank=each) for each in others}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
         self.number = 0  # of the latest agreement of this rank
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
@@ -86,6 +88,10 @@ class Agreements:
     def place_of(self, rank: int) -> Place:
         """Return where a rank of the group listens."""
         return self._infos[rank].place
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
+        return self._host_of[rank]
 
     def peer(self, rank: int) -> Peer:
         """Return a rank of the group as a process to ask."""
@@ -148,6 +154,10 @@ class Agreements:
         """Answer a request of another rank; any thread calls this."""
         what, number = request["what"], int(request.get("number", 0))
         try:
+            if what == "connect":  # this process is to be the relay
+                peer = self._peers[int(request["rank"])]
+                addresses = [peer.known] if peer.known else peer.place.addresses
+                return {"addresses": addresses, "known": bool(peer.known)}
             if what == "published":
                 return {"value": self.published.get(str(request["key"]))}
             if what == "join":
@@ -171,7 +181,7 @@ class Agreements:
             self._registers.decide(number, ballot, decision)
         except Overtaken:
             return _MOVED
-        except (OSError, ValueError):  # the memory is closed
+        except (OSError, ValueError):  # the memory is closed, or the request is not valid
             return contact.elsewhere(self.token, request)
         return {}
 
@@ -205,7 +215,14 @@ class Agreements:
     ) -> Inquiry:
         """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
         processes = {host: [self._peers[rank] for rank in self._hosts[host] if rank in electors] for host in hosts}
-        return Inquiry(processes, self.token, request, again_s)
+        relays = {host: self.relays(host, electors) for host in processes}
+        return Inquiry(processes, self.token, request, again_s, relays)
+
+    def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
+        """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
+        others = [ranks for k, ranks in enumerate(self._hosts) if k not in (self._own, host)]
+        in_turn = [rank for several in zip_longest(*others) for rank in several if rank in electors]
+        return [self._peers[rank] for rank in in_turn]
 
     # Errors
 

@@ -37,6 +37,11 @@ class AuthenticatedChannel:
         self._key = blake2b(numbers, key=key).digest()
         self._sent = self._received = 0
 
+    @property
+    def connection(self) -> socket.socket:
+        """The connection, for a process that passes on what follows."""
+        return self._connection
+
     def send(self, content: dict[str, Any]) -> None:
         """Send a message."""
         body = json.dumps(content).encode()

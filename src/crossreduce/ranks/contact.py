@@ -4,12 +4,16 @@ Input: requests of other ranks, as JSON. Output: the answers of the functions th
 process has one listening socket and one thread, from its first group to the end of its last one; and another one at
 the loopback address for groups that meet there. Both ends of a connection prove that they know the key of the socket,
 which is sent to the ranks of its groups only.
+
+A process that another one cannot reach directly, since their hosts have lost their link, is reached through a relay: a
+process of a third host passes on the bytes of the connection, whose ends are the same as without it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -22,6 +26,7 @@ from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
 _DIGEST: Final = 16
+_PART: Final = 1 << 16  # bytes that a relay passes on at a time
 
 Json = Any
 Answer = Callable[[dict[str, Json]], dict[str, Json]]
@@ -80,7 +85,11 @@ class _Contact:
         request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        channel.send(answer(request) if answer else elsewhere(token, request))
+        found = answer(request) if answer else elsewhere(token, request)
+        if "addresses" in found:
+            _pass_on(channel, found["addresses"], int(request["port"]), is_known=found["known"])
+        else:
+            channel.send(found)
 
 
 _lock = threading.Lock()
@@ -143,6 +152,40 @@ def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
     return {"moved": found.token}
 
 
+def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int, *, is_known: bool) -> None:
+    """Connect to another process, and pass on all bytes in both directions until either connection ends.
+
+    ``is_known``: the addresses are those of its host only. Others may be this host's, too.
+    """
+    given, refused = channel.connection, False
+    for address in addresses:
+        try:
+            onward = socket.create_connection((address, port), ANSWER_S / len(addresses))
+        except ConnectionRefusedError:
+            refused = is_known
+        except OSError:
+            continue
+        else:
+            break
+    else:
+        channel.send({"refused": refused})
+        return
+    with onward:
+        channel.send({"connected": True})
+        others, readable = {given.fileno(): (given, onward), onward.fileno(): (onward, given)}, select.poll()
+        for end in others:
+            readable.register(end, select.POLLIN)
+        given.settimeout(None)
+        onward.settimeout(None)
+        while True:
+            for end, _ in readable.poll():
+                source, target = others[end]
+                part = source.recv(_PART)
+                if not part:
+                    return
+                target.sendall(part)
+
+
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
@@ -154,21 +197,32 @@ if hasattr(os, "register_at_fork"):
 
 
 class Peer:
-    """A process that this one asks. ``known``: an address at which its host was reached; others may be other hosts'.
+    """A process that this one asks.
 
+    ``known``: an address at which its host was reached; others may be other hosts'. ``rank``: its number in the group,
+    by which a relay finds it; -1: it has none. ``relay``: a process that has passed on a connection to this one.
     ``refused``: whether nothing listened at any of its addresses when it was last asked.
     """
 
-    def __init__(self, place: Place, known: str = "") -> None:
-        self.place, self.known, self.refused = place, known, False
+    def __init__(self, place: Place, known: str = "", rank: int = -1) -> None:
+        self.place, self.known, self.rank = place, known, rank
+        self.relay: Peer | None = None
+        self.refused = False
 
-    def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
+    def ask(
+        self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S, relay: Peer | None = None
+    ) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
+
+        ``relay``: ask through this process; ``None``: through that of an earlier request, or directly.
 
         Raises:
           Ended: the process has ended.
         """
-        key, deadline = bytes.fromhex(self.place.key), time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
+        through = relay or self.relay
+        if through is not None:
+            return self._ask_through(through, token, request, deadline)
         others = [address for address in self.place.addresses if address != self.known]
         self.refused = True
         for address in [self.known, *others] if self.known else others:
@@ -179,15 +233,64 @@ class Peer:
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
-                    channel = connected(connection, key, deadline)
-                    channel.send({"group": token, **request})
-                    answer = channel.receive(deadline)
+                    answer = self._answer(connection, token, request, deadline)
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
             except (OSError, ValueError, EOFError):
                 self.refused = False
             else:
-                self.known, self.refused = address, False
+                self.known, self.refused, self.relay = address, False, None
                 return answer
         return None
+
+    def _ask_through(
+        self, relay: Peer, token: str, request: dict[str, Json], deadline: float
+    ) -> dict[str, Json] | None:
+        self.refused = False
+        try:
+            with self._passed_on(relay, token, self.place.port, deadline) as connection:
+                answer = self._answer(connection, token, request, deadline)
+        except ConnectionRefusedError:
+            raise Ended from None
+        except (OSError, ValueError, EOFError):
+            if self.relay is relay:  # it may have ended
+                self.relay = None
+            return None
+        self.relay = relay
+        return answer
+
+    def _answer(
+        self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
+    ) -> dict[str, Json]:
+        channel = connected(connection, bytes.fromhex(self.place.key), deadline)
+        channel.send({"group": token, **request})
+        return channel.receive(deadline)
+
+    def connection(self, token: str, port: int, timeout_s: float) -> socket.socket:
+        """Return a connection to another port of the process, through its relay if it has one.
+
+        Raises:
+          OSError: there is none in time.
+        """
+        if self.relay is None:
+            return socket.create_connection((self.known, port), timeout_s)
+        try:
+            return self._passed_on(self.relay, token, port, time.monotonic() + timeout_s)
+        except (ValueError, EOFError) as error:
+            raise ConnectionError(str(error)) from None
+
+    def _passed_on(self, relay: Peer, token: str, port: int, deadline: float) -> socket.socket:
+        """Return a connection to a port of the process that a relay passes on; for errors see ``connected``."""
+        made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
+        try:
+            channel = connected(made, bytes.fromhex(relay.place.key), deadline)
+            channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
+            answer = channel.receive(deadline)
+        except BaseException:
+            made.close()
+            raise
+        if "connected" in answer:
+            return made
+        made.close()
+        raise ConnectionRefusedError if answer.get("refused") else ConnectionError("it was not passed on")

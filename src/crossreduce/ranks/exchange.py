@@ -32,7 +32,7 @@ EAGER_BYTES: Final = 1 << 14
 """If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
 _EARLY: Final = 0.9  # the part of the limit of a check before which no other rank gives up this one; clocks may differ
 _LATE: Final = 3  # a rank that begins a check later than this many limits after this one may make another call
-_PAUSE_S: Final = 0.01  # between two queries whether a rank has begun a check of the links
+_PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
 
@@ -343,7 +343,7 @@ def agreed(
     for _ in range(diameter - 1):
         ranks = [rank for rank in ranks if rank not in given_up]
         if patience is not None:
-            patience.extend()
+            patience.rounds += 1
         verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
         _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
         same = same and all(memory.raw == b"=" for memory in verdicts)
@@ -370,37 +370,44 @@ def _exchange(
 class Patience:
     """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
 
-    A rank is given up if ``is_there`` returns that its host has begun the check, and its message has not arrived
-    ``limit_s`` seconds later. The transport must then have closed the connection, so that memory is not written any
-    more. A rank that is late, or makes another call, is not given up. If it comes very late, it is given up at the
-    usual timeout.
+    Time counts from when all ranks of the group have begun the check, as ``are_there`` returns. A message of the first
+    round may take ``limit_s`` from then on. One of a later round may take that for each round, since its sender may
+    first have waited in vain for others. The transport must close the connection of a message that has not arrived, so
+    that memory is not written any more. No rank is given up while one is late, or makes another call; if one comes very
+    late, messages may take as long as in any other call.
     """
 
-    def __init__(self, is_there: Callable[[int], bool], limit_s: float, hosts: int) -> None:
+    def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
         self.given_up: set[int] = set()
-        self._is_there, self._limit_s, self._began = is_there, limit_s, time.monotonic()
-        self._hosts, self._allowed_s = hosts, limit_s
-
-    def extend(self) -> None:
-        """Give later messages more time: their senders may first have given up their links to all other hosts."""
-        self._allowed_s = self._limit_s * self._hosts
+        self.rounds = 1  # that have begun
+        self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
+        self._complete_at: float | None = None  # when all ranks were there
 
     def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
         """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
         if rank in self.given_up:
             return
-        deadline = time.monotonic() + _LATE * self._limit_s
-        while not (is_there := self._is_there(rank)) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+        late, pause_s = self._began + _LATE * self._limit_s, _PAUSES_S[0]
+        while not self._is_complete() and time.monotonic() < late:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+        if self._complete_at is not None:
+            left_s = self._complete_at + self.rounds * self._limit_s - time.monotonic()
+            timeout_s = min(max(0.0, left_s), timeout_s)
         try:
-            wait_for(pending, rank, min(self._allowed_s, timeout_s) if is_there else timeout_s)
+            wait_for(pending, rank, timeout_s)
         except (PeerDisconnected, PeerTimeout) as error:
             # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
             # closed earlier, the other rank has probably died.
             early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
-            if early or not self._is_there(rank):
+            if early or not self._is_complete():
                 raise
             self.given_up.add(rank)
+
+    def _is_complete(self) -> bool:
+        if self._complete_at is None and self._are_there():
+            self._complete_at = time.monotonic()
+        return self._complete_at is not None
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from ..errors import PeerLostError, message
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
 from .inquiry import Inquiry
-from .store import StoreClient
+from .store import CONNECT_S, StoreClient
 from .survivors import Closable, Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
@@ -95,8 +95,8 @@ class Forming(Generic[Group]):
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
             peer = self._agreements.peer(members[0])
-            size, port = self._asked(peer, key, watch)
-            store = connected(self._kind, peer, port, watch) if port else None
+            size, port = self._asked(peer, members, key, watch)
+            store = connected(self._kind, peer, self._old.token, port, watch) if port else None
         if store is None:
             return None
         return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
@@ -139,9 +139,10 @@ class Forming(Generic[Group]):
             problem = "a process that was to join the group has ended, or does not answer."
             raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
-    def _asked(self, peer: Peer, key: str, watch: Watch) -> tuple[int, int]:
+    def _asked(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
-        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S)
+        relays = {0: self._agreements.relays(self._agreements.host_of(members[0]), members)}
+        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             inquiry.read(PAUSE_S)
@@ -162,14 +163,15 @@ def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
         return False
 
 
-def connected(kind: GroupKind[Group], peer: Peer, port: int, watch: Watch) -> StoreClient:
-    """Return the store that another process serves; ``watch`` is called while it does not answer.
+def connected(kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch) -> StoreClient:
+    """Return the store that a process of the group ``token`` serves; ``watch`` is called while it does not answer.
 
     Raises:
       PeerLostError: it cannot be reached.
     """
     try:
-        return kind.new_store(bytes.fromhex(peer.place.key), peer.known, port, watch)
+        connection = peer.connection(token, port, CONNECT_S)
+        return kind.new_store(bytes.fromhex(peer.place.key), port=port, watch=watch, connection=connection)
     except OSError as error:
         problem = "the store of the new group cannot be reached."
         raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None

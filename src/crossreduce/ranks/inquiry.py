@@ -2,8 +2,9 @@
 
 Input: the processes that may answer for each host, and the request. Output: the latest answer of each host, and which
 hosts are silent. An answer counts whenever it comes, so neither a long round trip nor a lost packet makes a host
-silent, and a silent host delays no answer of others. The caller's thread sends the requests when it calls ``read``;
-each of them waits for its answer in a thread of its own.
+silent, and a silent host delays no answer of others. Nor does a lost link make a host silent: one that does not answer
+soon is also asked through processes of third hosts. The caller's thread sends the requests when it calls ``read``; each
+of them waits for its answer in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _AT_ONCE: Final = 4  # processes of a host that are asked at the same time
 _STAGGER_S: Final = 0.1  # from asking some processes of a host to asking the next ones
 _REPEAT_S: Final = 0.5  # from asking the last ones to asking again; lost packets are sent again after up to 1 s
 _RETRY_S: Final = 0.02  # the same if all of them have replied, but none of them has answered
+_RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked through other hosts, too
 
 
 class _Host:
@@ -33,6 +35,8 @@ class _Host:
         self.living = [*processes]
         self.missing = 0  # requests without a reply
         self.due, self.again = now, False  # when to ask next; whether all processes were asked already
+        # When to ask through relays next, how many were asked, and whether any reply has come, so that none is needed.
+        self.relay_due, self.relayed, self.is_heard = now + _RELAY_S, 0, False
 
 
 class Inquiry:
@@ -44,6 +48,7 @@ class Inquiry:
       processes: those that may answer for each host.
       token: of their group.
       again_s: how long after its answer a host is asked again; ``None``: never.
+      relays: for each host processes of other hosts, through which it may be reached.
     """
 
     def __init__(
@@ -52,7 +57,9 @@ class Inquiry:
         token: str,
         request: dict[str, Json],
         again_s: float | None = None,
+        relays: Mapping[int, Sequence[Peer]] | None = None,
     ) -> None:
+        self._relays = relays or {}
         self._processes, self._token, self._request, self._again_s = processes, token, request, again_s
         # The ``get`` of a SimpleQueue may exceed its timeout without end: CPython 3.11 takes a negative rest for none.
         self._replies = Queue[tuple[int, int, Peer, dict[str, Json] | None, float]]()
@@ -106,6 +113,8 @@ class Inquiry:
                 if self._again_s is None or self.found[host] is None or now < self.answered_at[host] + self._again_s:
                     continue
                 asked = self._hosts[host] = _Host(self._processes[host], asked.number + 1, now)
+            if now >= asked.relay_due:
+                self._ask_through_relays(host, asked, now)
             if now < asked.due:
                 continue
             asked.waiting = asked.waiting or [*asked.living]
@@ -114,12 +123,22 @@ class Inquiry:
             asked.due = now + (_REPEAT_S if asked.again else _STAGGER_S)
             asked.missing += len(some)
             for process in some:
-                start_new_thread(self._reply, (host, asked.number, process))
+                start_new_thread(self._reply, (host, asked.number, process, None))
 
-    def _reply(self, host: int, number: int, process: Peer) -> None:
+    def _ask_through_relays(self, host: int, asked: _Host, now: float) -> None:
+        """Ask processes of a host that does not answer through some relays."""
+        asked.relay_due = now + _REPEAT_S
+        relays = [relay for relay in self._relays.get(host, ()) if relay.known and relay.relay is None]
+        for _ in () if asked.is_heard or not asked.living else relays[:_AT_ONCE]:
+            relay, process = relays[asked.relayed % len(relays)], asked.living[asked.relayed % len(asked.living)]
+            asked.relayed += 1
+            asked.missing += 1
+            start_new_thread(self._reply, (host, asked.number, process, relay))
+
+    def _reply(self, host: int, number: int, process: Peer, relay: Peer | None) -> None:
         """Ask a process, and put its reply, or ``None``, into ``_replies``."""
         try:
-            reply = process.ask(self._token, self._request, SILENT_S)
+            reply = process.ask(self._token, self._request, SILENT_S, relay)
         except Ended:
             reply = {"ended": True}
         self._replies.put((host, number, process, reply, time.monotonic()))
@@ -130,6 +149,7 @@ class Inquiry:
         if number != asked.number or not asked.is_open:
             return False  # another process, or the same one, has answered this question before
         asked.missing -= 1
+        asked.is_heard |= reply is not None
         if reply is not None and reply.keys() & {"ended", "unknown"}:  # it has ended, or has left the group
             asked.living = [each for each in asked.living if each is not process]
             reply = None
@@ -140,4 +160,6 @@ class Inquiry:
                 asked.due = now + _RETRY_S * asked.again
             return False
         asked.is_open, self.answered_at[host], self.found[host] = False, now, reply
+        for each in self._processes[host]:  # all of them are behind the same link
+            each.relay = each.relay or process.relay
         return True

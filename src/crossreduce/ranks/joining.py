@@ -154,7 +154,7 @@ class Joiner(Generic[Group]):
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connected(self._kind, leader, offer["port"], watch)
+        store = connected(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), watch)
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:

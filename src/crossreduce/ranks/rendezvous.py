@@ -24,6 +24,7 @@ from .multi_host import rail_peers
 _CAUSE: Final = "cause"
 MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one
 PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
+_FORMED_S: Final = 1.2  # how long a connection may take if all ranks are there; a lost SYN is sent again after 1 s
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
 _CAUSE_S: Final = 2.0  # the same for a query in an op
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
@@ -180,9 +181,10 @@ class StoreRendezvous:
         """Store that this rank has begun a check of the links."""
         self._query(_CAUSE_S, lambda: self._store.set(f"check/{number}/{self.rank}", b"."))
 
-    def have_announced(self, ranks: Iterable[int], number: int) -> bool:
-        """Return whether these ranks have all stored that they have begun a check of the links."""
-        return bool(self._query(_CAUSE_S, lambda: self._store.check([f"check/{number}/{rank}" for rank in ranks])))
+    def have_announced(self, number: int) -> bool:
+        """Return whether all ranks have stored that they have begun a check of the links."""
+        keys = [f"check/{number}/{rank}" for rank in range(self.size)]
+        return bool(self._query(_CAUSE_S, lambda: self._store.check(keys)))
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
@@ -218,9 +220,21 @@ class StoreRendezvous:
 class ConnectionStore:
     """Where the ranks of a group publish how far they are with their connections to each other."""
 
-    def __init__(self, store: Any, rank: int, cancelled: threading.Event, listen_at: str = "") -> None:
-        """Use keys of ``store``, for ``rank``, until ``cancelled`` is set; for ``listen_at`` see ``Communicator``."""
-        self._store, self._rank, self._cancelled, self._listen_at = store, rank, cancelled, listen_at
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        cancelled: threading.Event,
+        listen_at: str = "",
+        *,
+        is_formed: bool = False,
+    ) -> None:
+        """Use keys of ``store``, for ``rank``, until ``cancelled`` is set.
+
+        ``listen_at``: see ``Communicator``. ``is_formed``: the group is formed of another one, so all ranks are there.
+        """
+        self._store, self._rank, self._cancelled = store, rank, cancelled
+        self._listen_at, self._patience_s = listen_at, _FORMED_S if is_formed else tcp.PATIENCE_S
 
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
         """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
@@ -229,7 +243,15 @@ class ConnectionStore:
         """
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
         sockets = tcp.connect(
-            self._rank, peers, self.publish, self.read, self._cancelled, interfaces(), self.stalled, self._listen_at
+            self._rank,
+            peers,
+            self.publish,
+            self.read,
+            self._cancelled,
+            interfaces(),
+            self.stalled,
+            self._listen_at,
+            self._patience_s,
         )
         return sockets, [peer for peer in peers if peer not in sockets and peer != self._rank]
 

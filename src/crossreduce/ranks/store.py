@@ -153,11 +153,13 @@ class StoreClient(_Store):
         *,
         serve_at: str = "",
         ranks: int = 0,
+        connection: socket.socket | None = None,
     ) -> None:
         """Serve a store at a port (0: a free one) of ``serve_at``, empty: of all addresses of this host.
 
-        With an address, connect to a store there. For ``watch`` see ``_Store``. ``ranks``: how many processes may
-        connect at once, besides ``MOST_UNKNOWN`` unknown programs.
+        With an address, connect to a store there; with a connection to a store, use it, and close it in the end. For
+        ``watch`` see ``_Store``. ``ranks``: how many processes may connect at once, besides ``MOST_UNKNOWN`` unknown
+        programs.
 
         Raises:
           OSError: it cannot be reached, or this process cannot listen there.
@@ -168,8 +170,8 @@ class StoreClient(_Store):
         self._connection: socket.socket | None = None
         self._channel: AuthenticatedChannel | None = None  # from the first request on
         self._listener: Listener | None = None
-        if address:
-            self._connection = socket.create_connection((address, port), CONNECT_S)
+        if address or connection:
+            self._connection = connection or socket.create_connection((address, port), CONNECT_S)
             self.port = port
             self._end = weakref.finalize(self, self._connection.close)
         else:

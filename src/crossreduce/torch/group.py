@@ -76,12 +76,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name: str,
         global_ranks: Sequence[int] = (),
         options: Any = None,
-        watch: Callable[[], None] = lambda: None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
-        ``options``: the group's ``pg_options``; see ``Options``. ``watch`` is called while this waits for other ranks,
-        and raises a ``ReductionError`` to end that.
+        ``options``: the group's ``pg_options``; see ``Options``. ``watch``: of a group that is formed of another one;
+        called while this waits for other ranks, and raises a ``ReductionError`` to end that.
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
@@ -440,7 +440,7 @@ def connect(
     name: str,
     global_ranks: Sequence[int],
     options: Any,
-    watch: Callable[[], None] = lambda: None,
+    watch: Callable[[], None] | None = None,
 ) -> tuple[Any, Communicator, bool]:
     """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
 
@@ -453,7 +453,7 @@ def connect(
     seconds, made = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled)
+        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_formed=watch is not None)
         sockets, unreached = places.connect(hosts)
         lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
@@ -463,7 +463,8 @@ def connect(
             made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
-    rendezvous = TorchRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks, watch)
+    own = dist.PrefixStore("crossreduce/", store)
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, watch or (lambda: None))
     try:
         exact = is_exact(options)
     except ArgumentError as error:

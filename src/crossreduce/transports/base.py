@@ -54,8 +54,8 @@ class Rendezvous(Protocol):
     def announce(self, number: int) -> None:
         """Publish that this rank has begun its check number ``number`` of the links, if it can. This is quick."""
 
-    def have_announced(self, ranks: Iterable[int], number: int) -> bool:
-        """Return whether these ranks have all published that they have begun this check. Quick; never raises."""
+    def have_announced(self, number: int) -> bool:
+        """Return whether all ranks have published that they have begun this check. This is quick and never raises."""
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that the host of rank ``reader`` has the reason of the abort.

@@ -102,7 +102,7 @@ class MpiRendezvous:
     def announce(self, number: int) -> None:
         """Do nothing: MPI's own connections are not checked."""
 
-    def have_announced(self, ranks: Iterable[int], number: int) -> bool:  # noqa: ARG002
+    def have_announced(self, number: int) -> bool:  # noqa: ARG002
         """Return that it is not known here."""
         return False
 

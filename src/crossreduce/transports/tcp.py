@@ -32,7 +32,8 @@ with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks rai
 
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
-_PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
+PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
+_AGAIN_S: Final = 0.1  # between two questions which ranks to give up
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
@@ -106,6 +107,7 @@ def connect(
     interfaces: Sequence[str] = (),
     stalled: Callable[[Sequence[int]], Collection[int]] | None = None,
     listen_at: str = "",
+    patience_s: float = PATIENCE_S,
 ) -> dict[int, socket.socket]:
     """Return a connected socket for each other rank; each of them calls this with a list that has ``rank``.
 
@@ -116,9 +118,10 @@ def connect(
       read: waits for what a rank has published.
       cancelled: when it is set, this gives up.
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
-      stalled: called each second when this has taken 10 s, with the ranks that have no connection. It returns those of
-        them to give up, which are then missing in the result. ``None``: no rank is given up.
+      stalled: called again and again when this has taken ``patience_s``, with the ranks that have no connection. It
+        returns those of them to give up, which are then missing in the result. ``None``: no rank is given up.
       listen_at: the only address of this host at which it listens; empty: all those of ``interfaces``.
+      patience_s: a connection that takes longer may be impossible.
     Raises:
       ConnectionError: it was cancelled before all connections were made; or an interface has no address.
     """
@@ -139,13 +142,13 @@ def connect(
                 given, of_peer, of_key = json.loads(read(peer))
                 meeting.reach(peer, [(address, of_peer) for address in given], bytes.fromhex(of_key))
         given_up: set[int] = set()
-        check_at = time.monotonic() + _PATIENCE_S
+        check_at = time.monotonic() + patience_s
         while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
             if cancelled.is_set():
                 tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
                 raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {tried or 'theirs to this'}")
             if stalled is not None and time.monotonic() > check_at:
-                check_at = time.monotonic() + _RETRY_S
+                check_at = time.monotonic() + _AGAIN_S
                 given_up.update(stalled(missing))
             meeting.step()
         return meeting.take()
