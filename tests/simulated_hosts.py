@@ -39,19 +39,20 @@ class SimulatedHosts:
     def process(self, name):
         """Return a process to ask. Its name is followed by that of the relay, if it is asked through one."""
 
-        def ask(token, request, timeout_s, relay=None):
-            through = relay or process.relay
-            called = f"{name} through {through.name}" if through else name
+        def ask(token, request, timeout_s, called=name):
             self.asked.append((round(self.now, 3), called))
             delay_s, answer = self.behaviour(called, request, self.now)
             self.sleep(min(delay_s, timeout_s))
             if answer is Ended:
                 raise Ended
-            answered = answer is not None and delay_s <= timeout_s
-            process.relay = through if answered else None
-            return answer if answered else None
+            return answer if delay_s <= timeout_s else None
 
-        process = SimpleNamespace(ask=ask, name=name, known=name, relay=None)
+        def ask_through(relay, token, request, timeout_s):
+            answer = ask(token, request, timeout_s, f"{name} through {relay.name}")
+            process.relay = relay if answer is not None else None if process.relay is relay else process.relay
+            return answer
+
+        process = SimpleNamespace(ask=ask, ask_through=ask_through, name=name, known=name, relay=None, trying=0)
         return process
 
 

@@ -9,9 +9,11 @@ from simulated_hosts import SimulatedHosts
 from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.ranks import forming
 from crossreduce.ranks.agreement import Agreements, Watch, _Speaker
+from crossreduce.ranks.contact import Place
 from crossreduce.ranks.forming import Forming, Settings
-from crossreduce.ranks.inquiry import SILENT_S
+from crossreduce.ranks.inquiry import SILENT_S, Inquiry
 from crossreduce.ranks.membership import Member
+from crossreduce.ranks.peers import PeerInfo
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.rendezvous import StoreRendezvous
 
@@ -274,3 +276,65 @@ def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """An error with the global number of the rank that serves the store says that the store is lost, too."""
     member = SimpleNamespace(rendezvous=SimpleNamespace(owner=owner), global_ranks=(4, 5))
     assert Member._has_lost_store(member, error) is lost
+
+
+class Relaying:
+    """A rank of host 1 of three hosts with two ranks each, in simulated time; all processes answer."""
+
+    def __init__(self, monkeypatch, addresses=("10.0.0.9", "127.0.0.1")):
+        self.simulated = SimulatedHosts(monkeypatch, lambda *_: (0.001, {}))
+        hosts = ((0, 1), (2, 3), (4, 5))
+        place = Place(addresses, 1, "")
+        peers = [PeerInfo(0, "", "token", place) for _ in range(6)]
+        self.decided = 7, Decision((0, 1, 2, 4, 5), 1, True, 3)
+        registers = SimpleNamespace(
+            arrive=lambda _: None, decision=lambda number: self.decided if number else None, follows=lambda *_: True
+        )
+        memory = SimpleNamespace(host=(2, 3), registers=registers)
+        self.group = Agreements(2, hosts, memory, peers, range(6), "world")
+
+    def connect(self, rank):
+        return self.group.answer({"what": "connect", "rank": rank, "port": 1})
+
+
+def test_relays_are_members_of_third_hosts(monkeypatch):
+    """One of each host comes first. Hosts of ranks that are no members, and the two hosts themselves, have none."""
+    group = Relaying(monkeypatch).group
+    assert [peer.rank for peer in group.relays(0, range(6))] == [4, 5]
+    assert [peer.rank for peer in group.relays(2, (1, 2, 4))] == [1]
+    assert group.relays(1, range(6)) == []
+    peer = group.peer(0)
+    peer.relay = group.peer(5)
+    group.forget_relays((0, 2, 5))
+    assert peer.relay is group.peer(5)
+    group.forget_relays((0, 2, 4))
+    assert peer.relay is None
+
+
+def test_a_relay_connects_to_members_of_other_hosts_only(monkeypatch):
+    """It uses the address at which it has reached the host; before that, none that is an address of its own host."""
+    relaying = Relaying(monkeypatch)
+    assert relaying.connect(4) == {"addresses": ["10.0.0.9"], "known": False}
+    relaying.group.peer(4).known = "10.0.0.4"
+    assert relaying.connect(4) == {"addresses": ["10.0.0.4"], "known": True}
+    for rank in (2, 3, 6, -1):
+        assert relaying.connect(rank) == {"unknown": True}
+    relaying.group.electors = (0, 1, 3, 4)
+    assert relaying.connect(4) == {"unknown": True}
+
+
+def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
+    """Another rank may reach them only through this process, which may end as soon as it knows the decision."""
+    relaying, told = Relaying(monkeypatch), []
+
+    def recorded(hosts, electors, request, again_s=None):
+        told.append((set(hosts), request["what"], request.get("ballot")))
+        simulated = {host: [relaying.simulated.process(host)] for host in hosts}
+        return Inquiry(simulated, "token", request, again_s)
+
+    monkeypatch.setattr(relaying.group, "inquiry", recorded)
+    relaying.group.decide(1, True, 3, 10.0)
+    assert told == []
+    relaying.connect(4)
+    relaying.group.decide(1, True, 3, 10.0)
+    assert told == [({2}, "decided", 7)]

@@ -174,29 +174,51 @@ def relay():
 
 
 def test_a_process_answers_through_a_relay(place, relay):
-    """Later requests take the same way; the direct one is not tried again."""
-    target = Peer(place._replace(addresses=("192.0.2.1",)), rank=2)
-    assert target.ask("third", {"what": "join"}, 5, relay[0]) == {"heard": "join"}
-    assert target.relay is relay[0]
-    assert target.ask("third", {"what": "status"}, 5) == {"heard": "status"}
+    """The relay is noted, until the process answers directly again. Requests name the way that they take."""
+    passed_on, _ = relay
+    target = Peer(place, rank=2)
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.relay is passed_on
     assert target.known == ""
+    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.relay is None
+
+
+def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(place, relay, monkeypatch):
+    """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
+    passed_on, _ = relay
+    target = Peer(place, rank=2)
+    answer = Peer._answer
+
+    def late(peer, *arguments):
+        if peer.trying == 0:  # the relayed request
+            assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+        return answer(peer, *arguments)
+
+    monkeypatch.setattr(Peer, "_answer", late)
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.relay is None
 
 
 def test_a_relay_cannot_answer_for_the_process(place, relay):
     """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
     is noticed."""
     target = Peer(place._replace(key="00" * 16), rank=2)
-    assert target.ask("third", {"what": "join", "place": "a secret"}, 5, relay[0]) is None
+    assert target.ask_through(relay[0], "third", {"what": "join", "place": "a secret"}, 5) is None
     assert target.relay is None
+
+
+def closed_port():
+    """Return a port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def test_a_process_has_ended_if_the_relay_is_refused(place, relay):
     """If the relay reaches the host of a process, but nothing listens there, the process has ended."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    target = Peer(place._replace(port=port), rank=2)
+    target = Peer(place._replace(port=closed_port()), rank=2)
     with pytest.raises(Ended):
-        target.ask("third", {"what": "join"}, 5, relay[0])
+        target.ask_through(relay[0], "third", {"what": "join"}, 5)
 
 
 @pytest.mark.parametrize(("address", "known"), [("no address", True), ("127.0.0.1", False)])
@@ -204,20 +226,18 @@ def test_a_relay_that_reaches_nobody_says_so(place, relay, address, known):
     """The process has not ended because of that: the relay may have tried addresses of its own host."""
     passed_on, found = relay
     found |= {"addresses": [address], "known": known}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert Peer(place._replace(port=port), rank=2).ask("third", {"what": "join"}, 5, passed_on) is None
+    target = Peer(place._replace(port=closed_port()), rank=2)
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) is None
 
 
-def test_a_relay_that_has_ended_is_forgotten(place, relay):
-    """The process is then asked directly, or through another relay."""
-    target = Peer(place, rank=2)
-    assert target.ask("third", {"what": "join"}, 5, relay[0]) == {"heard": "join"}
-    target.relay = Peer(place._replace(port=1), "127.0.0.2")
-    with suppress(Ended):
-        assert target.ask("third", {"what": "join"}, 5) is None
-    target.relay = None
-    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
+    """The process may be alive: if it were taken for ended, two groups could go on. The relay is not used any more."""
+    target, passed_on = Peer(place, rank=2), relay[0]
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    passed_on.place = passed_on.place._replace(port=closed_port())
+    passed_on.known = "127.0.0.1"
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) is None
+    assert target.relay is None
 
 
 def test_a_store_is_reached_through_a_relay(place, relay):

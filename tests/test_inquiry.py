@@ -78,11 +78,11 @@ def test_few_processes_of_a_host_are_asked_at_once(begun):
 
 
 def test_a_host_behind_a_lost_link_is_asked_through_others(begun):
-    """If a host does not answer soon, processes of other hosts pass on the request; later ones take the same way."""
+    """If a host does not answer soon, processes of other hosts pass on the request; later ones are asked both ways."""
     simulated, inquiry = begun(lambda name, *_: SOON if name.endswith(" r") else NEVER, {1: "ab"}, 0.5, "qr")
     assert read_until(simulated, inquiry, 1.2) == [(1, 0.41), (1, 0.92)]
-    through = [(0, "a"), (0, "b"), (0.4, "a through q"), (0.4, "b through r")]
-    assert simulated.asked == [*through, (0.91, "a through r"), (0.91, "b through r")]
+    first = [(0, "a"), (0, "b"), (0.4, "a through q"), (0.4, "b through r")]
+    assert simulated.asked == [*first, (0.91, "a through r"), (0.91, "a"), (0.91, "b through r"), (0.91, "b")]
     assert not inquiry.is_silent(1)
 
 
@@ -96,9 +96,17 @@ def test_relays_are_asked_in_turn(begun):
     assert inquiry.is_silent(1)
 
 
+def test_a_relay_that_reports_the_end_of_a_process_is_asked_for_the_others(begun):
+    """A process of the host that has ended says nothing about the link to it."""
+    behaviour = {"a through r": (0.01, Ended), "b through r": (0.01, Ended), "f through r": SOON}
+    simulated, inquiry = begun(lambda name, *_: behaviour.get(name, NEVER), {1: "abcdef"}, relays="r")
+    assert read_until(simulated, inquiry, 1) == [(1, 0.44)]
+    assert inquiry.found == {1: {"arrived": {}}}
+
+
 @pytest.mark.parametrize("reply", [(0.01, {"otherwise": True}), (0.01, Ended)])
 def test_no_relay_is_needed_if_a_host_replies(begun, reply):
-    """Whatever it replies, it can be reached."""
+    """Whatever it replies directly, it can be reached."""
     simulated, inquiry = begun(lambda name, *_: reply if name == "a" else NEVER, {1: "ab"}, relays="r")
     read_until(simulated, inquiry, 1.5)
     assert not any("through" in name for _, name in simulated.asked)

@@ -31,6 +31,7 @@ from crossreduce.errors import (
 from crossreduce.ranks import bootstrap
 from crossreduce.ranks.rendezvous import ConnectionStore
 from crossreduce.torch.rendezvous import TorchRendezvous
+from crossreduce.transports import tcp
 
 TIMEOUT_S = 2.0
 STORES = ("file", "tcp")
@@ -415,6 +416,23 @@ def test_a_rank_gives_up_only_ranks_that_also_miss_it():
     assert third.stalled([0, 1]) == [0, 1]
     assert first.stalled([1, 2]) == [2]
     assert second.stalled([0, 2]) == [0, 2]
+
+
+def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
+    """Among ranks of an earlier group, those that answer only through a third host are given up at once, if both miss
+    each other; others after the usual time, since their connections may only be slow."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), {(0, 2), (2, 0)}
+    made = [
+        ConnectionStore(store, rank, cancelled, "", lambda peer, rank=rank: (rank, peer) in beyond) for rank in range(3)
+    ]
+    assert made[0].stalled([1, 2]) == []
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0]
+    assert made[0].stalled([1, 2]) == [2]
+    for each in made:
+        each._began -= tcp.PATIENCE_S
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0, 1]
 
 
 @pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])

@@ -33,7 +33,7 @@ from .ranks import joining, survivors
 from .ranks.communicator import Communicator
 from .ranks.forming import Forming, GroupKind, Settings
 from .ranks.membership import Hosts
-from .ranks.rendezvous import MET, ConnectionStore, StoreRendezvous, reaching
+from .ranks.rendezvous import MET, ConnectionStore, Origin, StoreRendezvous, reaching
 from .ranks.store import LIMIT_S, StoreClient, StorePart
 from .ranks.survivors import SHRINK_S, Reformed
 from .transports.base import Transport
@@ -460,19 +460,19 @@ def _nothing() -> None:
     """Watch nothing."""
 
 
-def _group_of(
-    store: StoreClient, rank: int, size: int, settings: Settings, watch: Callable[[], None] | None = None
-) -> RankGroup:
-    """Return a group whose ranks meet at a store, which this closes if they cannot; ``watch`` raises in that case."""
+def _group_of(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin | None = None) -> RankGroup:
+    """Return a group whose ranks meet at a store, which this closes if they cannot."""
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
         part = StorePart(store, "tcp/")
-        places = ConnectionStore(part, rank, cancelled, settings.listen_at, is_formed=watch is not None)
+        is_beyond = None if origin is None else origin.is_beyond
+        places = ConnectionStore(part, rank, cancelled, settings.listen_at, is_beyond)
         return TcpTransport(*places.connect(hosts))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
-        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch or _nothing)
+        watch = _nothing if origin is None else origin.watch
+        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch)
         communicator = Communicator(
             rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
         )

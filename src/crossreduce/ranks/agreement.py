@@ -19,6 +19,7 @@ from itertools import zip_longest
 from typing import Final
 
 from ..errors import ExcludedError
+from ..transports import tcp
 from . import contact
 from .ballots import Ballot
 from .contact import Json, Peer, Place
@@ -29,6 +30,7 @@ from .shared_memory import RankMemory
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
 _LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
+_REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -65,6 +67,7 @@ class Agreements:
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
         self.last: tuple[int, Decision] | None = None  # the decision of number ``number``, with a ballot of it
+        self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
 
     @property
     def _registers(self) -> Registers:
@@ -128,6 +131,10 @@ class Agreements:
         except Overtaken:
             raise self._excluded() from None
         found = known[1]
+        if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
+            # Others may reach these hosts only through this process, which may end at once.
+            told = self.request("decided", number, ballot=known[0], decision=found)
+            _wait_until_noted(self.inquiry(beyond, electors, told), beyond, lambda _: False)
         self.electors, self.last = found.members, known
         if self._rank not in found.members:
             raise self._excluded()
@@ -154,10 +161,8 @@ class Agreements:
         """Answer a request of another rank; any thread calls this."""
         what, number = request["what"], int(request.get("number", 0))
         try:
-            if what == "connect":  # this process is to be the relay
-                peer = self._peers[int(request["rank"])]
-                addresses = [peer.known] if peer.known else peer.place.addresses
-                return {"addresses": addresses, "known": bool(peer.known)}
+            if what == "connect":
+                return self._relays_to(int(request["rank"]))
             if what == "published":
                 return {"value": self.published.get(str(request["key"]))}
             if what == "join":
@@ -184,6 +189,15 @@ class Agreements:
         except (OSError, ValueError):  # the memory is closed, or the request is not valid
             return contact.elsewhere(self.token, request)
         return {}
+
+    def _relays_to(self, rank: int) -> dict[str, Json]:
+        """Return where this process connects to as a relay to another rank."""
+        peer = self._peers.get(rank)
+        if peer is None or self._host_of[rank] == self._own or self._rank not in self.electors:
+            return {"unknown": True}
+        self._relayed.add(self._host_of[rank])
+        addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # those would be this host's
+        return {"addresses": [peer.known] if peer.known else addresses, "known": bool(peer.known)}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
         """Return the state of an agreement on this host: which of its electors have arrived, and which are late.
@@ -218,8 +232,16 @@ class Agreements:
         relays = {host: self.relays(host, electors) for host in processes}
         return Inquiry(processes, self.token, request, again_s, relays)
 
+    def forget_relays(self, members: Sequence[int]) -> None:
+        """Use only ``members`` as relays from now on: others may leave at any time."""
+        for peer in self._peers.values():
+            if peer.relay is not None and peer.relay.rank not in members:
+                peer.relay = None
+
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
         """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
+        if host == self._own:
+            return []
         others = [ranks for k, ranks in enumerate(self._hosts) if k not in (self._own, host)]
         in_turn = [rank for several in zip_longest(*others) for rank in several if rank in electors]
         return [self._peers[rank] for rank in in_turn]
@@ -239,6 +261,23 @@ class Agreements:
         remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
         remedy += "unless the other ranks have ended"
         return ExcludedError.of(problem, given, remedy)
+
+
+class Reach:
+    """Finds out which ranks of other hosts answer only through a relay, so that the link to their hosts is lost."""
+
+    def __init__(self, group: Agreements, members: Sequence[int]) -> None:
+        self._group, self._members = group, members
+        self._inquiry: Inquiry | None = None
+
+    def is_beyond(self, rank: int) -> bool:
+        """Return whether a rank has answered lately, and not directly. This does not wait; it is called repeatedly."""
+        group, members = self._group, self._members
+        if self._inquiry is None:
+            others = {group._host_of[each] for each in members} - {group._own}
+            self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
+        self._inquiry.read()
+        return rank in group._peers and group._peers[rank].relay is not None
 
 
 class Watch:
@@ -427,10 +466,15 @@ class _Speaker:
 
         If this process ended at once, they could decide something else without it. A silent host could do so anyway.
         """
-        inquiry, until = self._group.inquiry(hosts, self._electors, told), time.monotonic() + _TOLD_S
-        inquiry.read()
-        while time.monotonic() < until and not all(host in inquiry.found or statuses.is_silent(host) for host in hosts):
-            inquiry.read(_LOOK_S)
+        _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
+
+
+def _wait_until_noted(inquiry: Inquiry, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
+    """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
+    until = time.monotonic() + _TOLD_S
+    inquiry.read()
+    while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):
+        inquiry.read(_LOOK_S)
 
 
 def read_decision(given: Sequence[Json]) -> Decision:

@@ -11,12 +11,14 @@ process of a third host passes on the bytes of the connection, whose ends are th
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -96,6 +98,7 @@ _lock = threading.Lock()
 _open: dict[str, _Contact] = {}  # by address
 _successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
 _MOST_SUCCESSORS: Final = 4096
+_onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connections to which this process passes on others
 
 
 def listen(address: str = "") -> Place:
@@ -155,7 +158,7 @@ def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
 def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int, *, is_known: bool) -> None:
     """Connect to another process, and pass on all bytes in both directions until either connection ends.
 
-    ``is_known``: the addresses are those of its host only. Others may be this host's, too.
+    ``is_known``: its host was reached at these addresses. If not, another host may have one of them, too.
     """
     given, refused = channel.connection, False
     for address in addresses:
@@ -170,13 +173,15 @@ def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int,
     else:
         channel.send({"refused": refused})
         return
+    _onward.add(onward)
     with onward:
         channel.send({"connected": True})
         others, readable = {given.fileno(): (given, onward), onward.fileno(): (onward, given)}, select.poll()
         for end in others:
             readable.register(end, select.POLLIN)
-        given.settimeout(None)
-        onward.settimeout(None)
+        for each in (given, onward):
+            tcp.keep_alive(each)
+            each.settimeout(None)
         while True:
             for end, _ in readable.poll():
                 source, target = others[end]
@@ -190,6 +195,8 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
+    for each in list(_onward):  # while it is open here, the other process does not notice the end of the relay
+        each.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -200,29 +207,31 @@ class Peer:
     """A process that this one asks.
 
     ``known``: an address at which its host was reached; others may be other hosts'. ``rank``: its number in the group,
-    by which a relay finds it; -1: it has none. ``relay``: a process that has passed on a connection to this one.
-    ``refused``: whether nothing listened at any of its addresses when it was last asked.
+    by which a relay finds it; -1: it has none. ``relay``: the process through which it has answered, if it has not
+    answered directly since. ``trying``: how many direct requests wait for an answer. ``refused``: whether nothing
+    listened at any of its addresses when it was last asked.
     """
 
     def __init__(self, place: Place, known: str = "", rank: int = -1) -> None:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
-        self.refused = False
+        self.trying, self.refused = 0, False
+        self._reached_at = -math.inf  # when it has last answered directly
 
-    def ask(
-        self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S, relay: Peer | None = None
-    ) -> dict[str, Json] | None:
+    def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
-
-        ``relay``: ask through this process; ``None``: through that of an earlier request, or directly.
 
         Raises:
           Ended: the process has ended.
         """
+        self.trying += 1
+        try:
+            return self._ask(token, request, timeout_s)
+        finally:
+            self.trying -= 1
+
+    def _ask(self, token: str, request: dict[str, Json], timeout_s: float) -> dict[str, Json] | None:
         deadline = time.monotonic() + timeout_s
-        through = relay or self.relay
-        if through is not None:
-            return self._ask_through(through, token, request, deadline)
         others = [address for address in self.place.addresses if address != self.known]
         self.refused = True
         for address in [self.known, *others] if self.known else others:
@@ -240,24 +249,29 @@ class Peer:
             except (OSError, ValueError, EOFError):
                 self.refused = False
             else:
-                self.known, self.refused, self.relay = address, False, None
+                self.known, self.refused = address, False
+                self.relay, self._reached_at = None, time.monotonic()
                 return answer
         return None
 
-    def _ask_through(
-        self, relay: Peer, token: str, request: dict[str, Json], deadline: float
+    def ask_through(
+        self, relay: Peer, token: str, request: dict[str, Json], timeout_s: float
     ) -> dict[str, Json] | None:
-        self.refused = False
+        """Ask as ``ask`` does, but through another process.
+
+        Raises:
+          Ended: nothing listens at the place of the process, as the relay says, which knows its host.
+        """
+        began = time.monotonic()
         try:
-            with self._passed_on(relay, token, self.place.port, deadline) as connection:
-                answer = self._answer(connection, token, request, deadline)
-        except ConnectionRefusedError:
-            raise Ended from None
-        except (OSError, ValueError, EOFError):
-            if self.relay is relay:  # it may have ended
+            with self._passed_on(relay, token, self.place.port, began + timeout_s) as connection:
+                answer = self._answer(connection, token, request, began + timeout_s)
+        except (OSError, ValueError, EOFError):  # also if the relay has ended
+            if self.relay is relay:
                 self.relay = None
             return None
-        self.relay = relay
+        if self._reached_at < began:
+            self.relay = relay
         return answer
 
     def _answer(
@@ -273,15 +287,21 @@ class Peer:
         Raises:
           OSError: there is none in time.
         """
-        if self.relay is None:
+        relay = self.relay
+        if relay is None:
             return socket.create_connection((self.known, port), timeout_s)
         try:
-            return self._passed_on(self.relay, token, port, time.monotonic() + timeout_s)
-        except (ValueError, EOFError) as error:
-            raise ConnectionError(str(error)) from None
+            return self._passed_on(relay, token, port, time.monotonic() + timeout_s)
+        except (Ended, ValueError, EOFError) as error:
+            raise ConnectionError(f"the relay has no connection: {error}") from None
 
     def _passed_on(self, relay: Peer, token: str, port: int, deadline: float) -> socket.socket:
-        """Return a connection to a port of the process that a relay passes on; for errors see ``connected``."""
+        """Return a connection to a port of the process that a relay passes on.
+
+        Raises:
+          Ended: the relay says that nothing listens there.
+          OSError, ValueError, EOFError: there is none in time.
+        """
         made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
             channel = connected(made, bytes.fromhex(relay.place.key), deadline)
@@ -293,4 +313,4 @@ class Peer:
         if "connected" in answer:
             return made
         made.close()
-        raise ConnectionRefusedError if answer.get("refused") else ConnectionError("it was not passed on")
+        raise Ended if answer.get("refused") else ConnectionError("the relay did not reach the process")

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import PeerLostError, message
+from .agreement import Reach
 from .communicator import Communicator
 from .contact import ANSWER_S, Ended, Peer, Place
 from .inquiry import Inquiry
+from .rendezvous import Origin
 from .store import CONNECT_S, StoreClient
 from .survivors import Closable, Reformed
 
@@ -56,12 +58,12 @@ class GroupKind(Generic[Group]):
       name: a process can join a group of its own kind only.
       new_store: serves a store, or connects to one; its arguments are those of ``StoreClient``.
       new_group: returns a group of ranks that meet at a store, or raises a ``ReductionError``. Its arguments: the
-        store, the rank, the size, the settings, and a function that raises if the ranks cannot meet any more.
+        store, the rank, the size, the settings, and what is known of the ranks.
     """
 
     name: str
     new_store: Callable[..., StoreClient]
-    new_group: Callable[[Any, int, int, Settings, Watch], Group]
+    new_group: Callable[[Any, int, int, Settings, Origin], Group]
 
 
 class Forming(Generic[Group]):
@@ -83,6 +85,7 @@ class Forming(Generic[Group]):
     def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
         """Make the group; for arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
         members, old = reformed.members, self._old
+        self._agreements.forget_relays(members)
         key = f"store {self._agreements.number}"
         rank = members.index(old.rank)
         if rank == 0:
@@ -99,7 +102,10 @@ class Forming(Generic[Group]):
             store = connected(self._kind, peer, self._old.token, port, watch) if port else None
         if store is None:
             return None
-        return self._kind.new_group(store, rank, size, self._settings, lambda: self._check(watch))
+
+        reach = Reach(self._agreements, members)
+        origin = Origin(lambda: self._check(watch), lambda rank: rank < len(members) and reach.is_beyond(members[rank]))
+        return self._kind.new_group(store, rank, size, self._settings, origin)
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
@@ -174,4 +180,5 @@ def connected(kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: 
         return kind.new_store(bytes.fromhex(peer.place.key), port=port, watch=watch, connection=connection)
     except OSError as error:
         problem = "the store of the new group cannot be reached."
-        raise PeerLostError(message(problem, f"{peer.known}: {error}", "call shrink again")) from None
+        place = peer.known or ", ".join(peer.place.addresses)
+        raise PeerLostError(message(problem, f"{place}: {error}", "call shrink again")) from None

@@ -35,7 +35,7 @@ class _Host:
         self.living = [*processes]
         self.missing = 0  # requests without a reply
         self.due, self.again = now, False  # when to ask next; whether all processes were asked already
-        # When to ask through relays next, how many were asked, and whether any reply has come, so that none is needed.
+        # When to ask through relays next; how many were asked; whether the host has replied directly: none is needed.
         self.relay_due, self.relayed, self.is_heard = now + _RELAY_S, 0, False
 
 
@@ -62,7 +62,7 @@ class Inquiry:
         self._relays = relays or {}
         self._processes, self._token, self._request, self._again_s = processes, token, request, again_s
         # The ``get`` of a SimpleQueue may exceed its timeout without end: CPython 3.11 takes a negative rest for none.
-        self._replies = Queue[tuple[int, int, Peer, dict[str, Json] | None, float]]()
+        self._replies = Queue[tuple[int, int, Peer, Peer | None, dict[str, Json] | None, float]]()
         self._read_at = now = time.monotonic()
         self._hosts = {host: _Host(each, 0, now) for host, each in processes.items()}
         self.found: dict[int, dict[str, Json] | None] = {}
@@ -121,45 +121,57 @@ class Inquiry:
             some, asked.waiting = asked.waiting[:_AT_ONCE], asked.waiting[_AT_ONCE:]
             asked.again |= not asked.waiting
             asked.due = now + (_REPEAT_S if asked.again else _STAGGER_S)
-            asked.missing += len(some)
             for process in some:
-                start_new_thread(self._reply, (host, asked.number, process, None))
+                if process.relay is not None:
+                    start_new_thread(self._reply, (host, asked.number, process, process.relay))
+                if process.relay is None or not process.trying:  # a link that works again is noticed
+                    asked.missing += 1
+                    start_new_thread(self._reply, (host, asked.number, process, None))
 
     def _ask_through_relays(self, host: int, asked: _Host, now: float) -> None:
         """Ask processes of a host that does not answer through some relays."""
         asked.relay_due = now + _REPEAT_S
-        relays = [relay for relay in self._relays.get(host, ()) if relay.known and relay.relay is None]
-        for _ in () if asked.is_heard or not asked.living else relays[:_AT_ONCE]:
-            relay, process = relays[asked.relayed % len(relays)], asked.living[asked.relayed % len(asked.living)]
+        relays, living = [relay for relay in self._relays.get(host, ()) if relay.known], asked.living
+        pairs = 0 if asked.is_heard or not relays else min(_AT_ONCE, max(len(relays), len(living)) if living else 0)
+        for _ in range(pairs):
+            relay, process = relays[asked.relayed % len(relays)], living[asked.relayed % len(living)]
             asked.relayed += 1
-            asked.missing += 1
             start_new_thread(self._reply, (host, asked.number, process, relay))
 
     def _reply(self, host: int, number: int, process: Peer, relay: Peer | None) -> None:
         """Ask a process, and put its reply, or ``None``, into ``_replies``."""
+        reply: dict[str, Json] | None
         try:
-            reply = process.ask(self._token, self._request, SILENT_S, relay)
+            if relay is None:
+                reply = process.ask(self._token, self._request, SILENT_S)
+            else:
+                reply = process.ask_through(relay, self._token, self._request, SILENT_S)
         except Ended:
             reply = {"ended": True}
-        self._replies.put((host, number, process, reply, time.monotonic()))
+        self._replies.put((host, number, process, relay, reply, time.monotonic()))
 
-    def _note(self, host: int, number: int, process: Peer, reply: dict[str, Json] | None, now: float) -> bool:
+    def _note(
+        self, host: int, number: int, process: Peer, relay: Peer | None, reply: dict[str, Json] | None, now: float
+    ) -> bool:
         """Note the reply of a process; return whether its host has answered with it."""
         asked = self._hosts[host]
         if number != asked.number or not asked.is_open:
             return False  # another process, or the same one, has answered this question before
-        asked.missing -= 1
-        asked.is_heard |= reply is not None
+        if relay is None:
+            asked.missing -= 1
+            asked.is_heard |= reply is not None
+        elif reply is not None:
+            asked.relay_due = now + _RETRY_S  # if this is no answer, another process of the host is asked
         if reply is not None and reply.keys() & {"ended", "unknown"}:  # it has ended, or has left the group
             asked.living = [each for each in asked.living if each is not process]
             reply = None
         elif reply is not None and "otherwise" in reply:
             reply = None
         if reply is None and asked.living:
-            if not asked.missing:
+            if not asked.missing and relay is None:
                 asked.due = now + _RETRY_S * asked.again
             return False
         asked.is_open, self.answered_at[host], self.found[host] = False, now, reply
         for each in self._processes[host]:  # all of them are behind the same link
-            each.relay = each.relay or process.relay
+            each.relay = process.relay
         return True

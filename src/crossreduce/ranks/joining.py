@@ -18,6 +18,7 @@ from .agreement import read_decision
 from .communicator import Communicator
 from .contact import Ended, Json, Peer, Place
 from .forming import PAUSE_S, Group, GroupKind, Settings, connected
+from .rendezvous import Origin
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -155,7 +156,7 @@ class Joiner(Generic[Group]):
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
         store = connected(self._kind, leader, offer["token"], offer["port"], watch)
-        return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), watch)
+        return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
         """Return whether the ranks have formed the group; ``None``: they have not decided yet."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
 from ..transports import tcp
@@ -24,7 +24,7 @@ from .multi_host import rail_peers
 _CAUSE: Final = "cause"
 MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one
 PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
-_FORMED_S: Final = 1.2  # how long a connection may take if all ranks are there; a lost SYN is sent again after 1 s
+_BEYOND_S: Final = 0.2  # how long a connection may take to a rank that answers only through a relay
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
 _CAUSE_S: Final = 2.0  # the same for a query in an op
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
@@ -217,6 +217,17 @@ class StoreRendezvous:
         return reaching("rank 0, which runs it,", [0])
 
 
+class Origin(NamedTuple):
+    """What is known of the ranks of a group that is formed of another one.
+
+    ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
+    ``is_beyond``: whether a rank has answered lately, but only through a third host, so that the link is lost.
+    """
+
+    watch: Callable[[], None]
+    is_beyond: Callable[[int], bool] = lambda _: False
+
+
 class ConnectionStore:
     """Where the ranks of a group publish how far they are with their connections to each other."""
 
@@ -226,15 +237,14 @@ class ConnectionStore:
         rank: int,
         cancelled: threading.Event,
         listen_at: str = "",
-        *,
-        is_formed: bool = False,
+        is_beyond: Callable[[int], bool] | None = None,
     ) -> None:
         """Use keys of ``store``, for ``rank``, until ``cancelled`` is set.
 
-        ``listen_at``: see ``Communicator``. ``is_formed``: the group is formed of another one, so all ranks are there.
+        For ``listen_at`` see ``Communicator``, for ``is_beyond`` ``Origin``.
         """
         self._store, self._rank, self._cancelled = store, rank, cancelled
-        self._listen_at, self._patience_s = listen_at, _FORMED_S if is_formed else tcp.PATIENCE_S
+        self._listen_at, self._is_beyond, self._began = listen_at, is_beyond, time.monotonic()
 
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
         """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
@@ -251,7 +261,7 @@ class ConnectionStore:
             interfaces(),
             self.stalled,
             self._listen_at,
-            self._patience_s,
+            tcp.PATIENCE_S if self._is_beyond is None else _BEYOND_S,
         )
         return sockets, [peer for peer in peers if peer not in sockets and peer != self._rank]
 
@@ -269,6 +279,8 @@ class ConnectionStore:
 
         So a rank that is only late, or was stopped, is not given up.
         """
+        if self._is_beyond is not None and time.monotonic() < self._began + tcp.PATIENCE_S:
+            missing = [peer for peer in missing if self._is_beyond(peer)]
         self._store.set(f"stalled {self._rank}", json.dumps(list(missing)).encode())
         keys = {peer: f"stalled {peer}" for peer in missing}
         published = {peer: json.loads(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}

@@ -5,14 +5,13 @@ Input: an earlier group, or a store that a rank of the new one serves. Output: a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 
 from ..ranks.forming import Forming, GroupKind, Settings
-from ..ranks.rendezvous import StoreRendezvous
+from ..ranks.rendezvous import Origin, StoreRendezvous
 from .group import Group
 from .options import Options
 from .peer_store import PeerStore
@@ -35,13 +34,13 @@ def _nothing() -> None:
     """Watch nothing."""
 
 
-def formed(store: PeerStore, rank: int, size: int, settings: Settings, watch: Callable[[], None]) -> Group:
-    """Return a group whose ranks meet at ``store``; ``watch`` raises if they cannot."""
+def formed(store: PeerStore, rank: int, size: int, settings: Settings, origin: Origin) -> Group:
+    """Return a group whose ranks meet at ``store``."""
     timeout = timedelta(seconds=settings.timeout_s)
     store.set_timeout(timeout)
     part = dist.PrefixStore("formed/", store)
-    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), watch=watch)
+    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
     made.base_store, store.watch = store, _nothing
     assert isinstance(made.communicator.rendezvous, StoreRendezvous)
-    made.communicator.rendezvous.watch = _nothing  # ``watch`` refers to the earlier group
+    made.communicator.rendezvous.watch = _nothing  # ``origin`` refers to the earlier group
     return made

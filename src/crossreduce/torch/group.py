@@ -26,7 +26,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
 from ..ranks.membership import shared_failure
 from ..ranks.messages import ANY_RANK, Messages
-from ..ranks.rendezvous import ConnectionStore, interfaces
+from ..ranks.rendezvous import ConnectionStore, Origin, interfaces
 from ..ranks.survivors import Reformed
 from ..transports.base import Transport
 from ..transports.gloo import BesideGloo, lazy_options, translated
@@ -76,18 +76,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name: str,
         global_ranks: Sequence[int] = (),
         options: Any = None,
-        watch: Callable[[], None] | None = None,
+        origin: Origin | None = None,
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
-        ``options``: the group's ``pg_options``; see ``Options``. ``watch``: of a group that is formed of another one;
-        called while this waits for other ranks, and raises a ``ReductionError`` to end that.
+        ``options``: the group's ``pg_options``; see ``Options``. ``origin``: of a group that is formed of another one.
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         with reaching(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, watch)
+        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
@@ -440,7 +439,7 @@ def connect(
     name: str,
     global_ranks: Sequence[int],
     options: Any,
-    watch: Callable[[], None] | None = None,
+    origin: Origin | None = None,
 ) -> tuple[Any, Communicator, bool]:
     """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
 
@@ -453,7 +452,8 @@ def connect(
     seconds, made = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_formed=watch is not None)
+        is_beyond = None if origin is None else origin.is_beyond
+        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=is_beyond)
         sockets, unreached = places.connect(hosts)
         lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
@@ -464,7 +464,8 @@ def connect(
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, watch or (lambda: None))
+    watch = (lambda: None) if origin is None else origin.watch
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, watch)
     try:
         exact = is_exact(options)
     except ArgumentError as error:

@@ -33,7 +33,6 @@ with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks rai
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
 PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
-_AGAIN_S: Final = 0.1  # between two questions which ranks to give up
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
@@ -61,9 +60,7 @@ class TcpTransport:
         for each in sockets.values():
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEP_ALIVE:
-                each.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            keep_alive(each)
         self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
         for each in sockets.values():
             each.detach()
@@ -86,6 +83,13 @@ class TcpTransport:
     def close(self) -> None:
         """Tell the other ranks that this one has left, and close the sockets."""
         self.connections.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let a connection fail if the other host does not answer any more, although nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _after_fork() -> None:
@@ -118,8 +122,9 @@ def connect(
       read: waits for what a rank has published.
       cancelled: when it is set, this gives up.
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
-      stalled: called again and again when this has taken ``patience_s``, with the ranks that have no connection. It
-        returns those of them to give up, which are then missing in the result. ``None``: no rank is given up.
+      stalled: called each second when this has taken ``patience_s``, with the ranks that have no connection (more often
+        if that is below 5 s). It returns those of them to give up, which are then missing in the result. ``None``: no
+        rank is given up.
       listen_at: the only address of this host at which it listens; empty: all those of ``interfaces``.
       patience_s: a connection that takes longer may be impossible.
     Raises:
@@ -148,7 +153,7 @@ def connect(
                 tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
                 raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {tried or 'theirs to this'}")
             if stalled is not None and time.monotonic() > check_at:
-                check_at = time.monotonic() + _AGAIN_S
+                check_at = time.monotonic() + min(_RETRY_S, patience_s / 5)
                 given_up.update(stalled(missing))
             meeting.step()
         return meeting.take()
