@@ -217,7 +217,7 @@ def closed_port():
 def test_a_process_has_ended_if_the_relay_is_refused(place, relay):
     """If the relay reaches the host of a process, but nothing listens there, the process has ended."""
     target = Peer(place._replace(port=closed_port()), rank=2)
-    with pytest.raises(Ended):
+    with pytest.raises(Ended, match="nothing listens"):
         target.ask_through(relay[0], "third", {"what": "join"}, 5)
 
 

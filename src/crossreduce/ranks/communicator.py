@@ -209,8 +209,8 @@ class Communicator(CountedMember):
             return self.require_same(text)
         self._checks += 1
         number = self._checks
-        # With each round a link may take this time longer, and all ranks must return within the timeout.
-        limit_s = min(PATIENCE_S, self.timeout_s / (1 + self._remote.rounds))
+        # The first messages of an op have as many rounds as the longest route has links, each of which may take so long.
+        limit_s = min(PATIENCE_S, self.timeout_s / (1 + self._remote.diameter))
         patience = Patience(lambda: self.rendezvous.have_announced(number), limit_s)
         self.rendezvous.announce(number)
         self._remote.patience = patience

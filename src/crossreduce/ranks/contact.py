@@ -313,4 +313,6 @@ class Peer:
         if "connected" in answer:
             return made
         made.close()
-        raise Ended if answer.get("refused") else ConnectionError("the relay did not reach the process")
+        if answer.get("refused"):
+            raise Ended("nothing listens at its place, as the relay says")
+        raise ConnectionError("the relay did not reach the process")

@@ -343,7 +343,7 @@ def agreed(
     for _ in range(diameter - 1):
         ranks = [rank for rank in ranks if rank not in given_up]
         if patience is not None:
-            patience.rounds += 1
+            patience.begun += 1
         verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
         _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
         same = same and all(memory.raw == b"=" for memory in verdicts)
@@ -379,7 +379,7 @@ class Patience:
 
     def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
         self.given_up: set[int] = set()
-        self.rounds = 1  # that have begun
+        self.begun = 1  # the rounds that have begun
         self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
         self._complete_at: float | None = None  # when all ranks were there
 
@@ -392,7 +392,7 @@ class Patience:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
         if self._complete_at is not None:
-            left_s = self._complete_at + self.rounds * self._limit_s - time.monotonic()
+            left_s = self._complete_at + self.begun * self._limit_s - time.monotonic()
             timeout_s = min(max(0.0, left_s), timeout_s)
         try:
             wait_for(pending, rank, timeout_s)

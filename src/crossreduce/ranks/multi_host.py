@@ -101,7 +101,7 @@ class MultiHostEngine:
         hops = distances(len(self.hosts), lost)
         own = hops[self.host]
         self._neighbours = [peer for host, peer in enumerate(self.peers) if own[host] == 1]  # none: this is no leader
-        self.rounds = max(map(max, hops))  # of the first messages of an op: the links of the longest route
+        self.diameter = max(map(max, hops))  # the links of the longest route
 
     def plan_digest(self, topology: Topology) -> bytes:
         """Return a digest of a topology of the hosts and of the schedule of a large all-reduce on it."""
@@ -323,7 +323,7 @@ class MultiHostEngine:
     ) -> dict[int, bytes] | None:
         """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
-            others, transport, rounds = self._neighbours, self.transport, self.rounds
+            others, transport, rounds = self._neighbours, self.transport, self.diameter
             return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
