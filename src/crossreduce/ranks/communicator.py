@@ -209,7 +209,7 @@ class Communicator(CountedMember):
             return self.require_same(text)
         self._checks += 1
         number = self._checks
-        # The first messages of an op have as many rounds as the longest route has links, each of which may take so long.
+        # The first messages of an op have as many rounds as the longest route has links; each may take so long.
         limit_s = min(PATIENCE_S, self.timeout_s / (1 + self._remote.diameter))
         patience = Patience(lambda: self.rendezvous.have_announced(number), limit_s)
         self.rendezvous.announce(number)
