@@ -43,7 +43,7 @@ nitpick_ignore_regex = [  # signatures name classes of other projects, whose sit
         r"crossreduce\.planning\.(planners\.Request|bounds\.certificate\.Cut|bounds\.joint\.(GroupNeed|RateLevel))",
     ),
     ("py:class", r"crossreduce\.(torch\.reforming|processes)\.Result"),
-    ("py:class", r"crossreduce\.ranks\.(communicator\.Communicator|store\.StoreClient)"),
+    ("py:class", r"crossreduce\.ranks\.(communicator\.Communicator|rendezvous\.Origin|store\.StoreClient)"),
     ("py:class", r"crossreduce\.transports\.mpi\.MpiTransport"),
     ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),
     ("py:class", r"crossreduce\.values\.DistributedValues|Pair"),
