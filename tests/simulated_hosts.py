@@ -47,12 +47,12 @@ class SimulatedHosts:
                 raise Ended
             return answer if delay_s <= timeout_s else None
 
-        def ask_through(relay, token, request, timeout_s):
+        def ask_through(relay, token, request, timeout_s, since):
             answer = ask(token, request, timeout_s, f"{name} through {relay.name}")
             process.relay = relay if answer is not None else None if process.relay is relay else process.relay
             return answer
 
-        process = SimpleNamespace(ask=ask, ask_through=ask_through, name=name, known=name, relay=None, trying=0)
+        process = SimpleNamespace(ask=ask, ask_through=ask_through, name=name, known=name, relay=None, tried_until=0.0)
         return process
 
 
@@ -75,6 +75,9 @@ class Queue:
             return heapq.heappop(self._items)[2]
         self.hosts.now = until
         raise Empty
+
+    def empty(self):
+        return not self._items or self._items[0][0] > self.hosts.now
 
     def get_nowait(self):
         return self.get(0.0)

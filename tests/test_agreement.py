@@ -317,6 +317,7 @@ def test_a_relay_connects_to_members_of_other_hosts_only(monkeypatch):
     assert relaying.connect(4) == {"addresses": ["10.0.0.9"], "known": False}
     relaying.group.peer(4).known = "10.0.0.4"
     assert relaying.connect(4) == {"addresses": ["10.0.0.4"], "known": True}
+    relaying.group.peer(3)
     for rank in (2, 3, 6, -1):
         assert relaying.connect(rank) == {"unknown": True}
     relaying.group.electors = (0, 1, 3, 4)

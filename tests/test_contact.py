@@ -174,10 +174,10 @@ def relay():
 
 
 def test_a_process_answers_through_a_relay(place, relay):
-    """The relay is noted, until the process answers directly again. Requests name the way that they take."""
+    """The relay is noted, until the process answers directly again."""
     passed_on, _ = relay
     target = Peer(place, rank=2)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
     assert target.relay is passed_on
     assert target.known == ""
     assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
@@ -188,15 +188,16 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
     """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
     passed_on, _ = relay
     target = Peer(place, rank=2)
-    answer = Peer._answer
+    answer, direct = Peer._answer, []
 
     def late(peer, *arguments):
-        if peer.trying == 0:  # the relayed request
+        if not direct:  # this is the relayed request
+            direct.append(True)
             assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
         return answer(peer, *arguments)
 
     monkeypatch.setattr(Peer, "_answer", late)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
     assert target.relay is None
 
 
@@ -204,7 +205,7 @@ def test_a_relay_cannot_answer_for_the_process(place, relay):
     """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
     is noticed."""
     target = Peer(place._replace(key="00" * 16), rank=2)
-    assert target.ask_through(relay[0], "third", {"what": "join", "place": "a secret"}, 5) is None
+    assert target.ask_through(relay[0], "third", {"what": "join", "place": "a secret"}, 5, time.monotonic()) is None
     assert target.relay is None
 
 
@@ -218,7 +219,7 @@ def test_a_process_has_ended_if_the_relay_is_refused(place, relay):
     """If the relay reaches the host of a process, but nothing listens there, the process has ended."""
     target = Peer(place._replace(port=closed_port()), rank=2)
     with pytest.raises(Ended, match="nothing listens"):
-        target.ask_through(relay[0], "third", {"what": "join"}, 5)
+        target.ask_through(relay[0], "third", {"what": "join"}, 5, time.monotonic())
 
 
 @pytest.mark.parametrize(("address", "known"), [("no address", True), ("127.0.0.1", False)])
@@ -227,16 +228,16 @@ def test_a_relay_that_reaches_nobody_says_so(place, relay, address, known):
     passed_on, found = relay
     found |= {"addresses": [address], "known": known}
     target = Peer(place._replace(port=closed_port()), rank=2)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) is None
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) is None
 
 
 def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
     """The process may be alive: if it were taken for ended, two groups could go on. The relay is not used any more."""
     target, passed_on = Peer(place, rank=2), relay[0]
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
     passed_on.place = passed_on.place._replace(port=closed_port())
     passed_on.known = "127.0.0.1"
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5) is None
+    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) is None
     assert target.relay is None
 
 
@@ -246,7 +247,9 @@ def test_a_store_is_reached_through_a_relay(place, relay):
     store = StoreClient(key, serve_at="127.0.0.1")
     target = Peer(place, rank=2)
     target.relay = relay[0]
-    client = StoreClient(key, connection=target.connection("third", store.port, 5), port=store.port)
+    with pytest.raises(ConnectionError, match="not reached directly"):
+        target.connection("third", store.port, 5, (2,))  # the relay is no member
+    client = StoreClient(key, connection=target.connection("third", store.port, 5, (1,)), port=store.port)
     value = bytes(range(256)) * 400
     client.set("large", value)
     assert client.get("large") == value

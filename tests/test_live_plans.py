@@ -194,7 +194,7 @@ def test_hosts_without_a_route_are_named():
 
 def stalls(rendezvous, lost, late, patience_s):
     """Connect while some pairs get no answer; return the ranks that were not reached, and the seconds it took."""
-    tcp._RETRY_S = tcp._AGAIN_S = 0.05
+    tcp._RETRY_S = 0.05
     me, payloads, published = rendezvous.rank, [], {}
     tried = tcp._Meeting._try
 

@@ -435,6 +435,19 @@ def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
     assert made[2].stalled([0, 1]) == [0, 1]
 
 
+def test_a_rank_that_was_given_up_learns_it_later():
+    """A rank that still misses others does not withdraw that it has given up one; that one may look much later, when it
+    would not give up the other one by itself."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), True
+    first = ConnectionStore(store, 0, cancelled, "", lambda peer: peer == 1)
+    second = ConnectionStore(store, 1, cancelled, "", lambda _: beyond)
+    assert second.stalled([0]) == []
+    assert first.stalled([1, 2]) == [1]
+    assert first.stalled([2]) == []
+    beyond = False
+    assert second.stalled([0]) == [0]
+
+
 @pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
 def test_all_ranks_know_whether_one_has_no_connection(values):
     """``any_of_all`` returns on all ranks, when all have called it, whether it is true on one; or it is cancelled."""

@@ -11,6 +11,7 @@ never gets one again. A rank that cannot reach a quorum raises an error instead 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ from .shared_memory import RankMemory
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
 _LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
 _REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
+_RECENT_S: Final = 0.4  # for how long a direct answer shows that a link is not lost
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -38,6 +40,7 @@ _LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach thos
 _BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
 JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
 _MOVED: Final = {"moved": True}
+_LOG: Final = logging.getLogger("crossreduce")
 
 
 class Agreements:
@@ -131,14 +134,22 @@ class Agreements:
         except Overtaken:
             raise self._excluded() from None
         found = known[1]
-        if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
-            # Others may reach these hosts only through this process, which may end at once.
-            told = self.request("decided", number, ballot=known[0], decision=found)
-            _wait_until_noted(self.inquiry(beyond, electors, told), beyond, lambda _: False)
         self.electors, self.last = found.members, known
         if self._rank not in found.members:
             raise self._excluded()
+        if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
+            self._tell_beyond(beyond, number, known)
         return found
+
+    def _tell_beyond(self, hosts: Collection[int], number: int, known: tuple[int, Decision]) -> None:
+        """Tell a decision to hosts that others may reach only through this process, which may end at once."""
+        try:
+            told = self.request("decided", number, ballot=known[0], decision=known[1])
+            _wait_until_noted(self.inquiry(hosts, known[1].members, told), hosts, lambda _: False)
+        except Overtaken:
+            raise self._excluded() from None
+        except RuntimeError:  # too many threads
+            _LOG.warning("a decision was not passed on, for want of threads")
 
     def _speaks(self, number: int, electors: Sequence[int]) -> bool:
         """Return whether this rank speaks for its host: no lower one that has arrived can."""
@@ -191,7 +202,7 @@ class Agreements:
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:
-        """Return where this process connects to as a relay to another rank."""
+        """Return where this process connects to if it is to be the relay to another rank."""
         peer = self._peers.get(rank)
         if peer is None or self._host_of[rank] == self._own or self._rank not in self.electors:
             return {"unknown": True}
@@ -235,7 +246,8 @@ class Agreements:
     def forget_relays(self, members: Sequence[int]) -> None:
         """Use only ``members`` as relays from now on: others may leave at any time."""
         for peer in self._peers.values():
-            if peer.relay is not None and peer.relay.rank not in members:
+            relay = peer.relay
+            if relay is not None and relay.rank not in members:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
@@ -271,13 +283,14 @@ class Reach:
         self._inquiry: Inquiry | None = None
 
     def is_beyond(self, rank: int) -> bool:
-        """Return whether a rank has answered lately, and not directly. This does not wait; it is called repeatedly."""
+        """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
         group, members = self._group, self._members
         if self._inquiry is None:
             others = {group._host_of[each] for each in members} - {group._own}
             self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
         self._inquiry.read()
-        return rank in group._peers and group._peers[rank].relay is not None
+        peer = group._peers.get(rank)
+        return peer is not None and peer.relay is not None and peer.reached_at < time.monotonic() - _RECENT_S
 
 
 class Watch:

@@ -6,7 +6,8 @@ the loopback address for groups that meet there. Both ends of a connection prove
 which is sent to the ranks of its groups only.
 
 A process that another one cannot reach directly, since their hosts have lost their link, is reached through a relay: a
-process of a third host passes on the bytes of the connection, whose ends are the same as without it.
+process of a third host passes on the bytes of the connection. The two processes at its ends authenticate each other as
+on a direct one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
@@ -207,16 +208,16 @@ class Peer:
     """A process that this one asks.
 
     ``known``: an address at which its host was reached; others may be other hosts'. ``rank``: its number in the group,
-    by which a relay finds it; -1: it has none. ``relay``: the process through which it has answered, if it has not
-    answered directly since. ``trying``: how many direct requests wait for an answer. ``refused``: whether nothing
-    listened at any of its addresses when it was last asked.
+    by which a relay finds it; -1: it has none. ``relay``: the process through which a process of its host has answered,
+    if none has answered directly since. ``reached_at``: when it has last answered directly. ``refused``: whether
+    nothing listened at any of its addresses when it was last asked.
     """
 
     def __init__(self, place: Place, known: str = "", rank: int = -1) -> None:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
-        self.trying, self.refused = 0, False
-        self._reached_at = -math.inf  # when it has last answered directly
+        self.reached_at, self.refused = -math.inf, False
+        self.tried_until = -math.inf  # how long a direct request may still wait for its answer; see ``Inquiry``
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
@@ -224,13 +225,6 @@ class Peer:
         Raises:
           Ended: the process has ended.
         """
-        self.trying += 1
-        try:
-            return self._ask(token, request, timeout_s)
-        finally:
-            self.trying -= 1
-
-    def _ask(self, token: str, request: dict[str, Json], timeout_s: float) -> dict[str, Json] | None:
         deadline = time.monotonic() + timeout_s
         others = [address for address in self.place.addresses if address != self.known]
         self.refused = True
@@ -250,27 +244,29 @@ class Peer:
                 self.refused = False
             else:
                 self.known, self.refused = address, False
-                self.relay, self._reached_at = None, time.monotonic()
+                self.relay, self.reached_at = None, time.monotonic()
                 return answer
         return None
 
     def ask_through(
-        self, relay: Peer, token: str, request: dict[str, Json], timeout_s: float
+        self, relay: Peer, token: str, request: dict[str, Json], timeout_s: float, since: float
     ) -> dict[str, Json] | None:
         """Ask as ``ask`` does, but through another process.
+
+        ``since``: when this process has begun to ask. If a direct answer has come since then, the link is not lost.
 
         Raises:
           Ended: nothing listens at the place of the process, as the relay says, which knows its host.
         """
-        began = time.monotonic()
+        deadline = time.monotonic() + timeout_s
         try:
-            with self._passed_on(relay, token, self.place.port, began + timeout_s) as connection:
-                answer = self._answer(connection, token, request, began + timeout_s)
+            with self._passed_on(relay, token, self.place.port, deadline) as connection:
+                answer = self._answer(connection, token, request, deadline)
         except (OSError, ValueError, EOFError):  # also if the relay has ended
             if self.relay is relay:
                 self.relay = None
             return None
-        if self._reached_at < began:
+        if self.reached_at < since:
             self.relay = relay
         return answer
 
@@ -281,14 +277,16 @@ class Peer:
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
-    def connection(self, token: str, port: int, timeout_s: float) -> socket.socket:
-        """Return a connection to another port of the process, through its relay if it has one.
+    def connection(self, token: str, port: int, timeout_s: float, relays: Collection[int] = ()) -> socket.socket:
+        """Return a connection to another port of the process, through its relay if that is one of ``relays``.
 
         Raises:
           OSError: there is none in time.
         """
         relay = self.relay
-        if relay is None:
+        if relay is None or relay.rank not in relays:
+            if not self.known:
+                raise ConnectionError("it was not reached directly")
             return socket.create_connection((self.known, port), timeout_s)
         try:
             return self._passed_on(relay, token, port, time.monotonic() + timeout_s)

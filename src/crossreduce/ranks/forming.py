@@ -8,7 +8,7 @@ find each other through ``contact``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -99,7 +99,7 @@ class Forming(Generic[Group]):
         else:
             peer = self._agreements.peer(members[0])
             size, port = self._asked(peer, members, key, watch)
-            store = connected(self._kind, peer, self._old.token, port, watch) if port else None
+            store = connected(self._kind, peer, self._old.token, port, watch, members) if port else None
         if store is None:
             return None
 
@@ -109,13 +109,18 @@ class Forming(Generic[Group]):
 
     def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
-        places = self._agreements.joiners()
-        for rank in members:
-            if rank != self._old.rank:
-                with suppress(Ended):
-                    peer = self._agreements.peer(rank)
-                    answer = peer.ask(self._old.token, {"what": "waiting"})
-                    places |= (answer or {}).get("waiting", {})
+        agreements, places = self._agreements, self._agreements.joiners()
+        others = [rank for rank in members if rank != self._old.rank]
+        relays = {rank: agreements.relays(agreements.host_of(rank), members) for rank in others}
+        asked = {rank: [agreements.peer(rank)] for rank in others}
+        inquiry, until = (
+            Inquiry(asked, self._old.token, {"what": "waiting"}, relays=relays),
+            time.monotonic() + ANSWER_S,
+        )
+        while len(inquiry.found) < len(others) and time.monotonic() < until:
+            inquiry.read(PAUSE_S)
+        for answer in inquiry.found.values():
+            places |= (answer or {}).get("waiting", {})
         peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
         return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
 
@@ -169,14 +174,18 @@ def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
         return False
 
 
-def connected(kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch) -> StoreClient:
+def connected(
+    kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch, relays: Collection[int] = ()
+) -> StoreClient:
     """Return the store that a process of the group ``token`` serves; ``watch`` is called while it does not answer.
+
+    ``relays``: the ranks through which it may be reached.
 
     Raises:
       PeerLostError: it cannot be reached.
     """
     try:
-        connection = peer.connection(token, port, CONNECT_S)
+        connection = peer.connection(token, port, CONNECT_S, relays)
         return kind.new_store(bytes.fromhex(peer.place.key), port=port, watch=watch, connection=connection)
     except OSError as error:
         problem = "the store of the new group cannot be reached."

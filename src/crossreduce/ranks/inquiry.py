@@ -30,13 +30,12 @@ class _Host:
     """The question that one host is asked now, or was asked last."""
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
-        self.number, self.began, self.is_open = number, now, True
+        self.number, self.asked_at, self.began, self.is_open = number, now, now, True
         self.waiting = [*processes]  # that have not been asked yet
         self.living = [*processes]
         self.missing = 0  # requests without a reply
         self.due, self.again = now, False  # when to ask next; whether all processes were asked already
-        # When to ask through relays next; how many were asked; whether the host has replied directly: none is needed.
-        self.relay_due, self.relayed, self.is_heard = now + _RELAY_S, 0, False
+        self.relay_due, self.relayed = now + _RELAY_S, 0  # when to ask through relays next; how many were asked
 
 
 class Inquiry:
@@ -118,34 +117,39 @@ class Inquiry:
             if now < asked.due:
                 continue
             asked.waiting = asked.waiting or [*asked.living]
-            some, asked.waiting = asked.waiting[:_AT_ONCE], asked.waiting[_AT_ONCE:]
+            count = _AT_ONCE if asked.waiting[0].relay is None else 1  # a relay has other things to do
+            some, asked.waiting = asked.waiting[:count], asked.waiting[count:]
             asked.again |= not asked.waiting
             asked.due = now + (_REPEAT_S if asked.again else _STAGGER_S)
             for process in some:
-                if process.relay is not None:
-                    start_new_thread(self._reply, (host, asked.number, process, process.relay))
-                if process.relay is None or not process.trying:  # a link that works again is noticed
+                relay = process.relay
+                if relay is not None:
+                    start_new_thread(self._reply, (host, asked.number, process, relay, now))
+                if relay is None or now >= process.tried_until:  # a link that works again is noticed
+                    process.tried_until = now + SILENT_S
                     asked.missing += 1
-                    start_new_thread(self._reply, (host, asked.number, process, None))
+                    start_new_thread(self._reply, (host, asked.number, process, None, now))
 
     def _ask_through_relays(self, host: int, asked: _Host, now: float) -> None:
         """Ask processes of a host that does not answer through some relays."""
+        if not self._replies.empty():  # this process was delayed: the host may have replied
+            return
         asked.relay_due = now + _REPEAT_S
-        relays, living = [relay for relay in self._relays.get(host, ()) if relay.known], asked.living
-        pairs = 0 if asked.is_heard or not relays else min(_AT_ONCE, max(len(relays), len(living)) if living else 0)
-        for _ in range(pairs):
+        reached = [relay for relay in self._relays.get(host, ()) if relay.known]
+        relays, living = sorted(reached, key=lambda relay: relay.relay is not None), asked.living
+        for _ in range(min(_AT_ONCE, max(len(relays), len(living))) if relays and living else 0):
             relay, process = relays[asked.relayed % len(relays)], living[asked.relayed % len(living)]
             asked.relayed += 1
-            start_new_thread(self._reply, (host, asked.number, process, relay))
+            start_new_thread(self._reply, (host, asked.number, process, relay, asked.asked_at))
 
-    def _reply(self, host: int, number: int, process: Peer, relay: Peer | None) -> None:
+    def _reply(self, host: int, number: int, process: Peer, relay: Peer | None, since: float) -> None:
         """Ask a process, and put its reply, or ``None``, into ``_replies``."""
         reply: dict[str, Json] | None
         try:
             if relay is None:
                 reply = process.ask(self._token, self._request, SILENT_S)
             else:
-                reply = process.ask_through(relay, self._token, self._request, SILENT_S)
+                reply = process.ask_through(relay, self._token, self._request, SILENT_S, since)
         except Ended:
             reply = {"ended": True}
         self._replies.put((host, number, process, relay, reply, time.monotonic()))
@@ -159,7 +163,8 @@ class Inquiry:
             return False  # another process, or the same one, has answered this question before
         if relay is None:
             asked.missing -= 1
-            asked.is_heard |= reply is not None
+            if reply is not None:  # the link is not lost
+                asked.relay_due = now + _RELAY_S
         elif reply is not None:
             asked.relay_due = now + _RETRY_S  # if this is no answer, another process of the host is asked
         if reply is not None and reply.keys() & {"ended", "unknown"}:  # it has ended, or has left the group
@@ -173,5 +178,5 @@ class Inquiry:
             return False
         asked.is_open, self.answered_at[host], self.found[host] = False, now, reply
         for each in self._processes[host]:  # all of them are behind the same link
-            each.relay = process.relay
+            each.relay = process.relay if relay is not None else None
         return True

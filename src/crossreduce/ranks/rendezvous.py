@@ -221,7 +221,7 @@ class Origin(NamedTuple):
     """What is known of the ranks of a group that is formed of another one.
 
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
-    ``is_beyond``: whether a rank has answered lately, but only through a third host, so that the link is lost.
+    ``is_beyond``: whether a rank answers only through a third host, so that the link to it is lost.
     """
 
     watch: Callable[[], None]
@@ -244,7 +244,9 @@ class ConnectionStore:
         For ``listen_at`` see ``Communicator``, for ``is_beyond`` ``Origin``.
         """
         self._store, self._rank, self._cancelled = store, rank, cancelled
-        self._listen_at, self._is_beyond, self._began = listen_at, is_beyond, time.monotonic()
+        self._listen_at, self._is_beyond = listen_at, is_beyond
+        self._began = 0.0  # when ranks were missing for the first time
+        self._given_up: list[int] = []
 
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
         """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
@@ -277,14 +279,29 @@ class ConnectionStore:
     def stalled(self, missing: Sequence[int]) -> list[int]:
         """Publish the ranks to which this one does not get a connection; return those that also miss this one.
 
-        So a rank that is only late, or was stopped, is not given up.
+        So a rank that is only late, or was stopped, is not given up. If one rank gives up another one, the other one
+        does so, too.
         """
-        if self._is_beyond is not None and time.monotonic() < self._began + tcp.PATIENCE_S:
-            missing = [peer for peer in missing if self._is_beyond(peer)]
-        self._store.set(f"stalled {self._rank}", json.dumps(list(missing)).encode())
+        now = time.monotonic()
+        self._began = self._began or now
+        waited = missing
+        if self._is_beyond is not None and now < self._began + tcp.PATIENCE_S:
+            waited = [peer for peer in missing if self._is_beyond(peer)]
+        self._publish_missing(waited)
         keys = {peer: f"stalled {peer}" for peer in missing}
         published = {peer: json.loads(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
-        return [peer for peer, ranks in published.items() if self._rank in ranks]
+        found = [
+            peer
+            for peer, (theirs, given_up) in published.items()
+            if self._rank in given_up or (self._rank in theirs and peer in waited)
+        ]
+        if found:
+            self._given_up += found
+            self._publish_missing(waited)
+        return found
+
+    def _publish_missing(self, waited: Sequence[int]) -> None:
+        self._store.set(f"stalled {self._rank}", json.dumps([list(waited), self._given_up]).encode())
 
     def any_of_all(self, value: bool, size: int) -> bool:
         """Return whether ``value`` is true on any of the group's ``size`` ranks, when all have called this.
