@@ -45,14 +45,19 @@ class SimulatedHosts:
             self.sleep(min(delay_s, timeout_s))
             if answer is Ended:
                 raise Ended
-            return answer if delay_s <= timeout_s else None
+            if answer is None or delay_s > timeout_s:
+                return None
+            if called == name:
+                process.relay, process.reached_at = None, self.now
+            return answer
 
         def ask_through(relay, token, request, timeout_s, since):
             answer = ask(token, request, timeout_s, f"{name} through {relay.name}")
             process.relay = relay if answer is not None else None if process.relay is relay else process.relay
             return answer
 
-        process = SimpleNamespace(ask=ask, ask_through=ask_through, name=name, known=name, relay=None, tried_until=0.0)
+        process = SimpleNamespace(ask=ask, ask_through=ask_through, name=name, known=name, relay=None)
+        process.tried_until, process.reached_at = 0.0, -1.0
         return process
 
 

@@ -8,7 +8,7 @@ from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.ranks import forming
-from crossreduce.ranks.agreement import Agreements, Watch, _Speaker
+from crossreduce.ranks.agreement import Agreements, Reach, Watch, _Speaker
 from crossreduce.ranks.contact import Place
 from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.inquiry import SILENT_S, Inquiry
@@ -339,3 +339,21 @@ def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
     relaying.connect(4)
     relaying.group.decide(1, True, 3, 10.0)
     assert told == [({2}, "decided", 7)]
+    relaying.group.decide(1, True, 3, 10.0)
+    assert len(told) == 1  # nothing was passed on since
+
+
+def test_a_rank_is_beyond_a_link_if_it_answers_only_through_a_relay(monkeypatch):
+    """A direct answer a short time ago, of any rank of its host, shows that the link is only slow."""
+    relaying = Relaying(monkeypatch)
+    group, reach = relaying.group, Reach(relaying.group, range(6))
+    reach._inquiry = SimpleNamespace(read=lambda: None)
+    assert not reach.is_beyond(4)
+    group.peer(4).relay = group.peer(5).relay = group.peer(0)
+    assert reach.is_beyond(4)
+    relaying.simulated.now = 10.0
+    group.peer(5).reached_at = 9.5
+    assert not reach.is_beyond(4)
+    relaying.simulated.now = 12.0
+    assert reach.is_beyond(4)
+    assert not reach.is_beyond(3)

@@ -89,6 +89,14 @@ def test_a_host_behind_a_lost_link_is_asked_through_others(begun):
     assert not inquiry.is_silent(1)
 
 
+def test_a_direct_answer_counts_more_than_a_relayed_one(begun):
+    """If the link is only slow, the answer of one process shows that all processes of the host are not beyond it."""
+    answers = {"a": (0.5, {"arrived": {}}), "b through r": (0.3, {"arrived": {}})}
+    simulated, inquiry = begun(lambda name, *_: answers.get(name, NEVER), {1: "ab"}, relays="qr")
+    assert read_until(simulated, inquiry, 1) == [(1, 0.5)]
+    assert [process.relay for process in inquiry._processes[1]] == [None, None]
+
+
 def test_relays_are_asked_in_turn(begun):
     """Some at a time, each for another process of the host, until it answers or is silent."""
     simulated, inquiry = begun(lambda *_: NEVER, {1: "a"}, relays="pqrstu")

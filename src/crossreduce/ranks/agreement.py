@@ -32,7 +32,7 @@ from .shared_memory import RankMemory
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
 _LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
 _REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
-_RECENT_S: Final = 0.4  # for how long a direct answer shows that a link is not lost
+_RECENT_S: Final = 1.0  # for how long a direct answer shows that a link is not lost
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -139,6 +139,7 @@ class Agreements:
             raise self._excluded()
         if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
             self._tell_beyond(beyond, number, known)
+            self._relayed -= beyond  # until it passes on a connection again
         return found
 
     def _tell_beyond(self, hosts: Collection[int], number: int, known: tuple[int, Decision]) -> None:
@@ -289,8 +290,10 @@ class Reach:
             others = {group._host_of[each] for each in members} - {group._own}
             self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
         self._inquiry.read()
-        peer = group._peers.get(rank)
-        return peer is not None and peer.relay is not None and peer.reached_at < time.monotonic() - _RECENT_S
+        if rank not in group._peers or group._peers[rank].relay is None:
+            return False
+        reached_at = max(group._peers[each].reached_at for each in group._hosts[group._host_of[rank]])
+        return reached_at < time.monotonic() - _RECENT_S
 
 
 class Watch:

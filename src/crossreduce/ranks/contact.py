@@ -217,7 +217,9 @@ class Peer:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
         self.reached_at, self.refused = -math.inf, False
-        self.tried_until = -math.inf  # how long a direct request may still wait for its answer; see ``Inquiry``
+        self.tried_until = (
+            -math.inf
+        )  # until when no other direct request is sent while there is a relay; see ``Inquiry``
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.

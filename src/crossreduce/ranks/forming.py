@@ -24,6 +24,7 @@ from .survivors import Closable, Reformed
 
 PAUSE_S: Final = 0.002  # between two questions to a rank
 _PATIENCE_S: Final = 0.3  # how long a process that wants to join may take to answer; it may have been stopped
+_AT_ONCE: Final = 32  # members that are asked for such processes at the same time
 _CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
 
 
@@ -111,16 +112,16 @@ class Forming(Generic[Group]):
         """Return the processes that want to join and answer now."""
         agreements, places = self._agreements, self._agreements.joiners()
         others = [rank for rank in members if rank != self._old.rank]
-        relays = {rank: agreements.relays(agreements.host_of(rank), members) for rank in others}
-        asked = {rank: [agreements.peer(rank)] for rank in others}
-        inquiry, until = (
-            Inquiry(asked, self._old.token, {"what": "waiting"}, relays=relays),
-            time.monotonic() + ANSWER_S,
-        )
-        while len(inquiry.found) < len(others) and time.monotonic() < until:
-            inquiry.read(PAUSE_S)
-        for answer in inquiry.found.values():
-            places |= (answer or {}).get("waiting", {})
+        for start in range(0, len(others), _AT_ONCE):
+            asked = others[start : start + _AT_ONCE]
+            relays = {rank: agreements.relays(agreements.host_of(rank), members) for rank in asked}
+            processes = {rank: [agreements.peer(rank)] for rank in asked}
+            inquiry = Inquiry(processes, self._old.token, {"what": "waiting"}, relays=relays)
+            until = time.monotonic() + ANSWER_S
+            while len(inquiry.found) < len(asked) and time.monotonic() < until:
+                inquiry.read(PAUSE_S)
+            for answer in inquiry.found.values():
+                places |= (answer or {}).get("waiting", {})
         peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
         return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
 

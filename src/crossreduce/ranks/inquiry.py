@@ -122,7 +122,7 @@ class Inquiry:
             asked.again |= not asked.waiting
             asked.due = now + (_REPEAT_S if asked.again else _STAGGER_S)
             for process in some:
-                relay = process.relay
+                relay = process.relay if process.relay in self._relays.get(host, ()) else None
                 if relay is not None:
                     start_new_thread(self._reply, (host, asked.number, process, relay, now))
                 if relay is None or now >= process.tried_until:  # a link that works again is noticed
@@ -177,6 +177,7 @@ class Inquiry:
                 asked.due = now + _RETRY_S * asked.again
             return False
         asked.is_open, self.answered_at[host], self.found[host] = False, now, reply
+        is_reached = max(each.reached_at for each in self._processes[host]) >= asked.asked_at
         for each in self._processes[host]:  # all of them are behind the same link
-            each.relay = process.relay if relay is not None else None
+            each.relay = None if is_reached else relay
         return True

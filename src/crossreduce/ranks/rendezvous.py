@@ -277,17 +277,16 @@ class ConnectionStore:
         return bytes(self._store.get(str(peer)))
 
     def stalled(self, missing: Sequence[int]) -> list[int]:
-        """Publish the ranks to which this one does not get a connection; return those that also miss this one.
+        """Publish the ranks to which this one does not get a connection; return those to give up.
 
-        So a rank that is only late, or was stopped, is not given up. If one rank gives up another one, the other one
-        does so, too.
+        These also miss this one, or have given it up. So a rank that is only late, or was stopped, is not given up.
         """
         now = time.monotonic()
         self._began = self._began or now
         waited = missing
         if self._is_beyond is not None and now < self._began + tcp.PATIENCE_S:
             waited = [peer for peer in missing if self._is_beyond(peer)]
-        self._publish_missing(waited)
+        self._publish_stalled(waited)
         keys = {peer: f"stalled {peer}" for peer in missing}
         published = {peer: json.loads(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
         found = [
@@ -297,10 +296,10 @@ class ConnectionStore:
         ]
         if found:
             self._given_up += found
-            self._publish_missing(waited)
+            self._publish_stalled(waited)
         return found
 
-    def _publish_missing(self, waited: Sequence[int]) -> None:
+    def _publish_stalled(self, waited: Sequence[int]) -> None:
         self._store.set(f"stalled {self._rank}", json.dumps([list(waited), self._given_up]).encode())
 
     def any_of_all(self, value: bool, size: int) -> bool:
