@@ -268,12 +268,15 @@ print(resident() - before < 20, 4.5 < seconds)
 def test_a_forked_child_starts_with_an_empty_pool():
     """A child has neither the blocks of its parent's pool nor its thread; it fills and empties a pool of its own."""
     code = """
+def write_pooled():  # at once: several processes write
+    os.write(1, b"%d\\n" % (kernels.memory_usage()["pooled"] // MIB))
+
 use([8 * MIB] * 8)
-print(kernels.memory_usage()["pooled"] // MIB, flush=True)
+write_pooled()
 for _ in range(3):  # children of children, too
     child = os.fork()
     if child:
-        print(kernels.memory_usage()["pooled"] // MIB, flush=True)
+        write_pooled()
         os._exit(os.waitpid(child, 0)[1] != 0)
     assert threads() == ALONE and kernels.memory_usage()["pooled"] == 0
     use([8 * MIB] * 3)
