@@ -237,10 +237,8 @@ def test_a_rank_that_is_late_is_not_given_up():
     assert [one for one, _ in ranks(3, stalls, [], 0, 0.3)] == [[], [], []]
 
 
-def checks(rendezvous, silent, late):
-    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
-    communicator.PATIENCE_S = 0.4
-    comm = without(rendezvous, [])
+def silence(comm, silent):
+    """Let no message arrive from the first rank of each pair at the second one."""
     real = comm._own_transport.send
     done = type("Done", (), {"wait": lambda _, timeout_s: None})()
 
@@ -248,6 +246,13 @@ def checks(rendezvous, silent, late):
         return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
 
     comm._own_transport.send = send
+
+
+def checks(rendezvous, silent, late):
+    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
+    communicator.PATIENCE_S = 0.4
+    comm = without(rendezvous, [])
+    silence(comm, silent)
     if comm.rank == late:
         time.sleep(2)  # the others stop to wait for its announcement after 1.2 s
     comm.check_links("a check")
@@ -276,13 +281,7 @@ def two_checks(rendezvous, apart, silent, late):
     """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
     communicator.PATIENCE_S = 1.0
     comm = without(rendezvous, apart)
-    real = comm._own_transport.send
-    done = type("Done", (), {"wait": lambda _, timeout_s: None})()
-
-    def send(address, nbytes, dst, tag):
-        return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
-
-    comm._own_transport.send = send
+    silence(comm, silent)
     if comm.rank == late:
         time.sleep(2)
     comm.check_links("a check")

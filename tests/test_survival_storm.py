@@ -240,21 +240,28 @@ def drawn_on_hosts(seed, folder, bed):
         failures.append({"who": victim, "where": where, "how": how, "skip": draw.randrange(10) * (where == "agree")})
         failures[-1] |= {"after": int(10 ** (draw.random() * 3.5)), "delay_s": draw.choice([0, draw.random() * 0.1])}
     stops = any(each["how"] == "stop" for each in failures) or cut is not None
+    case = {"size": size, "joiners": joiners, "join_after_s": 0.5, "cut": cut, "slow": draw.random() < 0.3}
+    case |= {"excluded": excluded, "timeout_s": 2 if stops else 1800, "wait_s": 3, "port": 29500 + seed}
+    return on_hosts(seed, folder, bed, hosts, failures) | case
+
+
+def on_hosts(seed, folder, bed, hosts, failures):
+    """Return a storm of ranks on these hosts, none of which joins or is excluded."""
     return {
         "seed": seed,
         "folder": str(folder),
-        "size": size,
-        "joiners": joiners,
-        "join_after_s": 0.5,
+        "size": len(hosts),
+        "joiners": 0,
+        "join_after_s": 0,
         "hosts": hosts,
-        "cut": cut,
-        "slow": draw.random() < 0.3,
+        "cut": None,
+        "slow": False,
         "failures": failures,
-        "excluded": excluded,
-        "timeout_s": 2 if stops else 1800,
-        "wait_s": 3,
+        "excluded": [],
+        "timeout_s": 2,
+        "wait_s": 10,
         "address": bed.addresses[hosts[0]],
-        "port": 29500 + seed,
+        "port": 29700 + seed,
         "namespaces": [bed.holders[host].pid for host in hosts],
     }
 
@@ -299,23 +306,8 @@ def mesh(request):
 def lost_link(seed, folder, mesh, hosts, pair, victims):
     """Return a storm in which the hosts ``pair`` lose the link between them, and victims are killed a moment later."""
     failures = [{"who": each, "where": "any", "how": "kill", "skip": 0, "after": 0, "delay_s": 0.1} for each in victims]
-    return {
-        "seed": seed,
-        "folder": str(folder),
-        "size": len(hosts),
-        "joiners": 0,
-        "join_after_s": 0,
-        "hosts": hosts,
-        "cut": pair,
-        "slow": False,
-        "failures": failures,
-        "excluded": [],
-        "timeout_s": 2,
-        "wait_s": 10,  # ranks beyond the link notice the end of a rank only after the timeout
-        "address": mesh.addresses[0],
-        "port": 29700 + seed,
-        "namespaces": [mesh.holders[host].pid for host in hosts],
-    }
+    # Ranks beyond the link notice the end of a rank only after the timeout of 2 s, so wait_s is greater.
+    return on_hosts(seed, folder, mesh, hosts, failures) | {"cut": pair}
 
 
 @KINDS

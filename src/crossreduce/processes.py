@@ -33,7 +33,7 @@ from .ranks import joining, survivors
 from .ranks.communicator import Communicator
 from .ranks.forming import Forming, GroupKind, Settings
 from .ranks.membership import Hosts
-from .ranks.rendezvous import MET, ConnectionStore, Origin, StoreRendezvous, reaching
+from .ranks.rendezvous import MET, NEW, ConnectionStore, Origin, StoreRendezvous, reaching
 from .ranks.store import LIMIT_S, StoreClient, StorePart
 from .ranks.survivors import SHRINK_S, Reformed
 from .transports.base import Transport
@@ -460,26 +460,24 @@ def _nothing() -> None:
     """Watch nothing."""
 
 
-def _group_of(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin | None = None) -> RankGroup:
+def _group_of(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
     """Return a group whose ranks meet at a store, which this closes if they cannot."""
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
         part = StorePart(store, "tcp/")
-        is_beyond = None if origin is None else origin.is_beyond
-        places = ConnectionStore(part, rank, cancelled, settings.listen_at, is_beyond)
+        places = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
         return TcpTransport(*places.connect(hosts))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
-        watch = _nothing if origin is None else origin.watch
-        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=watch)
+        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=origin.watch)
         communicator = Communicator(
             rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
         )
     except BaseException:
         store.close()
         raise
-    rendezvous.watch = store.watch = _nothing  # ``watch`` refers to the earlier group
+    rendezvous.watch = store.watch = _nothing  # that of ``origin`` refers to the earlier group
     return RankGroup(communicator, store)
 
 

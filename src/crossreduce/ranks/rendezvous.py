@@ -221,11 +221,15 @@ class Origin(NamedTuple):
     """What is known of the ranks of a group that is formed of another one.
 
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
-    ``is_beyond``: whether a rank answers only through a third host, so that the link to it is lost.
+    ``is_beyond``: whether a rank answers only through a third host, so that the link to it is lost; ``None``: this rank
+    was in no earlier group, and cannot tell.
     """
 
-    watch: Callable[[], None]
-    is_beyond: Callable[[int], bool] = lambda _: False
+    watch: Callable[[], None] = lambda: None
+    is_beyond: Callable[[int], bool] | None = None
+
+
+NEW: Final = Origin()  # of a group that is not formed of another one
 
 
 class ConnectionStore:

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
 from ..ranks.membership import shared_failure
 from ..ranks.messages import ANY_RANK, Messages
-from ..ranks.rendezvous import ConnectionStore, Origin, interfaces
+from ..ranks.rendezvous import NEW, ConnectionStore, Origin, interfaces
 from ..ranks.survivors import Reformed
 from ..transports.base import Transport
 from ..transports.gloo import BesideGloo, lazy_options, translated
@@ -76,7 +76,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name: str,
         global_ranks: Sequence[int] = (),
         options: Any = None,
-        origin: Origin | None = None,
+        origin: Origin = NEW,
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
@@ -439,7 +439,7 @@ def connect(
     name: str,
     global_ranks: Sequence[int],
     options: Any,
-    origin: Origin | None = None,
+    origin: Origin = NEW,
 ) -> tuple[Any, Communicator, bool]:
     """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
 
@@ -452,8 +452,7 @@ def connect(
     seconds, made = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        is_beyond = None if origin is None else origin.is_beyond
-        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=is_beyond)
+        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
         sockets, unreached = places.connect(hosts)
         lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
@@ -464,8 +463,7 @@ def connect(
         return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)
-    watch = (lambda: None) if origin is None else origin.watch
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, watch)
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
         exact = is_exact(options)
     except ArgumentError as error:
