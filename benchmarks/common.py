@@ -4,6 +4,7 @@ import argparse
 import datetime
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,12 @@ from typing import Any
 from crossreduce.cli.bench.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def tests_on_path() -> None:
+    """Let Python find the modules of the tests: oracles, clocks of exported files, simulated hosts."""
+    support = Path(__file__).parents[1] / "tests/support"
+    sys.path[:0] = [str(support), *map(str, support.iterdir())]
 
 
 def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1) -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
 """How long does the host need to queue a reduction on CUDA devices, apart from the driver's own time?
 
-A stub stands in for the CUDA driver (tests/native/stub_cuda.cpp): its calls do nothing. What remains is this library's
+A stub stands in for the CUDA driver (stub_cuda.c of the testspp): its calls do nothing. What remains is this library's
 time: "launch preparation" is the compiled part (``Plan.run``: pointer tables, streams, events), "the call" is a call
 of the public API with torch tensors. torch has no CUDA tensors here, so host tensors stand in for them; allocating
 results is torch's host allocator. The real driver adds its own time for each launch, which is not measured here.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,14 +24,14 @@ from unittest import mock
 
 import optree
 import torch
-from common import keep, samples, summary
+from common import keep, samples, summary, tests_on_path
 from host_reduction import resnet50
 
 import crossreduce as cr
 from crossreduce import pipeline
 from crossreduce.engines.host import prepared as prepared_calls
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+tests_on_path()
 import fake_cuda
 import fake_cuda_torch
 

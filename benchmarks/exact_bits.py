@@ -1,7 +1,7 @@
 """Are exact sums right? Compare the kernels with sums in fixed point, on many random elements.
 
 For each dtype and kind of data, in turn with 2 to 64 terms: sums and means of random elements by the kernels of each
-instruction set, beside the reference of tests/native/exact_reference.cpp, which tests compare with fractions. Besides,
+instruction set, beside the reference of exact_reference.c of the testspp, which tests compare with fractions. Besides,
 float64 accumulation without a certificate: how many sums of floats does it round wrongly?
 Run: python benchmarks/exact_bits.py [--elements 1000000000] [--others 100000000] [--jobs N] [--json PATH]
 """
@@ -18,12 +18,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from common import RESULTS, keep
+from common import RESULTS, keep, tests_on_path
 
 from crossreduce import kernels
 from crossreduce.kernels import FusedProgram, Segment
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+tests_on_path()
 from exact_reference import FORMATS, KINDS, random_terms, reference_sums
 
 TERMS = (2, 3, 4, 5, 8, 16, 32, 64)

@@ -3,7 +3,7 @@
 ``python benchmarks/exact_ranks.py`` measures torch ranks, prints ratios, and keeps them in results/exact_ranks.json:
 
   one host: 4 ranks, 1 KiB to 64 MiB of float32, and 16 MiB of each other dtype.
-  two hosts: 2 x 4 ranks in network namespaces (tests/namespaces.py, requires root) that a link of 1 Gbit/s joins. Bytes
+  two hosts: 2 x 4 ranks in network namespaces (requires root) that a link of 1 Gbit/s joins. Bytes
     are those that host 0 sends over the link, headers included.
 
 Ordinary data is random with a normal distribution; of "wide" data all exponents are equally frequent, so that almost
@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from common import keep, size_text
+from common import keep, size_text, tests_on_path
 
 SIZES = tuple(1 << shift for shift in range(10, 27, 2))
 DTYPES = ("bfloat16", "float16", "float64")
@@ -107,7 +107,7 @@ def one_rank(folder: Path, store: str, part: str) -> None:
 
 def part(name: str) -> list[Row]:
     """Run the ranks of a part, and return its rows."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    tests_on_path()
     import namespaces
 
     why_not = namespaces.available()

@@ -29,7 +29,7 @@ PINNED_NBYTES = 1 << 27
 
 
 class DeviceKernels:
-    """The kernels on a device, each called like its function of tests/native/cuda_host.cpp, on pinned memory."""
+    """The kernels on a device, each called like its function of cuda_host.cpp of the tests, on pinned memory."""
 
     def __init__(self, device: int = 0):
         assert not driver.unusable(), driver.unusable()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from common import tests_on_path
 
 from crossreduce import pipeline
 from crossreduce.engines import cuda
@@ -23,7 +23,7 @@ from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda.launches import split
 from crossreduce.engines.cuda.operations import Launch
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+tests_on_path()
 import fake_cuda
 import fake_cuda_torch
 

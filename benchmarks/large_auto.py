@@ -16,13 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-from common import RESULTS, keep
+from common import RESULTS, keep, tests_on_path
 
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.planning import REGISTRY
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+tests_on_path()
 from test_large_machines import dragonfly, fat_tree
 
 MACHINES = {

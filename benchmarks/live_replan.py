@@ -3,7 +3,7 @@
 ``python benchmarks/live_replan.py [PART ...]`` measures three parts, or some of them, prints them, and keeps them in
 results/live_replan.json:
 
-  hosts: eight torch ranks on four network namespaces (tests/namespaces.py, requires root), with links of 200 Mbit/s for
+  hosts: eight torch ranks on four network namespaces (requires root), with links of 200 Mbit/s for
     each pair, one of 20 Mbit/s, and one pair without a link. All-reduces before ``measure_topology``, after it, and
     before and after another one when a link has become slower. ``ratio``: the achieved algbw over the bound of the
     topology that was measured last; of the rows "slower link, old plan", over that of the next measurement.
@@ -26,6 +26,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from common import tests_on_path
 
 import crossreduce as cr
 
@@ -104,7 +106,7 @@ def one_rank(folder: Path, store: str) -> None:
 
 def of_hosts() -> Row:
     """Run the part "hosts"."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    tests_on_path()
     import namespaces
 
     why_not = namespaces.available()

@@ -7,8 +7,7 @@ each file at 256 MiB, with rank k on the topology's k-th device; operations are 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from common import tests_on_path
 
 import crossreduce as cr
 from crossreduce.export import EXPORTERS
@@ -16,7 +15,7 @@ from crossreduce.export.fitting import fitting
 from crossreduce.planning import COLLECTIVES
 from crossreduce.planning.granularity import TOLERANCE, is_power_of_two
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the clocks
+tests_on_path()  # the clocks
 
 FREE = cr.Costs(operation_s=0)
 NBYTES = 1 << 28

@@ -10,10 +10,10 @@ SIGCOMM 2024, table 4 (all-gathers of chunks of 25 KB on a DGX-1, a latency of 0
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+
+from common import tests_on_path
 
 import crossreduce as cr
 from crossreduce.planning import COLLECTIVES, Request
@@ -24,7 +24,7 @@ from crossreduce.planning.shallow.program import shared
 from crossreduce.planning.topologies import neutral
 from crossreduce.schedule import fastest_of
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+tests_on_path()
 from published_plans import ALPHA, BRICK, SCCL
 
 FREE = cr.Costs(operation_s=0)

@@ -5,7 +5,7 @@ Four parts; contenders run in turn in the same processes, and the slowest rank's
   torch: tensors, the backends crossreduce and gloo of torch.distributed, 2, 4 and 8 ranks of one host.
   ddp: a training step of DistributedDataParallel with 25 M parameters, 8 ranks, the same backends.
   hosts: the same backends on network namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s
-    (tests/namespaces.py, requires root). Times of large arrays are compared with a lower limit: the time of the bytes
+    (requires root). Times of large arrays are compared with a lower limit: the time of the bytes
     that must cross a link or, with three hosts, the planner's bound. Both assume the links' raw rates, of which
     headers take 4.6 % at an MTU of 1500.
 
@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, keep, size_text
+from common import RESULTS, keep, size_text, tests_on_path
 from rank_chart import PICTURE, draw
 from rank_programs import ALONE, LIMIT_S, OURS
 
@@ -40,7 +40,7 @@ import crossreduce as cr
 from crossreduce.cli.bench.launch import launch
 from crossreduce.cli.bench.ranks import mpi_environment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+tests_on_path()
 import namespaces
 
 PROGRAM, SOURCES = Path(__file__).with_name("rank_programs.py"), Path(__file__).parents[1] / "src"

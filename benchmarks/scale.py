@@ -16,12 +16,12 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
-from common import RESULTS, keep
+from common import RESULTS, keep, tests_on_path
 
 import crossreduce as cr
 from crossreduce import Topology
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+tests_on_path()
 from test_large_machines import dragonfly, fat_tree, half_empty
 
 MACHINES = {

@@ -3,7 +3,7 @@
 By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
 skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
 ``CROSSREDUCE_TEST_BROWSER=0`` leaves out the tests in a browser.
-On systems other than Linux, pytest does not collect the files of ``LINUX_ONLY``.
+On systems other than Linux, pytest does not collect ``LINUX_ONLY``. How much hypothesis draws: budget.py.
 """
 
 import gc
@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 
+import budget
+import paths
 import pytest
 from frameworks import DEVICES, NAMES, load
 from guarded import WRITABLE, Arrays
@@ -23,48 +25,28 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 # Tests of ranks, which share memory on Linux only, and of libraries that are compiled as on Linux.
 LINUX_ONLY = [
-    *(f"test_bootstrap{part}.py" for part in ("", "_strangers")),
-    *(f"test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
-    *(f"test_communicator{part}.py" for part in ("", "_contexts")),
-    *(f"test_cuda_{part}.py" for part in ("code", "engine", "fake", "jax", "kernels")),
-    *(f"test_rank_{part}.py" for part in ("failures", "interrupts", "mismatches", "prepared", "resources")),
-    *(f"test_torch_{part}.py" for part in ("autoload", "backend", "backend_ends", "backend_start", "ddp", "exits")),
-    *(f"test_torch_{part}.py" for part in ("messages", "overlap", "profiler", "storm")),
-    "test_contact.py",
-    "test_discover.py",
-    "test_docs.py",
-    "test_elastic_digits.py",
-    "test_live_hosts.py",
-    "test_live_plans.py",
-    "test_examples.py",
-    "test_measurement.py",
-    "test_membership_model.py",
-    "test_mpi.py",
-    "test_multi_host.py",
-    "test_namespaces.py",
-    "test_nccl.py",
-    "test_processes.py",
-    "test_reconfigure_torch.py",
-    "test_registers.py",
-    "test_report_browser.py",
-    "test_shared_memory.py",
-    "test_statistics.py",
-    "test_survival_storm.py",
-    "test_survival_torch.py",
-    "test_survival_torchrun.py",
-    "test_transports.py",
-    "test_watchdog.py",
+    "ranks",
+    "cuda",
+    *(f"cli/test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
+    *(f"project/test_{part}.py" for part in ("docs", "elastic_digits", "examples")),
+    "planner/export/test_report_browser.py",
+    "planner/topology/test_discover.py",
+    "runtime/engines/test_nccl.py",
 ]
 collect_ignore = [] if sys.platform == "linux" else LINUX_ONLY
 
+# Programs that tests start find the modules of tests/support, too.
+os.environ["PYTHONPATH"] = paths.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+
 settings.register_profile(
-    "dev", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "crossreduce",
+    budget.examples(100),
+    deadline=None,
+    derandomize=budget.SHARE < 1,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-# CI draws the same examples every time, so more of them would find little more.
-settings.register_profile(
-    "ci", settings.get_profile("dev"), max_examples=50, derandomize=True, database=None, print_blob=True
-)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.load_profile("crossreduce")
 
 
 def _loaded(name):

@@ -2,7 +2,7 @@
 //
 // These are declarations of a binary interface, written for this library so that its build does not need jaxlib: names
 // are ours, the layout is XLA's. Source: xla/ffi/api/c_api.h of OpenXLA, version 0.3, which jaxlib contains.
-// tests/test_jax_in_process.py compares the layout with the header of the installed jaxlib. Every struct starts with its
+// tests/frameworks/test_jax_in_process.py compares the layout with the header of the installed jaxlib. Every struct starts with its
 // own size, which its creator sets; a newer version may append members, but does not move the ones that exist.
 #pragma once
 

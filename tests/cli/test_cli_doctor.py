@@ -1,0 +1,236 @@
+"""``crossreduce doctor``: the rank to blame, the state of each rank, and unreadable dumps."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+from histories import SUM, history, new_dump
+from paths import SUPPORT
+from ranks import ranks
+
+import crossreduce as cr
+from crossreduce.ranks import flight_recorder
+from crossreduce.ranks.communicator import ArrayView, Communicator
+from crossreduce.ranks.flight_recorder import History, Op
+from crossreduce.ranks.shared_memory import LEFT
+
+GOLDEN = SUPPORT / "dumps"
+
+
+@pytest.fixture
+def doctor(crossreduce):
+    """Return a function that runs ``crossreduce doctor`` and returns its exit code, stdout and stderr."""
+    return lambda *args: crossreduce("doctor", *args)
+
+
+def test_the_report_on_a_broken_group(doctor, monkeypatch):
+    """The report on two hosts with one rank behind and one rank without information equals doctor.txt; its table is at
+    most as wide as the terminal, and nothing in it is cut off."""
+    code, out, err = doctor(GOLDEN)
+    assert (code, err) == (0, "")
+    assert out == (GOLDEN / "doctor.txt").read_text()
+    for width in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = [line for line in doctor(GOLDEN)[1].splitlines() if line[0] in "┏┃┡│└"]
+        assert len(table) > 10
+        assert all(len(line) <= width and "…" not in line for line in table), table
+
+
+def test_json_has_the_same_facts(doctor):
+    """``--json`` has the ranks that are behind, those without a dump, and those without any information."""
+    code, out, _ = doctor(GOLDEN, "--json")
+    (incident,) = json.loads(out)["incidents"]
+    assert code == 0
+    assert (incident["behind"], incident["without_dump"], incident["missing"]) == ([3], [3], [5])
+    assert [state["sequence"] for state in incident["ranks"]] == [17, 17, 17, 16, 17, 0]
+    assert incident["ranks"][3] | {"seconds": None} == {
+        "rank": 3, "host": 0, "hostname": "alpha", "pid": 4003, "sequence": 16, "text": "barrier",
+        "state": "finished", "seconds": None, "dumped": False, "stack": [],
+    }  # fmt: skip
+
+
+BROKEN = {
+    "empty": "",
+    "truncated": None,
+    "not a dump": '{"format": "something else"}',
+    "a list": "[1, 2]",
+    "another version": '{"format": "crossreduce dump", "version": 99}',
+    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, fault):
+    """One broken dump among four is named in an error, and the other three are read."""
+    for rank in range(4):
+        path = flight_recorder.write(new_dump(rank, *(history(other, 9 if other == 1 else 10) for other in range(4))))
+    path.write_text(path.read_text()[:-200] if BROKEN[fault] is None else BROKEN[fault])
+    code, out, err = doctor(dump_directory)
+    assert code == 0
+    assert "rank3.json cannot be read: it" in err
+    assert re.search(r"rank 1 \(pid \d+ on .*\) is behind: it was in op 9", out)
+    assert "ranks 0, 2, 3 were in op 10" in out  # rank 3's state is in the dumps of the others
+
+
+@pytest.mark.parametrize("created", [False, True])
+def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path, created):
+    """A missing or empty directory is reported, and the exit code is 1."""
+    if created:
+        (tmp_path / "d").mkdir()
+    code, out, err = doctor(tmp_path / "d")
+    assert (code, out) == (1, "")
+    assert ("CollectiveTimeout or PeerLostError" if created else "cannot be read: No such file") in err
+    assert doctor(tmp_path / "d", "--json")[0] == 1
+
+
+@pytest.mark.parametrize(("size", "dumps"), [(20_000, 5), (1200, 1199)])
+def test_large_groups_are_reported_in_seconds(dump_directory, doctor, size, dumps):
+    """The report on 20,000 ranks takes less than 5 s of a CPU, and its table is limited to 200 ranks."""
+    hosts = tuple(tuple(range(first, first + 8)) for first in range(0, size, 8))
+    late = 7  # behind in the histories of the first host
+    writers = [rank for rank in range(dumps + 1) if rank != late]
+    first = new_dump(0, hosts=hosts)
+    for rank in writers:
+        known = [history(other, 40 - (other == late), pid=other + 50) for other in hosts[rank // 8]]
+        flight_recorder.write(first._replace(rank=rank, histories=tuple(known)))
+    for form in ([], ["--json"]):
+        start = time.process_time()
+        code, out, err = doctor(dump_directory, *form)
+        assert time.process_time() - start < 5
+        assert (code, err) == (0, "")
+        if form:
+            (incident,) = json.loads(out)["incidents"]
+            assert len(incident["ranks"]) == size
+            assert incident["behind"] == [late]
+            assert len(incident["missing"]) == (size - 8 if dumps < 8 else 0)
+        else:
+            assert re.search(rf"rank {late} \(pid 57 on .*\) is behind: it was in op 39", out)
+            assert f"{size - 200} of {size} ranks are not in the table; --json has all of them." in out
+
+
+def test_many_ranks_that_are_behind_have_one_sentence(dump_directory, doctor):
+    """Up to 20 ranks that are behind have a sentence each, the others share one."""
+    known = [history(rank, 3 if rank else 4) for rank in range(100)]
+    flight_recorder.write(new_dump(0, *known, hosts=(tuple(range(100)),)))
+    out = doctor(dump_directory)[1]
+    assert len(re.findall(r"^rank \d+ \(.*\) is behind: ", out, re.MULTILINE)) == 20
+    assert "The same, or similar, is true of ranks 21-99." in out
+
+
+def test_a_rank_that_stopped_in_the_call_is_suspected(dump_directory, doctor):
+    """If all ranks made the same call, the rank that wrote no dump is suspected."""
+    for rank in (0, 1, 3):
+        flight_recorder.write(new_dump(rank, *(history(other, 7, pid=other + 50) for other in range(4))))
+    _, out, _ = doctor(dump_directory)
+    assert re.search(r"rank 2 \(pid 52 on .*\) is suspected: it called op 7, .*, and stopped in this call\.", out)
+    assert "It wrote no dump: it was stopped, busy or dead." in out
+
+
+def test_a_rank_without_a_call_is_behind(dump_directory, doctor):
+    """A rank that made no call is behind all others."""
+    flight_recorder.write(new_dump(0, history(0, 1), history(1, 0), hosts=((0, 1),)))
+    assert f"is behind: it called neither op 1, {SUM}, nor any op before it." in doctor(dump_directory)[1]
+
+
+def test_a_call_after_the_failure_does_not_count(dump_directory, doctor):
+    """A rank that makes the missing call after the others aborted is still reported as behind."""
+    for rank, now, last in ((0, 40.0, 7), (1, 40.1, 7), (2, 55.0, 7)):
+        known = [history(other, 7 if other < 2 else last if now > 50 else 6, ended=None) for other in range(3)]
+        late = History(2, (*history(2, 6, ended=6.5).ops, *([Op(7, SUM, 54.9, None)] if now > 50 else [])))
+        flight_recorder.write(new_dump(rank, *known[:2], late, hosts=((0, 1, 2),))._replace(now_s=now))
+    _, out, _ = doctor(dump_directory)
+    assert re.search(
+        r"rank 2 \(.*\) is behind: it finished op 6, .*, 33\.5 s before the group broke; it did not call op 7, .*\.",
+        out,
+    )
+    assert "No rank is behind" not in out
+
+
+def test_a_rank_that_left_is_reported(dump_directory, doctor):
+    """Leaving a group does not count as a call: the report says after which call the rank left."""
+    left = History(1, (*history(1, 4, ended=4.5).ops, Op(5, LEFT, 5.0, None)))
+    cause = "rank 1 left during op 5, x."
+    flight_recorder.write(new_dump(0, history(0, 5), left, hosts=((0, 1),))._replace(cause=cause, now_s=6.0))
+    _, out, _ = doctor(dump_directory)
+    assert re.search(r"rank 1 \(.*\) left the group after op 4, all_reduce .*\. It wrote no dump\.", out)
+    assert "suspected" not in out
+
+
+def test_ranks_in_the_same_call_are_not_blamed(dump_directory, doctor):
+    """If all ranks wrote dumps and are in the same call, no rank is behind."""
+    for rank in range(4):
+        flight_recorder.write(new_dump(rank, *(history(other, 7) for other in range(4))))
+    assert "No rank is behind: all ranks reached the same call." in doctor(dump_directory)[1]
+
+
+def test_each_group_is_reported(dump_directory, doctor):
+    """Dumps of two groups, and of two groups of the same name, in one directory are reported separately."""
+    for group, token in (("world", "1"), ("world", "2"), ("pair", "1")):
+        flight_recorder.write(new_dump(0, history(0, 3), history(1, 2), hosts=((0, 1),), group=group, token=token))
+    out = doctor(dump_directory)[1]
+    assert [line.split(",")[0] for line in out.splitlines() if line.startswith("Group")] == [
+        'Group "pair"',
+        'Group "world"',
+        'Group "world"',
+    ]
+
+
+def test_a_dump_cannot_control_the_terminal(dump_directory, doctor):
+    """Control characters in a dump are not printed, and markup is printed as text."""
+    op = Op(1, "\x1b[2Jall_reduce [bold]x[/bold]", 0.0, None)
+    flight_recorder.write(new_dump(0, History(0, (op,)), hosts=((0,),)))
+    out = doctor(dump_directory)[1]
+    assert "\x1b" not in out
+    assert "[bold]x[/bold]" in out
+
+
+def one_stops(rendezvous, timeout_s):
+    """Run one rank: 40 calls; rank 2 stops its own process before its call 38, and the others time out."""
+    communicator = Communicator(rendezvous, None, name="world", timeout_s=timeout_s)
+    x = np.full(10, 3.0**communicator.rank, np.float32)
+    array = ArrayView(x.ctypes.data, x.size, "float32", x.shape)
+    for number in range(1, 41):
+        if communicator.rank == 2 and number == 38:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        communicator.broadcast(array, 1)
+
+
+def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doctor, monkeypatch):
+    """Ranks 0 and 1 time out and write dumps; the doctor names rank 2, its process and the call it did not make."""
+    monkeypatch.setenv("COLUMNS", "150")
+    pids = []
+    results = ranks(3, one_stops, 1.5, check=False, timeout_s=12, begun=kill_after_dumps(pids, dump_directory, 2))
+    for rank in (0, 1):
+        error = results[rank]
+        assert isinstance(error, cr.CollectiveTimeout), error
+        assert error.ranks == (2,)
+        assert f"crossreduce doctor {dump_directory}" in str(error)
+    first = json.loads((dump_directory / "rank0.json").read_text())
+    assert [len(history["ops"]) for history in first["histories"]] == [32] * 3
+    code, out, err = doctor(dump_directory)
+    assert (code, err) == (0, "")
+    assert re.search(
+        rf"rank 2 \(pid {pids[2]} on .*\) is behind: it finished op 37, broadcast root 1 float32\[10\], .*; "
+        r"it did not call op 38, broadcast root 1 float32\[10\]\.",
+        out,
+    )
+    assert "ranks 0, 1 were in op 38" in out
+    assert "one_stops (test_cli_doctor.py:" in out
+
+
+def kill_after_dumps(pids, dump_directory, count):
+    """Return a function that stores the ranks' pids, and kills rank 2 once ``count`` other ranks wrote dumps."""
+
+    def begun(given):
+        pids.extend(given)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and len(list(dump_directory.glob("rank*.json"))) < count:
+            time.sleep(0.01)
+        os.kill(given[2], signal.SIGKILL)
+
+    return begun

@@ -1,0 +1,137 @@
+"""One CUDA device: torch and JAX with eight logical replicas, cuda:0 to cuda:0#7.
+
+Run these tests with ``pytest -m gpu test_gpu.py``, and with CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax if
+TensorFlow is not installed.
+"""
+
+import numpy as np
+import oracle
+import pytest
+from expect import check_memory, digits, result_dtype, small
+from frameworks import DTYPES, Jax, Torch, defined
+from pairs import pairs
+
+import crossreduce as cr
+from crossreduce.options import ALGORITHMS
+
+pytestmark = pytest.mark.gpu
+LOGICAL = ("cuda:0", *(f"cuda:0#{k}" for k in range(1, 8)))
+
+
+GPU = ["torch", "jax"]
+
+
+@pytest.fixture(scope="module", params=GPU)
+def gpu(request):
+    return Torch("cuda") if request.param == "torch" else Jax("cuda")
+
+
+def on_gpu(framework, x):
+    return framework.device_of(x) in ("cuda:0", "gpu:0")
+
+
+def put(framework, xs):
+    return [framework.array(x, 0) for x in xs]
+
+
+def check(framework, result, op, xs, devices, inputs):
+    assert type(result) is cr.Mirrored
+    assert result.devices == tuple(devices)
+    ys = [framework.to_numpy(y) for y in result]
+    oracle.check(ys[0], op, xs, result=result_dtype(framework, op, xs[0].dtype.name))
+    assert len({y.tobytes() for y in ys}) == 1
+    assert all(on_gpu(framework, y) for y in result)
+    check_memory(framework, result, inputs)
+
+
+def test_arrays_on_one_gpu_have_logical_devices(gpu):
+    """Eight arrays on one GPU have eight logical devices."""
+    assert cr.PerReplica(put(gpu, small("float32", (2,), 8))).devices == LOGICAL
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n", "packs", "gpu"), pairs(ALGORITHMS, range(1, 9), [0, 1, 3], GPU), indirect=["gpu"]
+)
+def test_every_contribution_is_added_once_on_gpu(gpu, algorithm, n, packs):
+    """On 1 to 8 logical devices, packed or not, no contribution is lost, doubled or misplaced."""
+    xs = digits(n, (5,))
+    given = put(gpu, xs)
+    value = cr.PerReplica(given)
+    ops = cr.AllReduceCrossDeviceOps(algorithm, packs)
+    check(gpu, ops.reduce("sum", value, value), "sum", xs, LOGICAL[:n], given)
+    check(gpu, ops.reduce("sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
+
+
+@pytest.mark.parametrize(("algorithm", "dtype", "gpu"), pairs(ALGORITHMS, DTYPES, GPU), indirect=["gpu"])
+def test_every_dtype_on_gpu(gpu, algorithm, dtype):
+    """Every reduction of every dtype equals the oracle, for every algorithm."""
+    xs = small(dtype, (3, 2), 8)
+    given = put(gpu, xs)
+    value = cr.PerReplica(given)
+    for op in ("sum", "mean", "min", "max", "product"):
+        if defined(op, dtype):
+            check(gpu, cr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value), op, xs, LOGICAL, given)
+    assert all(np.array_equal(gpu.to_numpy(x), kept) for x, kept in zip(given, xs, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_random_floats_on_gpu(gpu, algorithm):
+    """Results of random float32 arrays are within the oracle's tolerance, with the same bits on all devices and in
+    every run."""
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=2000).astype("float32") for _ in range(8)]
+    given = put(gpu, xs)
+    value = cr.PerReplica(given)
+    for op in ("sum", "mean"):
+        ops = cr.AllReduceCrossDeviceOps(algorithm, 3)
+        first, again = ops.reduce(op, value, value), ops.reduce(op, value, value)
+        check(gpu, first, op, xs, LOGICAL, given)
+        assert gpu.to_numpy(first[0]).tobytes() == gpu.to_numpy(again[0]).tobytes()
+
+
+def test_means_are_divided_on_gpu(gpu):
+    """On a GPU, the mean of n equal integers is that integer: it is divided by n, not multiplied by 1/n."""
+    for n in (3, 5, 6, 7):
+        xs = [np.arange(100, dtype="float32")] * n
+        value = cr.PerReplica(put(gpu, xs))
+        for y in cr.HierarchicalCopyAllReduce().reduce("mean", value, value):
+            assert gpu.to_numpy(y).tolist() == list(range(100))
+
+
+def test_sparse_on_gpu(gpu):
+    """On the GPU, slices are concatenated in replica order, or made dense if another replica is dense."""
+    for kind in gpu.kinds:
+        parts = [(np.full((k % 3, 2), k, "float32"), np.arange(k % 3)) for k in range(8)]
+        given = [gpu.sparse(kind, v, i, (4, 2), 0) for v, i in parts]
+        dense = [gpu.dense(x, (4, 2)) for x in given]
+        value = cr.PerReplica(given, LOGICAL)
+        for y in cr.HierarchicalCopyAllReduce().reduce("sum", value, value):
+            assert gpu.parts(y).indices.tolist() == np.concatenate([i for _, i in parts]).tolist()
+            assert np.array_equal(gpu.dense(y, (4, 2)), sum(dense))
+        mixed = cr.PerReplica([*given[:7], gpu.array(dense[7])], LOGICAL)
+        check(gpu, cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed), "sum", dense, LOGICAL, [])
+
+
+def test_trees_gather_and_broadcast_on_gpu(gpu):
+    """Trees, gather and broadcast work between logical devices, and between the GPU and the host."""
+    xs = digits(3, (4,))
+    given = put(gpu, xs)
+    for result in cr.all_reduce([{"a": x, "n": float(k)} for k, x in enumerate(given)]):
+        assert on_gpu(gpu, result["a"])
+        assert gpu.to_numpy(result["a"]).tolist() == np.sum(xs, axis=0).tolist()
+        assert result["n"].item() == 3
+    value = cr.PerReplica(given)
+    for y in cr.HierarchicalCopyAllReduce().gather(value, value, 0):
+        assert gpu.to_numpy(y).tolist() == np.concatenate(xs).tolist()
+    (y,) = cr.HierarchicalCopyAllReduce().reduce("sum", value, "cpu:0")
+    assert "cpu" in gpu.device_of(y)
+    assert gpu.to_numpy(y).tolist() == np.sum(xs, axis=0).tolist()
+    copies = cr.HierarchicalCopyAllReduce().broadcast(y, value)
+    assert all(on_gpu(gpu, copy) for copy in copies)
+
+
+def test_a_gpu_that_does_not_exist(gpu):
+    """A GPU that does not exist raises a DeviceError with its name."""
+    value = cr.PerReplica(put(gpu, digits(2, (2,))))
+    with pytest.raises(cr.DeviceError, match="cuda:99"):
+        cr.HierarchicalCopyAllReduce().reduce("sum", value, "cuda:99")

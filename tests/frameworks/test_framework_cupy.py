@@ -1,0 +1,468 @@
+"""CuPy arrays, with a stand-in for CuPy (support/standins/cupy) that computes in host memory: nothing here needs a GPU.
+
+The stand-in raises an error if an operation runs while another device is the current one, and lists work that is not
+ordered between streams. No test may leave such a fault, an array, or another current device.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from frameworks import NAMES, defined, load
+from paths import SUPPORT
+
+import crossreduce as cr
+from crossreduce import frameworks
+from crossreduce.options import ALGORITHMS
+
+STANDINS = str(SUPPORT / "standins")
+OPS = ("sum", "mean", "min", "max", "product")
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+    "uint64", "complex64", "complex128", "bool",
+)  # fmt: skip
+
+
+def forget():
+    """Let crossreduce and Python forget CuPy."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        del sys.modules[name]
+    sys.modules.pop("crossreduce.frameworks.cupy", None)
+    frameworks.get.cache_clear()
+    for kind in [kind for kind, framework in frameworks.KNOWN.items() if framework.name == "cupy"]:
+        del frameworks.KNOWN[kind]
+
+
+@pytest.fixture(scope="module")
+def standin():
+    """Import the stand-in as ``cupy`` for this module's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STANDINS)
+        forget()
+        import cupy
+
+        assert cupy.__file__.startswith(STANDINS)
+        yield cupy
+        forget()
+
+
+@pytest.fixture
+def cupy(standin):
+    """Return the stand-in, and check that the test leaves nothing that is not ordered, and no memory."""
+    machine = standin._machine
+    gc.collect()
+    for state in (machine.faults, machine._clocks, machine._host, machine._waits, machine._seen):
+        state.clear()
+    before = len(machine._blocks)
+    yield standin
+    gc.collect()
+    assert machine.faults == []
+    assert len(machine._blocks) == before
+    assert standin.cuda.Device().id == 0
+
+
+@pytest.fixture
+def put(cupy):
+    """Return a function that puts a NumPy array onto a device."""
+
+    def function(x, device=0):
+        with cupy.cuda.Device(device):
+            return cupy.asarray(x)
+
+    return function
+
+
+@pytest.fixture
+def get(cupy):
+    """Return a function that checks that a value is a CuPy array on a device, and returns it as a NumPy array."""
+
+    def function(x, device=None):
+        assert type(x) is cupy.ndarray
+        assert device in (None, x.device.id)
+        with x.device:
+            return cupy.asnumpy(x)
+
+    return function
+
+
+def same(got, want):
+    """Return whether arrays have the same bits; NaNs may differ in sign and payload."""
+    want = np.asarray(want)
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return False
+    if got.dtype.kind == "c":
+        return same(got.real.copy(), want.real.copy()) and same(got.imag.copy(), want.imag.copy())
+    if got.dtype.kind in "fV":
+        lost = np.isnan(got)
+        return np.array_equal(lost, np.isnan(want)) and got[~lost].tobytes() == want[~lost].tobytes()
+    return got.tobytes() == want.tobytes()
+
+
+def drawn(dtype, shape, rng):
+    """Return an array whose sums and products round, or wrap around."""
+    kind = np.dtype(dtype).kind
+    if kind in "iu":
+        return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+    x = rng.normal(size=shape)
+    if kind == "c":  # whole numbers, as the products of others depend on fused multiplications
+        return np.asarray(np.round(4 * x) + 1j * np.round(4 * rng.normal(size=shape))).astype(dtype)
+    return np.asarray(x > 0 if dtype == "bool" else x).astype(dtype)
+
+
+@contextmanager
+def own_streams(cupy, devices):
+    """Make a new stream the current one of each of these devices."""
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(cupy.cuda.Device(device))
+            stack.enter_context(cupy.cuda.Stream(non_blocking=True))
+        stack.enter_context(cupy.cuda.Device(0))
+        yield
+
+
+def test_every_op_and_dtype_gives_the_bits_of_numpy(cupy, put, get):
+    """All ops of all dtypes have NumPy's bits, by all algorithms, on 1 to 8 devices, packed or not, on any streams."""
+    rng = np.random.default_rng(0)
+    cases = ((1, 0, 0), (2, 1, 2), (3, 3, 0), (3, 0, 2), (8, 2, 8))  # devices, packs, streams
+    for number, algorithm in enumerate(ALGORITHMS):
+        for k, op in enumerate(OPS):
+            n, packs, streams = cases[(number + k) % len(cases)]
+            with own_streams(cupy, range(streams)):
+                kinds = [(d, s) for d in DTYPES if defined(op, d) for s in ((), (0,), (5, 3))]
+                batch = [[drawn(*kind, rng) for _ in range(n)] for kind in kinds]
+                ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
+                wanted = ops.batch_reduce(op, [(cr.PerReplica(xs),) * 2 for xs in batch])
+                check_batch(ops, op, batch, wanted, put, get)
+
+
+def check_batch(ops, op, batch, wanted, put, get):
+    """Check the results of a batch on devices, which must not change the inputs or share memory."""
+    given = [[put(x, k) for k, x in enumerate(xs)] for xs in batch]
+    pairs = [(cr.PerReplica(xs),) * 2 for xs in given]
+    results = ops.batch_reduce(op, pairs)
+    for xs, kept, result, host in zip(given, batch, results, wanted, strict=True):
+        assert result.devices == tuple(f"cuda:{k}" for k in range(len(xs)))
+        for k, x in enumerate(result):
+            assert same(get(x, k), host[k]), (op, x.dtype, x.shape)
+            assert x.flags.c_contiguous
+            assert x.data.mem.nbytes == x.nbytes
+            assert same(get(xs[k], k), kept[k])
+    memory = [x.data.mem for xs in (*given, *results) for x in xs if x.size]
+    assert len(set(map(id, memory))) == len(memory)
+
+
+def test_the_standin_finds_wrong_order_and_wrong_devices(cupy, put, get, monkeypatch):
+    """The checks that the tests rely on: a copy that does not wait, freed memory in use, another current device."""
+    faults = cupy._machine.faults
+    x = put(np.ones(3), 1)
+    with cupy.cuda.Device(2):
+        y = x.copy()  # the source's stream may still compute x
+    assert "memory of device 1 is read on (2, 0) before (1, 0) is done" in faults
+    faults.clear()
+    del x
+    assert faults == ["memory of device 1 is freed on (1, 0) before (2, 0) is done"]
+    faults.clear()
+    with cupy.cuda.Device(2), cupy.cuda.Stream(non_blocking=True):
+        y += 1
+    assert [fault.split()[5] for fault in faults] == ["read", "written"]
+    faults.clear()
+    with pytest.raises(ValueError, match="different from the current device"):
+        y + y
+    with cupy.cuda.Device(2), pytest.raises(ValueError, match="different from the current device"):
+        cupy.concatenate([y, put(np.ones(3), 0)])
+    waits = []
+    monkeypatch.setattr(cupy._machine, "synchronize", lambda: waits.append(len(faults)))
+    cupy.cuda.Device(2).synchronize()
+    assert waits == [0]
+    assert get(y, 2).tolist() == [2] * 3
+    assert len(waits) > 1  # memory is read when all work is done
+
+
+def test_special_values(put, get):
+    """Half types accumulate in float32, integers have float64 means and wrap around, NaN and inf propagate."""
+    nan, inf = np.nan, np.inf
+    cases = [
+        ("mean", "float16", [[40000, 65504], [40000, 65504], [40000, 65504]], [40000, 65504]),
+        ("sum", "bfloat16", [[256], [1], [1]], [258]),
+        ("mean", "int8", [[127, -128], [127, -128], [1, 1]], [85, -85]),
+        ("sum", "uint8", [[200], [100]], [44]),
+        ("min", "float32", [[nan, 1, -inf], [1, nan, 2]], [nan, nan, -inf]),
+        ("max", "bfloat16", [[nan, 1, inf], [1, nan, 2]], [nan, nan, inf]),
+        ("mean", "complex64", [[complex(nan, 3)], [complex(1, inf)]], [complex(nan, inf)]),
+        ("mean", "float32", [[41]] * 41, [41]),
+        ("sum", "float64", [[5e-324]] * 3, [1.5e-323]),
+        ("sum", "float16", [[6e-8]] * 2, [1.2e-7]),
+        ("sum", "float32", [[1e-40]] * 2, [0]),  # CuPy's own kernels flush it
+        ("product", "bool", [[True, True], [True, False]], [True, False]),
+    ]
+    for op, dtype, rows, wanted in cases:
+        result_dtype = "float64" if op == "mean" and dtype == "int8" else dtype
+        for x in cr.all_reduce([put(np.array(row, dtype), 0) for row in rows], op):
+            assert same(get(x, 0), np.array(wanted, result_dtype)), (op, dtype)
+
+
+def test_layouts_and_logical_devices(cupy, put, get):
+    """Views with any strides, several per GPU, are reduced; several arrays on one GPU are on its logical devices."""
+    base = np.arange(24.0).reshape(4, 6)
+    views = [lambda x: x.T, lambda x: x[::2, ::3], lambda x: x[1:3], lambda x: x[::-1], lambda x: x[2, 3]]
+    places = (0, 0, 3, 0, 3)
+    for view in views:
+        given = [view(put(base * 10**k, place)) for k, place in enumerate(places)]
+        value = cr.PerReplica(given)
+        assert value.devices == ("cuda:0", "cuda:0#1", "cuda:3", "cuda:0#2", "cuda:3#1")
+        for algorithm in ("ring", "hierarchical_copy", "direct"):
+            result = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value)
+            for x, place in zip(result, places, strict=True):
+                assert same(get(x, place), np.ascontiguousarray(view(base * 11111)).reshape(view(base).shape))
+        moved = cr.PerReplica(given, [f"cuda:{place}#5" for place in range(5)])  # strided arrays are copied first
+        for place, x in enumerate(cr.AllReduceCrossDeviceOps("ring").reduce("sum", moved, moved)):
+            assert get(x, place).tolist() == view(base * 11111).tolist()
+    assert frameworks.get("cupy").to_device(given[0], "cuda:0#3") is given[0]
+    assert cr.ReductionToOneDevice().reduce("max", value, "cuda:7#2")[0].device.id == 7
+    one = cr.HierarchicalCopyAllReduce().broadcast(given[1], cr.PerReplica(given))
+    assert [get(x, k).tolist() for x, k in zip(one, places, strict=True)] == [view(base).item() * 10] * 5
+    rows = cr.PerReplica([put(np.full((k, 2), k), k) for k in range(3)])
+    (joined,) = cr.HierarchicalCopyAllReduce().gather(rows, "cuda:1", 0)
+    assert get(joined, 1).tolist() == [[1, 1], [2, 2], [2, 2]]
+    with cupy.cuda.Device(4):  # the current device does not matter
+        (x,) = cr.ReductionToOneDevice().reduce("sum", cr.PerReplica(given), "cuda:2")
+        assert cupy.cuda.Device().id == 4
+    assert get(x, 2) == view(base) * 11111
+
+
+def test_trees(put, get):
+    """A tree may have CuPy arrays beside NumPy arrays and numbers; each leaf stays in its framework."""
+    trees = [{"w": put(np.full(3, k), k), "n": [float(k), np.arange(2) * k]} for k in range(3)]
+    for k, tree in enumerate(cr.all_reduce(trees)):
+        assert get(tree["w"], k).tolist() == [3, 3, 3]
+        assert tree["n"][0] == 3
+        assert tree["n"][1].tolist() == [0, 3]
+
+
+def test_out(cupy, put, get):
+    """Results are written into given arrays or in place; arrays that cannot be written raise an error before."""
+    for dtype, shape in (("float16", (5, 3)), ("int64", ())):
+        xs = [np.full(shape, k + 1, dtype) for k in range(3)]
+        given = [put(x, k) for k, x in enumerate(xs)]
+        wanted = np.full(shape, 2, "float64" if dtype == "int64" else dtype)
+        out = [put(np.zeros_like(wanted), k) for k in range(3)]
+        found = cr.all_reduce(given, "mean", out=out)
+        assert all(x is y for x, y in zip(found, out, strict=True))
+        assert all(same(get(x, k), wanted) for k, x in enumerate(out))
+        assert all(x is y for x, y in zip(cr.all_reduce(given, "sum", out=given), given, strict=True))
+        assert [same(get(x), np.full(shape, 6, dtype)) for x in given] == [True] * 3
+
+    class Own(cupy.ndarray):
+        pass
+
+    given = [put(np.ones((2, 2)), k) for k in range(2)]
+    assert get(cr.all_reduce([x.view(Own) for x in given])[0], 0).tolist() == [[2, 2], [2, 2]]
+    first, whole = put(np.zeros((2, 2)), 0), put(np.zeros((3, 2)), 1)
+    needs = "results need CuPy arrays in C order that are on their destination"
+    for wrong, kind, words in (
+        (put(np.zeros((2, 2)), 0), cr.UnsupportedError, rf"{needs}(.|\n)*on cuda:0, for cuda:1(.|\n)*Device\(1\)"),
+        (put(np.zeros((2, 2)), 1).T, cr.UnsupportedError, rf"{needs}(.|\n)*not in C order"),
+        (put(np.zeros((2, 2)), 1).view(Own), cr.UnsupportedError, rf"{needs}(.|\n)*Own float64\[2, 2\]"),
+        (np.zeros((2, 2)), cr.MismatchError, r"component 1 of out: numpy float64\[2, 2\](.|\n)*cupy float64\[2, 2\]"),
+        (put(np.zeros((2, 2), "f4"), 1), cr.MismatchError, r"component 1 of out: cupy float32\[2, 2\]"),
+        (given[1][::-1][::-1].reshape(4).reshape(2, 2), None, ""),  # exactly the input
+    ):
+        if kind is None:
+            cr.all_reduce(given, out=[first, wrong])
+            assert get(given[1]).tolist() == get(first).tolist() == [[2, 2], [2, 2]]
+        else:
+            with pytest.raises(kind, match=words):
+                cr.all_reduce(given, out=[first, wrong])
+            assert not get(first).any()
+    overlapping = [put(np.ones((2, 2)), 0), whole[:2]]
+    with pytest.raises(cr.ArgumentError, match="share memory"):
+        cr.all_reduce(overlapping, out=[first, whole[1:]])
+
+
+def test_sparse(put, get):
+    """Slices are concatenated in replica order; if a replica is dense, those of a row are added in their order."""
+    rng = np.random.default_rng(0)
+    for dtype in DTYPES[:-1]:
+        rows = [rng.integers(0, 4, 9), np.array([], "int64"), np.array([3, 3, 3], "uint64")]
+        slices = [drawn(dtype, (len(r), 2), rng) for r in rows]
+        dense = drawn(dtype, (4, 2), rng)
+
+        def value(array, dense, slices=slices, rows=rows):
+            parts = [
+                cr.IndexedSlices(array(s, k), array(r, k), (4, 2))
+                for k, (s, r) in enumerate(zip(slices, rows, strict=True))
+            ]
+            return cr.PerReplica(parts if dense is None else [*parts, array(dense, 3)])
+
+        for op in ("sum", "mean"):
+            for mixed in (None, dense):
+                ours, theirs = value(put, mixed), value(lambda x, _: x, mixed)
+                ops = cr.AllReduceCrossDeviceOps("direct")
+                result, wanted = ops.reduce(op, ours, ours), ops.reduce(op, theirs, theirs)
+                for k, (x, y) in enumerate(zip(result, wanted, strict=True)):
+                    if mixed is not None:
+                        assert same(get(x, k), y), (dtype, op)
+                        continue
+                    assert type(x) is cr.IndexedSlices
+                    assert x.dense_shape == (4, 2)
+                    assert same(get(x.values, k), y.values)
+                    assert same(get(x.indices, k), y.indices)
+    bad = cr.IndexedSlices(put(np.ones((2, 2)), 0), put(np.array([0, 4]), 0), (4, 2))
+    with pytest.raises(cr.ArgumentError, match=r"outside its dense shape(.|\n)*0 to 4(.|\n)*0 to 3"):
+        cr.all_reduce([bad, put(np.ones((4, 2)), 1)])
+
+
+def test_bad_input(cupy, put, monkeypatch):
+    """Errors name the problem; replicas of CuPy and NumPy are refused like those of torch and NumPy."""
+    x = put(np.ones(2), 0)
+    foreign = type("csr_matrix", (), {"__module__": "cupyx.scipy.sparse._csr", "shape": (2,)})()
+    half = put(np.ones(2, "bfloat16"), 0)
+    cases = [
+        (lambda: cr.all_reduce([put(np.ones(2, bool)), put(np.ones(2, bool))]), cr.UnsupportedError, "sum of bools"),
+        (lambda: cr.all_reduce([x, put(np.ones(3), 1)]), cr.MismatchError, r"cuda:1: float64\[3\]"),
+        (lambda: cr.all_reduce([x, foreign], devices=["cuda:0", "cuda:1"]), cr.UnsupportedError, "toarray"),
+        (lambda: cr.ReductionToOneDevice().reduce("sum", x, "cuda:8"), cr.DeviceError, 'cuda:8(.|\n)*"cuda:0"'),
+        (lambda: cr.ReductionToOneDevice().reduce("sum", x, "cpu:0"), cr.DeviceError, "only be on CUDA devices"),
+        (lambda: cr.ReductionToOneDevice().reduce("sum", x, "host1/cuda:0"), cr.DeviceError, "of this process"),
+        (lambda: cr.all_reduce([put(np.ones(2, "complex64"))], "max"), cr.UnsupportedError, "max of complex"),
+        (lambda: cr.MirroredStrategy(["cpu:0"]).split(x), cr.DeviceError, "only be on CUDA devices"),
+    ]
+    for call, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    messages = []
+    others = {"cupy": x} | ({"torch": load("torch").array(np.ones(2))} if "torch" in NAMES else {})
+    for name, other in others.items():
+        with pytest.raises(cr.MismatchError, match="different frameworks") as caught:
+            cr.all_reduce([np.ones(2), other], devices=["cuda:0", "cuda:1"])
+        messages.append(str(caught.value).replace(name, "NAME"))
+    assert len(set(messages)) == 1
+    monkeypatch.setattr(sys.modules["crossreduce.frameworks.cupy"], "_HAS_BFLOAT16", False)  # as in CuPy 13
+    with pytest.raises(cr.UnsupportedError, match=r"CuPy 14.2.0 cannot compute with bfloat16(.|\n)*CuPy 14 or newer"):
+        cr.all_reduce([half, half])
+
+
+@pytest.mark.parametrize("devices", [["cuda:1", "cuda:6"], ["cuda:0", "cuda:0#1", "cuda:5"], None])
+def test_strategy(cupy, put, get, devices):
+    """Replicas run on their devices and the caller's streams; all calls of the strategy work on every device."""
+    strategy = cr.MirroredStrategy(devices)
+    assert devices or strategy.devices == tuple(f"cuda:{k}" for k in range(8))
+    with own_streams(cupy, {int(name[5]) for name in strategy.devices}):
+        check_strategy(cupy, put, get, strategy)
+
+
+def check_strategy(cupy, put, get, strategy):
+    n, places = len(strategy.devices), [int(name[5]) for name in strategy.devices]
+    streams = [cupy.cuda.get_current_stream(place) for place in places]
+    with strategy.scope():
+        weights = cr.Variable(put(np.zeros(3), places[-1]), aggregation="sum")
+        seen = cr.Variable(put(np.array(5), 2), synchronization="on_read", aggregation="sum")
+        seen.assign(7)
+        weights.assign_add(1.5)
+        assert [get(x, k).tolist() for x, k in zip(weights, places, strict=True)] == [[1.5] * 3] * n
+
+    given = put(np.full(3, 1.5), places[0])
+    weights.assign(given)
+    with given.device:
+        given += 1  # a variable has copies
+    assert get(weights[0], places[0]).tolist() == [1.5] * 3
+
+    def step(x):
+        context = cr.get_replica_context()
+        k = context.replica_id_in_sync_group
+        assert cupy.cuda.Device().id == places[k]
+        assert cupy.cuda.get_current_stream() is streams[k]
+        before = weights.value()
+        weights.assign_sub(x[0] * 0.25)
+        seen.assign_add(1 + k)
+        return context.all_reduce("mean", {"x": x[0], "k": k})["x"], context.all_gather(x, 0), before
+
+    host = np.arange(n * 6.0).reshape(n * 2, 3)
+    shares = strategy.split(put(host, 2))
+    assert [x.device.id for x in shares] == places
+    means, rows, before = strategy.run(step, args=(shares,))
+    for k, place in enumerate(places):
+        assert same(get(means[k], place), host[::2].mean(0))
+        assert same(get(rows[k], place), host)
+        assert get(weights[k], place).tolist() == (1.5 - 0.25 * host[::2].sum(0)).tolist()
+        assert get(before[k], place).tolist() == [1.5] * 3
+    assert get(seen.value()) == 7 + n * (n + 1) // 2
+    for op, axis, wanted in (
+        ("mean", 0, host.mean(0)),
+        ("max", 1, host.reshape(n, 2, 3).max((0, 2))),
+        ("product", 0, host.prod(0)),
+    ):
+        assert same(get(strategy.reduce(op, shares, axis=axis), places[0]), wanted)
+    for op, dtype, wanted in (("mean", "float16", 40000), ("sum", "int8", -48 * n), ("product", "bool", False)):
+        values = {"float16": [40000, 40000], "int8": [104, 104], "bool": [False, True]}[dtype]
+        value = cr.PerReplica([put(np.array(values, dtype), k) for k in places], strategy.devices)
+        got = get(strategy.reduce(op, value, axis=0), places[0])
+        assert same(got, np.int64(wanted).astype(dtype)), (op, dtype)
+    assert get(strategy.gather(shares, 0), places[0]).tolist() == host.tolist()
+    assert [x.device.id for x in strategy.replicate({"w": shares[0]})["w"]] == places
+
+
+def python(code, *path):
+    given = os.pathsep.join([*path, str(Path(cr.__file__).parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": given},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_cupy_is_imported_at_the_first_array_only():
+    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy, even where it is installed."""
+    code = "import sys, numpy as np, crossreduce as cr; cr.all_reduce([np.ones(2)] * 2); print('cupy' in sys.modules)"
+    assert python(code, STANDINS) == "False\n"
+
+
+def test_a_machine_without_a_gpu():
+    """Where CuPy finds no GPU, it has no accelerators, strategies use the host, and devices raise an error."""
+    code = """
+import cupy, crossreduce as cr, numpy as np
+from crossreduce.frameworks import get
+cupy._machine.DEVICES = 0
+assert get("cupy").accelerators() == ()
+assert cr.MirroredStrategy().devices == ("cpu:0",)
+total = cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", np.ones(1)))
+assert [x.tolist() for x in total] == [[2], [2]]
+try:
+    get("cupy").require(("cuda:0",))
+except cr.DeviceError as error:
+    print(error)
+"""
+    assert "a machine with a GPU" in python(code, STANDINS)
+
+
+def test_the_command_line(crossreduce, cupy, tmp_path):
+    """``train`` and ``bench`` run with CuPy arrays; ``info`` lists the devices."""
+    options = ("--epochs", 1, "--json", tmp_path / "run.json")
+    code, _, error = crossreduce("train", "--framework", "cupy", "--devices", "cuda:0-2", *options)
+    assert (code, error) == (0, "")
+    ours = json.loads((tmp_path / "run.json").read_text())
+    assert crossreduce("train", "--devices", "3", *options)[0] == 0
+    theirs = json.loads((tmp_path / "run.json").read_text())
+    assert ours["framework_version"] == "14.2.0"
+    assert np.allclose(ours["losses"], theirs["losses"], rtol=1e-5)
+    assert crossreduce("train", "--framework", "cupy", "--devices", "2", *options)[0] == 0
+    assert json.loads((tmp_path / "run.json").read_text())["devices"] == ["cuda:0", "cuda:1"]
+    code, _, error = crossreduce("train", "--framework", "cupy", "--devices", "cpu:0-1")
+    assert code
+    assert "only be on CUDA devices" in error
+    sizes = ("-b", "1K", "-e", "2K", "-n", 2)
+    code, out, error = crossreduce("bench", "--framework", "cupy", "--devices", "cuda:0-1", *sizes)
+    assert (code, error) == (0, "")
+    assert "2048" in out
+    line = "from crossreduce.cli.trainers import available_devices; print(available_devices('cupy'))"
+    assert python(line, STANDINS) == ", ".join(f"cuda:{k}" for k in range(8)) + "\n"

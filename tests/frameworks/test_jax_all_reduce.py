@@ -1,0 +1,617 @@
+"""``crossreduce.jax.all_reduce`` inside JAX programs: its results, its gradients and the collectives that it runs."""
+
+import logging
+import re
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossreduce as cr
+
+jax = jnp = lax = P = all_reduce = None
+ALGORITHMS = (*strategies.NAMED, "auto")
+DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "int16", "int32", "uint8", "uint32", "bool")
+PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
+LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
+
+SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _jax(jax_):
+    global jax, jnp, lax, P, all_reduce
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from crossreduce.jax import all_reduce
+
+    P = jax.sharding.PartitionSpec
+
+
+def mesh(shape, names=("d",)):
+    devices = np.array(jax.devices("cpu")[: int(np.prod(shape))])
+    return jax.sharding.Mesh(devices.reshape(shape), names)
+
+
+def spread(function, n, check=True, out=None, names=("d",), over=None):
+    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments."""
+    over = P(over or names)
+
+    def own(*xs):
+        return function(*jax.tree.map(lambda x: x[0], xs))
+
+    out = P() if out is None else out
+    return jax.shard_map(own, mesh=mesh(n, names), in_specs=over, out_specs=out, check_vma=check)
+
+
+def same_everywhere(x):
+    """Check that an array has the same bits on all devices, and return one device's copy."""
+    shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+    assert len({shard.tobytes() for shard in shards}) == 1
+    return shards[0]
+
+
+def draw(rng, dtype, shape):
+    kind = oracle.dtype_of(dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return rng.integers(np.iinfo(kind).min, np.iinfo(kind).max, shape, kind, endpoint=True)
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x).astype(kind)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 9])
+def test_every_device_gets_every_contribution_once(n, algorithm):
+    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device."""
+    rng = np.random.default_rng(n)
+    contributions = np.stack(oracle.contributions(n, "int32", (11,)))
+    floats = rng.standard_normal((n, 3, 7)).astype("float32")
+    # Each algorithm runs with and without check_vma, for different n, so that each test compiles only one program.
+    check = (n + len(algorithm)) % 2 == 0
+    run = jax.jit(spread(lambda x: all_reduce(x, "d", algorithm=algorithm), n, check))
+    got = run({"digits": contributions, "floats": [floats]})
+    assert (same_everywhere(got["digits"]) == contributions.sum(0)).all()
+    oracle.check(same_everywhere(got["floats"][0]), "sum", list(floats))
+    # For a named algorithm, the engine ``host`` computes the same bits along the same schedule.
+    name = "one_device" if algorithm == "auto" else algorithm
+    (plain,) = cr.AllReduceCrossDeviceOps(name).batch_reduce("sum", [(v := cr.PerReplica(list(floats)), v)])
+    if algorithm != "auto":
+        assert same_everywhere(got["floats"][0]).tobytes() == plain[0].tobytes()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@pytest.mark.parametrize("op", strategies.OPS)
+def test_every_op_over_every_dtype(op, algorithm):
+    """Each op is correct over each dtype that it is defined for; means of integers are float32."""
+    rng = np.random.default_rng(7)
+    xs = {dtype: draw(rng, dtype, (3, 10)) for dtype in DTYPES if op in strategies.ops_for(dtype)}
+    got = jax.jit(spread(lambda x: all_reduce(x, "d", op, algorithm=algorithm), 3, algorithm == "auto"))(xs)
+    for dtype, x in xs.items():
+        integer = dtype in strategies.INTEGERS and op == "mean"
+        result = "float32" if integer else dtype
+        y = same_everywhere(got[dtype])
+        if integer:
+            # Without x64, means of integers accumulate in float32: three roundings of the sum, one of the quotient.
+            wide = x.astype("float64")
+            assert y.dtype == "float32"
+            assert (np.abs(y - wide.mean(0)) <= 4 * 2.0**-24 * np.abs(wide).sum(0)).all()
+        else:
+            oracle.check(y, op, list(x), result=result)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "direct"])
+def test_wide_dtypes_under_x64(algorithm):
+    """With x64, 64-bit values keep their width and the mean of integers is a float64."""
+    rng = np.random.default_rng(8)
+    xs = {"float64": rng.standard_normal((3, 5)), "int64": rng.integers(-(2**40), 2**40, (3, 5))}
+    with jax.enable_x64(True):
+        for op in ("mean", "max"):
+            got = jax.jit(spread(lambda x, op=op: all_reduce(x, "d", op, algorithm=algorithm), 3))(xs)
+            for name, x in xs.items():
+                oracle.check(same_everywhere(got[name]), op, list(x), result="float64" if op == "mean" else None)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_half_types_round_once_and_nan_propagates(algorithm):
+    """Two 40000s in float16 have the mean 40000; means, minima and maxima of NaN, infinities and -0 are NumPy's."""
+    nan, inf = np.nan, np.inf
+    xs = np.array([[40000, nan, -inf, 1, -0.0, inf], [40000, 1, 2, nan, 0.0, 3]])
+    want = {
+        "mean": [40000, nan, -inf, nan, 0, inf],
+        "min": [40000, nan, -inf, nan, 0, 3],
+        "max": [40000, nan, 2, nan, 0, inf],
+    }
+    kinds = [oracle.dtype_of(dtype) for dtype in ("float16", "bfloat16", "float32")]
+    run = jax.jit(spread(lambda x: {op: all_reduce(x, "d", op, algorithm=algorithm) for op in want}, 2))
+    for op, row in run([xs.astype(kind) for kind in kinds]).items():
+        for x, kind in zip(row, kinds, strict=True):
+            expected = np.array(want[op]).astype(kind)
+            np.testing.assert_array_equal(same_everywhere(x).astype("float32"), expected.astype("float32"))
+
+
+@pytest.mark.parametrize("algorithm", strategies.NAMED)
+def test_every_device_has_the_same_nan(algorithm):
+    """All devices combine in the same order, so that even the payload of the sum of two different NaNs agrees."""
+    n = 4
+    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]
+    x = np.repeat(bits, 12, 1).view("float32")
+    x[:, :6] = np.where(np.arange(n)[:, None] % 2, 0.0, -0.0)
+    for op in ("sum", "max"):
+        got = same_everywhere(jax.jit(spread(lambda x, op=op: all_reduce(x, "d", op, algorithm=algorithm), n))(x))
+        assert np.isnan(got).tolist() == [False] * 6 + [True] * 6
+
+
+def test_trees_keep_their_structure():
+    """The result has the structure of the given tree, which has Nones, numbers, empty, 0-d and NumPy arrays."""
+
+    def own(x):
+        tree = {"none": None, "number": 2, "float": 0.5, "numpy": np.float32([1, 2]), "x": [x, (x.sum(),)]}
+        return all_reduce({**tree, "empty": jnp.zeros((0, 3)), "int": x.astype(int), "half": x.astype("float16")}, "d")
+
+    for algorithm in ("auto", "ring"):
+        x = np.arange(6.0, dtype="float32").reshape(3, 2)
+        got = jax.jit(spread(own, 3))(x) if algorithm == "auto" else jax.jit(spread(own, 3, False))(x)
+        assert got["none"] is None
+        assert (got["number"].tolist(), got["float"].tolist(), got["numpy"].tolist()) == (6, 1.5, [3, 6])
+        assert (got["x"][0].tolist(), got["x"][1][0].tolist(), got["int"].tolist()) == ([6, 9], 15, [6, 9])
+        assert (got["empty"].shape, got["half"].dtype, got["half"].tolist()) == ((0, 3), "float16", [6, 9])
+    assert jax.vmap(lambda x: x + all_reduce({}, "d").get("a", 0), axis_name="d")(np.ones(2)).tolist() == [1, 1]
+
+
+@examples(8)
+@given(st.lists(st.tuples(strategies.shapes, st.sampled_from(["float32", "int32", "float16"])), max_size=5), st.data())
+def test_joined_leaves_are_split_correctly(leaves, data):
+    """Any leaves may share a buffer; each result is the sum of that leaf over the devices."""
+    n, algorithm = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(ALGORITHMS))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    xs = [rng.integers(-9, 9, (n, *shape)).astype(dtype) for shape, dtype in leaves]
+    for got, x in zip(jax.jit(spread(lambda *xs: all_reduce(xs, "d", algorithm=algorithm), n))(*xs), xs, strict=True):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(got), x.sum(0, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_slices_are_concatenated(check):
+    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices; a mean divides the values."""
+    from jax.experimental.sparse import BCOO
+
+    def own(x):
+        rows = jnp.arange(2) + lax.axis_index("d")
+        slices = cr.IndexedSlices(x, rows, (4, 3))
+        return all_reduce({"slices": slices, "bcoo": BCOO((x, rows[:, None]), shape=(4, 3)), "dense": x}, "d", "mean")
+
+    x = np.random.default_rng(0).standard_normal((2, 2, 3)).astype("float32")
+    got = jax.jit(spread(own, 2, check))(x)
+    slices, bcoo = got["slices"], got["bcoo"]
+    assert type(slices) is cr.IndexedSlices
+    assert (slices.indices.tolist(), slices.dense_shape) == ([0, 1, 1, 2], (4, 3))
+    np.testing.assert_array_equal(np.asarray(slices.values), x.reshape(4, 3) / 2)
+    expected = np.zeros((4, 3), "float32")
+    np.add.at(expected, [0, 1, 1, 2], x.reshape(4, 3) / 2)
+    np.testing.assert_array_equal(np.asarray(bcoo.todense()), expected)
+    np.testing.assert_array_equal(np.asarray(got["dense"]), x.sum(0) / 2)
+    empty = jax.jit(spread(lambda x: all_reduce(cr.IndexedSlices(x, jnp.arange(2)), "d"), 2, check))(x[:, :, :0])
+    assert (empty.values.shape, empty.indices.tolist()) == ((4, 0), [0, 1, 0, 1])
+    with pytest.raises(cr.UnsupportedError, match="the max of sparse values is not defined"):
+        jax.vmap(lambda x: all_reduce(cr.IndexedSlices(x, jnp.arange(2)), "d", "max"), axis_name="d")(x)
+
+
+# ---- transformations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "halving_doubling"])
+@pytest.mark.parametrize("how", ["shard_map without jit", "pmap", "vmap", "vmap inside"])
+def test_every_transformation_with_named_axes(how, algorithm):
+    """all_reduce runs under shard_map without jit, pmap, vmap of the named axis, and vmap of another axis."""
+    x = np.random.default_rng(1).integers(-9, 9, (3, 4)).astype("float32")
+
+    def own(x):
+        return all_reduce(x, "d", algorithm=algorithm)
+
+    run = {
+        "shard_map without jit": spread(own, 3),
+        "pmap": jax.pmap(own, axis_name="d", devices=jax.devices("cpu")[:3]),
+        "vmap": jax.vmap(own, axis_name="d"),
+        "vmap inside": jax.jit(spread(jax.vmap(own), 3)),
+    }[how]
+    got = np.asarray(run(x))
+    np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), got.shape))
+
+
+def test_several_axes_of_vmap():
+    """Over several axes of vmap, XLA's all-reduce runs; a schedule is rejected, since JAX would run it incorrectly."""
+    x = np.arange(6.0, dtype="float32").reshape(2, 3)
+
+    def both(**how):
+        return jax.vmap(jax.vmap(lambda x: all_reduce(x, ("a", "b"), **how), axis_name="b"), axis_name="a")(x)
+
+    assert both().tolist() == [[15] * 3] * 2
+    for how in ({"algorithm": "ring"}, {"op": "product"}):
+        with pytest.raises(
+            cr.UnsupportedError,
+            match=r"(?s)no schedule can run over several axes of which one is vmap's.*axes 'a', 'b'",
+        ):
+            both(**how)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("algorithm", ["auto", "hierarchical_copy", "ring"])
+def test_meshes_of_several_axes(algorithm, check):
+    """all_reduce runs over one or several axes of a mesh; results still vary over the other axes."""
+    names = ("hosts", "devices", "other")
+    x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
+
+    def own(x):
+        x = x[0, 0]
+        mean, kept = lax.psum(x, "other"), all_reduce([x, x[0] * 0 + 1], "devices", algorithm=algorithm)
+        both = all_reduce({"all": mean, "own": x}, ("hosts", "devices"), algorithm=algorithm)
+        return both["all"], both["own"][None], kept[0][None, None]
+
+    out = (P(), P("other"), P("hosts", "other"))
+    run = jax.shard_map(own, mesh=mesh((2, 2, 2), names), in_specs=P(*names), out_specs=out, check_vma=check)
+    everything, over_two, over_one = jax.jit(run)(x)
+    np.testing.assert_array_equal(np.asarray(everything)[0], x.sum((0, 1, 2)))
+    np.testing.assert_array_equal(np.asarray(over_two)[:, 0], x.sum((0, 1)))
+    np.testing.assert_array_equal(np.asarray(over_one)[:, :, 0], x.sum(1))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "forest"])
+def test_axes_in_any_order(algorithm, check):
+    """Axes may be listed in another order than in the mesh: every device still receives every contribution once."""
+    names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
+    for axes in (("b", "a"), ("c", "a", "b")):
+        kept = [name for name in names if name not in axes]
+        run = jax.shard_map(
+            lambda x, axes=axes: all_reduce(x, axes, algorithm=algorithm),
+            mesh=mesh((2, 2, 2), names), in_specs=P(*names), out_specs=P(None, None, *kept), check_vma=check,
+        )  # fmt: skip
+        want = x.sum(tuple(map(names.index, axes)), keepdims=True)
+        np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), want)
+
+
+def test_an_axis_of_vmap_with_the_name_of_a_mesh_axis():
+    """An axis of vmap is reduced also if an axis of the current mesh has the same name."""
+    with jax.set_mesh(mesh((3,))):
+        over = jax.vmap(lambda x: all_reduce(x, "d", algorithm="one_device"), axis_name="d")
+        assert over(np.arange(3.0, dtype="float32")).tolist() == [3, 3, 3]
+
+
+def test_a_replicated_value_is_added_once_per_device():
+    """A value that does not vary over the axis is added once per device, as by psum."""
+    for algorithm in ("auto", "direct"):
+        run = spread(lambda x, a=algorithm: all_reduce(jnp.float32(2), "d", algorithm=a), 3)
+        assert float(jax.jit(run)(np.ones(3))) == 6 == float(jax.jit(spread(lambda x: lax.psum(2, "d"), 3))(np.ones(3)))
+
+
+def test_axes_that_xla_partitions():
+    """all_reduce is right over one axis of a mesh while XLA partitions another, with and without a schedule."""
+    grid = mesh((2, 2), ("d", "auto"))
+    x = jax.device_put(np.arange(8.0, dtype="float32").reshape(2, 4), jax.NamedSharding(grid, P("d", "auto")))
+    for algorithm in ("auto", "ring"):
+        run = jax.shard_map(
+            lambda x, algorithm=algorithm: all_reduce([x, x[:, :2]], "d", algorithm=algorithm),
+            mesh=grid, in_specs=P("d"), out_specs=P(), axis_names={"d"},
+        )  # fmt: skip
+        whole, part = jax.jit(run)(x)
+        assert (whole.tolist(), part.tolist()) == ([[4, 6, 8, 10]], [[4, 6]])
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def transformed(kind, reduce):
+    """Return a function of one device's array that differentiates through ``reduce``."""
+
+    def loss(x):
+        return (reduce(jnp.sin(x)) ** 3).sum()
+
+    def scanned(x):
+        step = jax.checkpoint(lambda total, _: (jnp.sin(reduce(x * total / 9)), None))
+        return (lax.scan(step, reduce(x), None, length=2)[0] ** 3).sum()
+
+    return {
+        "grad": jax.grad(loss),
+        "jvp": lambda x: jax.jvp(reduce, (x,), (jnp.cos(x),))[1],
+        "vjp": lambda x: jax.vjp(reduce, x)[1](reduce(x))[0],
+        "hessian": jax.hessian(loss),
+        "scan of remat": jax.grad(scanned),
+        "vmap": jax.vmap(jax.grad(loss)),
+    }[kind]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", ["grad", "jvp", "vjp", "hessian", "scan of remat", "vmap"])
+def test_gradients_are_those_of_psum(kind, check):
+    """Inside shard_map, every transformation gives what it gives with lax.psum or lax.pmean, for any check_vma."""
+    x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
+    alone = kind == "jvp"  # for jvp, the value is the same on all devices
+
+    def own(x):
+        found = []
+        for op, theirs in (("sum", lax.psum), ("mean", lax.pmean)):
+            for algorithm in ("auto", "ring", "hierarchical_copy", "one_shot", "recursive_doubling"):
+                ours = transformed(kind, lambda x, a=algorithm, op=op: all_reduce(x, "d", op, algorithm=a))(x)
+                found.append((ours, transformed(kind, lambda x, f=theirs: f(x, "d"))(x)))
+        return found if alone else jax.tree.map(lambda x: x[None], found)
+
+    for ours, theirs in jax.jit(spread(own, 3, check, P() if alone else P("d")))(x):
+        scale = np.abs(theirs).max()
+        assert scale > 0
+        # Both differ from the exact result by fewer than 64 roundings: of a few sums over 3 devices, powers and sines.
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=0, atol=64 * 2.0**-24 * float(scale))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_gradients_through_shard_map_are_those_of_psum(check):
+    """A gradient taken outside shard_map is that of psum, by XLA's collective and along schedules."""
+    x = np.random.default_rng(4).standard_normal((4, 5)).astype("float32")
+    found = [
+        np.asarray(jax.jit(jax.grad(lambda x, f=f: (spread(f, 4, check)(jnp.sin(x)) ** 3).sum()))(x))
+        for f in (
+            lambda x: lax.psum(x, "d"),
+            *(
+                lambda x, a=algorithm: all_reduce(x, "d", algorithm=a)
+                for algorithm in ("auto", "forest", "one_shot", "recursive_doubling")
+            ),
+        )
+    ]
+    for ours in found[1:]:
+        np.testing.assert_allclose(ours, found[0], rtol=0, atol=16 * 2.0**-24 * float(np.abs(found[0]).max()))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_gradients_of_extremes_and_products(op, algorithm):
+    """The gradients are those of jnp's reductions of the stacked arrays, also for equal extremes and zero factors."""
+    x = np.random.default_rng(5).integers(-2, 3, (3, 20)).astype("float32")
+    plain = {"min": jnp.min, "max": jnp.max, "product": jnp.prod}[op]
+    weights = jnp.arange(1.0, 21.0)
+    for check in (True, False):
+        run = spread(lambda x: all_reduce(x, "d", op, algorithm=algorithm), 3, check)
+        ours = jax.jit(jax.grad(lambda x, run=run: (weights * run(x)).sum()))(x)
+        theirs = jax.grad(lambda x: (weights * plain(x, axis=0)).sum())(x)
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=2.0**-20)
+    assert (x == 0).any(0).sum() > 3
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def lowered(function, *xs):
+    return jax.jit(function).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def collectives(function, n, *xs, check=True):
+    """Count the collectives in the program that XLA compiles for GPUs; on the CPU, the kernels may run instead."""
+    text = lowered(spread(function, n, check), *xs)
+    found = re.findall(r"stablehlo\.(all_reduce|collective_permute|all_gather|all_to_all|reduce_scatter)", text)
+    return {name: found.count(name) for name in set(found)}
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_small_leaves_share_a_collective(op):
+    """160 small leaves take one collective, a second dtype one more, and large leaves one each, without copies."""
+    small, large = [np.ones((2, 256), "float32")] * 160, [np.ones((2, 1 << 14), "float32")] * 3
+    other = [np.ones((2, 3), "int32")] * 9
+
+    def own(*xs):
+        return all_reduce(xs, "d", op)
+
+    assert collectives(own, 2, *small) == {"all_reduce": 1}
+    assert collectives(own, 2, *small, *other) == {"all_reduce": 2}
+    if op == "sum":
+        assert collectives(own, 2, *small * 4) == {"all_reduce": 3}  # 640 leaves, 256 in each at most
+    assert collectives(own, 2, *small, *large) == {"all_reduce": 4}
+    text = lowered(spread(own, 2), *large)
+    assert "concatenate" not in text
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "n", "count"),
+    [
+        ("ring", 5, 8),
+        ("direct", 5, 8),
+        ("halving_doubling", 8, 6),
+        ("recursive_doubling", 8, 3),
+        ("one_shot", 5, 4),
+        ("one_device", 4, 6),
+        ("hierarchical_copy", 8, 8),
+    ],
+)
+def test_a_schedule_takes_as_few_permutations_as_possible(algorithm, n, count, check):
+    """For any leaves together, a ring of n takes 2(n - 1) permutations, halving_doubling 2 log2(n), one_shot n - 1."""
+    xs = [np.ones((n, size), "float32") for size in (5, 64, 1 << 14)]
+    found = collectives(lambda *xs: all_reduce(xs, "d", algorithm=algorithm), n, *xs, check=check)
+    assert found == {"collective_permute": count}
+
+
+def test_the_topology_selects_the_collective():
+    """If all links are equal, XLA's collective runs, else a plan for the topology."""
+    x = np.arange(4.0, dtype="float32")
+    for topology, xla in ((cr.Topology.full_mesh(4), True), (cr.Topology.star(4), True), (LINE, False), (SLOW, False)):
+        run = spread(lambda x, topology=topology: all_reduce(x, "d", topology=topology), 4)
+        text = lowered(run, x)
+        assert ("all_reduce" in text, "collective_permute" in text) == (xla, not xla)
+        assert float(jax.jit(run)(x)) == 6
+    # Only neighbours exchange messages: no message passes through another device.
+    text = jax.jit(spread(lambda x: all_reduce(x, "d", topology=LINE, algorithm="forest"), 4)).lower(x).as_text()
+    found = re.findall(r"\[(\d+), (\d+)\]", " ".join(re.findall(PAIRS, text)))
+    assert {abs(int(src) - int(dst)) for src, dst in found} == {1}
+    assert collectives(lambda x: all_reduce(x, "d", "product"), 4, x) == {
+        "collective_permute": 4
+    }  # JAX has no collective for products
+    named = collectives(lambda x: all_reduce(x, "d", topology=cr.Topology.star(4), algorithm="direct"), 4, x)
+    assert named == {"collective_permute": 6}
+
+
+def test_a_machine_of_eight():
+    """On a DGX-1, in which some pairs of GPUs have no link, the plans of forest and auto give the right sum."""
+    x = np.stack(oracle.contributions(8, "int32", (100,)))
+    box = cr.Topology.machine("dgx-1v")
+    for algorithm in ("forest", "auto"):
+        run = jax.jit(spread(lambda x, a=algorithm: all_reduce(x, "d", topology=box, algorithm=a), 8))
+        assert (same_everywhere(run(x)) == x.sum(0)).all()
+
+
+def test_packs_give_the_right_sums():
+    """With num_packs trees, which have different roots, the sums are right."""
+    x = np.stack(oracle.contributions(4, "int32", (10,)))
+    for algorithm in ("one_device", "hierarchical_copy"):
+        run = jax.jit(spread(lambda x, a=algorithm: all_reduce(x, "d", algorithm=a, num_packs=3), 4))
+        assert (same_everywhere(run(x)) == x.sum(0)).all()
+
+
+def test_several_axes_are_levels(caplog):
+    """hierarchical_copy over two axes reduces over the last one first: the first permutation stays within hosts."""
+    run = jax.shard_map(
+        lambda x: all_reduce(x[0], ("hosts", "devices"), algorithm="hierarchical_copy"),
+        mesh=mesh((3, 2), ("hosts", "devices")), in_specs=P(("hosts", "devices")), out_specs=P(),
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "crossreduce"):
+        text = jax.jit(run).lower(np.ones((6, 3), "float32")).as_text()
+    pairs = re.findall(PAIRS, text)
+    assert pairs[0] == "[[1, 0], [3, 2], [5, 4]]"
+    assert "new plan: all_reduce hierarchical_copy: 6 devices" in caplog.text
+    assert "6 permutations" in caplog.text
+    assert "over axes 'hosts', 'devices' of 6" in caplog.text
+
+
+def test_a_new_plan_is_logged_once(caplog):
+    """Each new plan is logged once at INFO, also if it is traced again."""
+    with caplog.at_level(logging.INFO, "crossreduce"):
+        for _ in range(2):
+            jax.vmap(lambda x: all_reduce(x, "once"), axis_name="once")(np.ones(3))
+            jax.vmap(lambda x: all_reduce(x, "once", algorithm="ring"), axis_name="once")(np.ones(3))
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "XLA's own all-reduce; over axis 'once' of 3" in caplog.messages[0]
+    assert "ring: 3 devices, 3 chunks, 4 rounds, 12 steps, 4 permutations" in caplog.messages[1]
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def rejected(error, match, leaf=1.0, **how):
+    def own(x):
+        return all_reduce({"w": [x, leaf]}, how.pop("axis_name", "d"), **how)
+
+    with pytest.raises(error, match=match):
+        jax.vmap(own, axis_name="d")(np.ones(3, "float32"))
+
+
+@pytest.mark.parametrize("axis", ["other", ("d", "other"), None, ["d", {}], 1.5])
+def test_an_axis_that_does_not_exist(axis):
+    """An unknown axis raises an AxisError: a NameError, as in JAX, and a ValueError, as elsewhere in this library."""
+    for kind in (NameError, ValueError, cr.ReductionError):
+        rejected(kind, r"(?s)not mapped over every axis in axis_name.*jax\.shard_map", axis_name=axis)
+
+
+def test_invalid_arguments_are_rejected_while_tracing():
+    """An error is raised while the function is traced; its message has the argument and a remedy."""
+    rejected(ValueError, "axis_name must be the name of one axis, or of several different axes", axis_name=())
+    rejected(ValueError, "of several different axes", axis_name=("d", "d"))
+    rejected(ValueError, "this is not a known reduction", op="average")
+    rejected(ValueError, "no such algorithm", algorithm="rings")
+    rejected(ValueError, "num_packs must be a whole number", num_packs=-1)
+    rejected(ValueError, "there is no machine of this name", topology="ring")
+    rejected(ValueError, "this is not a topology", topology=4)
+    rejected(
+        ValueError,
+        r"(?s)one device for each position.*4 devices; 3 positions along axis 'd'",
+        topology=cr.Topology.ring(4),
+    )
+    split = cr.Topology.from_matrix([[0, 1, 0], [1, 0, 0], [0, 0, 0]])
+    rejected(cr.PlanError, "cpu:2", topology=split)
+
+
+# ---- explicit meshes ------------------------------------------------------------------------------------------------
+
+
+def explicitly(function, before, out=None):
+    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh, on its part of 0 to 7."""
+    axes = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(axes):
+        x = jax.sharding.reshard(jnp.arange(8.0), P(("d", "e")))
+        own = jax.shard_map(
+            lambda x: function(before(x)), in_specs=P(("d", "e")), out_specs=P() if out is None else out
+        )
+        return [np.asarray(shard.data).tolist() for shard in jax.jit(own)(x).addressable_shards]
+
+
+def unreduced(*axes):
+    return lambda x: lax.pcast(x, axes, to="unreduced")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_unreduced_arrays(algorithm):
+    """Arrays that are unreduced over some axes are reduced over all given axes, alone and beside other leaves."""
+
+    def ours(axes, op="sum"):
+        return lambda x: all_reduce({"a": (x, 1.0)}, axes, op, algorithm=algorithm)["a"][0]
+
+    both = ("d", "e")
+    for before in (unreduced("d", "e"), unreduced("d"), unreduced("e"), lambda x: x):
+        assert explicitly(ours(both), before) == [[12.0, 16.0]] * 4
+        assert explicitly(ours(both, "mean"), before) == [[3.0, 4.0]] * 4
+    for before in (unreduced("d", "e"), unreduced("d")):  # the result is still unreduced over the other axis
+        still = P(unreduced={"d"})
+        assert explicitly(ours("e"), before, still) == explicitly(lambda x: lax.psum(x, "e"), before, still)
+    twice = explicitly(ours(both), lambda x: lax.psum(unreduced("d")(x), "e"))  # a replicated array counts per device
+    assert twice == [[24.0, 32.0]] * 4
+    half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
+    assert half == [[30000.0] * 2] * 4
+
+
+def test_gradients_of_unreduced_and_reduced_arrays():
+    """The gradients with respect to unreduced and reduced arrays are those of ``lax.psum`` and of replicated arrays."""
+
+    def gradient(reduce, before):
+        return lambda x: jax.grad(lambda x: (reduce(before(x), ("d", "e")) ** 2).sum())(x)
+
+    parts = P(("d", "e"))
+    want = explicitly(gradient(lax.psum, unreduced("d", "e")), lambda x: x, parts)
+    assert explicitly(gradient(all_reduce, unreduced("d", "e")), lambda x: x, parts) == want
+    total = explicitly(
+        lambda x: all_reduce(lax.pcast(lax.psum(x, ("d", "e")), ("d", "e"), to="reduced"), ("d", "e")), lambda x: x
+    )
+    assert total == [[48.0, 64.0]] * 4
+
+
+def test_what_unreduced_arrays_do_not_have():
+    """Reductions of parts of a sum, which are not defined, raise an error that says what to do."""
+    for op, axes in (("max", ("d", "e")), ("min", "d"), ("product", "e"), ("mean", "e")):
+        with pytest.raises(cr.UnsupportedError, match=rf"(?s)leaf x: the {op} over .*part of a sum.*psum over 'd'"):
+            explicitly(lambda x, op=op, axes=axes: all_reduce(x, axes, op), unreduced("d"))
+
+
+def test_symbolic_sizes_are_rejected():
+    """An array whose size an export leaves open is rejected: the error states the leaf and its shape."""
+    from jax import export
+
+    (size,) = export.symbolic_shape("b")
+    traced = jax.jit(spread(lambda x: all_reduce({"w": x}, "d"), 4))
+    with pytest.raises(cr.UnsupportedError, match=r"(?s)leaf x\['w'\]: arrays of symbolic size.*given: \(b,\)"):
+        export.export(traced)(jax.ShapeDtypeStruct((4, size), jnp.float32))
+
+
+def test_invalid_leaves_are_reported_with_their_path():
+    """An error about a leaf (no array, a PRNG key, a dtype without this op) has the path of the leaf."""
+    odd = (2**70, np.ma.masked_array([1.0]), jax.ShapeDtypeStruct((2,), "float32"))
+    for leaf in ("text", object(), np.array(["a"]), np.array([1], "datetime64[s]"), {1, 2}, *odd):
+        rejected(TypeError, r"leaf x\['w'\]\[1\]: JAX cannot convert this to an array", leaf)
+    rejected(TypeError, r"\[1\]: arrays of PRNG keys cannot be reduced", jax.random.key(0))
+    rejected(TypeError, r"\[1\]: arrays of dtype float8_e4m3fn cannot be", jnp.zeros(2, jnp.float8_e4m3fn))
+    rejected(TypeError, r"\[1\]: the sum of bools is not defined", True)
+    rejected(TypeError, r"\[1\]: the max of complex numbers is not defined", 1j, op="max")

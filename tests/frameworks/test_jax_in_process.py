@@ -1,0 +1,422 @@
+"""``crossreduce.jax.all_reduce`` on the CPU devices of one process: a custom call of XLA that runs the kernels.
+
+CROSSREDUCE_STORM=200 in the environment runs 200 random programs for each number of threads instead of a few.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from itertools import permutations
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from exact_cases import UNSIGNED, cancelling, exact_sums, subnormal, terms_of, wide
+from paths import ROOT, program
+from test_jax_all_reduce import DTYPES, draw, mesh, spread
+
+import crossreduce as cr
+from crossreduce import kernels
+from crossreduce.errors import ArgumentError, UnsupportedError
+
+jax = jnp = lax = P = all_reduce = in_process = None
+CALL = "custom_call @crossreduce_all_reduce"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _jax(jax_):
+    global jax, jnp, lax, P, all_reduce, in_process
+    import jax
+    import jax.numpy as jnp
+    import test_jax_all_reduce
+    from jax import lax
+
+    from crossreduce.engines.jax import in_process
+    from crossreduce.jax import all_reduce
+
+    P = jax.sharding.PartitionSpec
+    test_jax_all_reduce.jax, test_jax_all_reduce.P = jax, P  # for its helpers
+
+
+def calls(function, *xs):
+    """Count the custom calls of a jitted function."""
+    return function.lower(*xs).as_text().count(CALL)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bits_are_those_of_the_kernels():
+    """Over every dtype and op, all devices get the bits that the engine ``host`` computes in the order of positions."""
+    rng = np.random.default_rng(0)
+    for op in strategies.OPS:
+        xs = {dtype: draw(rng, dtype, (8, 333)) for dtype in DTYPES if op in strategies.ops_for(dtype)}
+        run = jax.jit(spread(lambda x, op=op: all_reduce(x, "d", op), 8))
+        assert calls(run, xs) == len(xs)
+        got = run(xs)
+        for dtype, x in xs.items():
+            parts = [jax.device_put(part, device) for part, device in zip(x, jax.devices("cpu"), strict=False)]
+            value = cr.PerReplica(parts)
+            (want,) = cr.AllReduceCrossDeviceOps("one_device").batch_reduce(op, [(value, value)])
+            for shard in got[dtype].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == np.asarray(want[0]).tobytes(), (op, dtype)
+
+
+def test_groups_of_positions_meet_separately():
+    """Over any axes of a mesh, in any order, each group of positions gets the sum of its own arrays."""
+    names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
+    grid = mesh((2, 2, 2), names)
+    for count in (1, 2, 3):
+        for axes in permutations(names, count):
+            kept = [None if name in axes else name for name in names]
+            for check in (True, False):
+                run = jax.jit(
+                    jax.shard_map(
+                        lambda x, axes=axes: all_reduce(x, axes),
+                        mesh=grid, in_specs=P(*names), out_specs=P(*kept), check_vma=check,
+                    )
+                )  # fmt: skip
+                assert calls(run, x) == 1
+                want = x.sum(tuple(map(names.index, axes)), keepdims=True)
+                np.testing.assert_array_equal(np.asarray(run(x)), want)
+
+
+def test_one_function_twice_and_a_loop():
+    """Two calls of one jitted function, and the calls of a loop, are not confused with each other."""
+
+    @jax.jit
+    def inner(x):
+        return all_reduce(x, "d")
+
+    def own(x):
+        first, second = inner(x), inner(3 * x)
+        loop, _ = lax.scan(lambda c, _: (c + all_reduce(x * c[0], "d"), None), jnp.ones_like(x), None, length=4)
+        return first - second, loop
+
+    x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
+    for _ in range(20):
+        difference, loop = jax.jit(spread(own, 8, False))(x)
+        assert difference.tolist() == [-72] * 3
+        assert loop.tolist() == [37.0**4] * 3
+
+
+def test_a_late_device_blocks_no_thread():
+    """Devices that wait for a late one go on by futures, and XLA's collectives that follow do not block each other."""
+
+    def own(x):
+        late = lax.cond(
+            lax.axis_index("d") == 5, lambda: lax.fori_loop(0, 40, lambda _, a: jnp.tanh(a @ a), a), lambda: a
+        )
+        first = all_reduce(x + 0 * late.sum(), "d")
+        second = lax.psum(first * x, "d")
+        return all_reduce(second + x, "d"), lax.psum(all_reduce(x, "d", "max"), "d")
+
+    a = np.zeros((300, 300), "float32")
+    x = np.arange(8.0, dtype="float32")[:, None].repeat(3, 1)
+    run = jax.jit(spread(own, 8, False))
+    for _ in range(10):
+        got = run(x)
+        assert (got[0].tolist(), got[1].tolist()) == ([8 * 28 * 28 + 28] * 3, [56] * 3)
+
+
+# ---- memory and compilations ----------------------------------------------------------------------------------------
+
+
+def pointers(x):
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+@pytest.mark.parametrize("how", ["shard_map", "squeezed", "pmap", "161 leaves"])
+def test_a_donated_array_is_reduced_in_place(how):
+    """The result of a donated array has its memory on each device, and the program does not copy anything."""
+    sharding = jax.NamedSharding(mesh(8), P("d"))
+    shapes = [(8, 1 + 7 * k) for k in range(161)] if how == "161 leaves" else [(8, 5000)]
+    xs = [jax.device_put(np.full(shape, 2, "float32"), sharding) + 1 for shape in shapes]
+    run = {
+        "shard_map": lambda x: all_reduce(x, "d", "mean"),
+        "squeezed": lambda x: jax.tree.map(lambda y: y[None], all_reduce([y[0] for y in x], "d")),
+        "pmap": lambda x: all_reduce(x, "d"),
+        "161 leaves": lambda x: all_reduce(x, "d"),
+    }[how]
+    if how == "pmap":
+        run = jax.pmap(run, axis_name="d", donate_argnums=0, devices=jax.devices("cpu")[:8])
+    else:
+        over = jax.shard_map(run, mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False)
+        run = jax.jit(over, donate_argnums=0)
+    before = list(map(pointers, xs))
+    assert calls(run, xs) == 1
+    assert not re.search(r" copy\(", run.lower(xs).compile().as_text())
+    results = run(xs)
+    assert list(map(pointers, results)) == before
+    assert all(x.is_deleted() for x in xs)
+    want = 3 if how == "shard_map" else 24
+    assert all((np.asarray(x) == want).all() for x in results)
+
+
+def test_other_arguments_are_not_copied_or_written():
+    """An argument that is not donated keeps its value, and no copy is made of it."""
+    for donated in ((), 1):  # the second argument has another type, so it is not the first one's
+        over = jax.shard_map(
+            lambda x, y: (all_reduce(x, "d"), y + 1), mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False
+        )
+        run = jax.jit(over, donate_argnums=donated)
+        x, y = jnp.ones((8, 300)), jnp.ones((8, 7), "int32")
+        assert not re.search(r" copy\(", run.lower(x, y).compile().as_text())
+        assert (np.asarray(run(x, y)[0]) == 8).all()
+        assert (np.asarray(x) == 1).all()
+    # A value that is used afterwards is not overwritten either.
+    after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, False, (P(), P("d"))))
+    total, own = after(np.ones((8, 4), "float32"))
+    assert (total.tolist(), set(np.asarray(own).tolist())) == ([16] * 4, {2})
+
+
+def test_nothing_is_compiled_twice():
+    """A jitted step is traced and compiled once, and equal programs have equal texts, so caches on disk find them."""
+    traced = []
+
+    def own(x):
+        traced.append(1)
+        return all_reduce({"a": x, "b": (x.astype("int32"), x[:1])}, "d", "max")
+
+    x = np.ones((8, 3), "float32")
+    step = jax.jit(spread(own, 8))
+    for _ in range(4):
+        step(x)
+    assert (len(traced), step._cache_size()) == (1, 1)
+    first, second = (jax.jit(spread(lambda x: all_reduce([x, x * 2], "d"), 8)).lower(x).as_text() for _ in range(2))
+    assert first == second
+
+
+def test_where_xla_reduces():
+    """Elsewhere the collectives of XLA run: axes that XLA partitions, vmap's, exports, and devices of other kinds."""
+    from jax import export
+
+    x = np.arange(8.0, dtype="float32").reshape(8, 1)
+    grid = mesh((4, 2), ("d", "auto"))
+    partly = jax.jit(
+        jax.shard_map(lambda x: all_reduce(x, "d"), mesh=grid, in_specs=P("d"), out_specs=P(), axis_names={"d"})
+    )
+    assert calls(partly, x) == 0
+    assert np.asarray(partly(x)).ravel().tolist() == [12, 16]
+    assert calls(jax.jit(jax.vmap(lambda x: all_reduce(x, "v"), axis_name="v")), x) == 0
+    over = jax.jit(spread(lambda x: all_reduce(x, "d"), 8))
+    assert calls(over, x) == 1
+    exported = export.export(over)(x)
+    assert "all_reduce" in exported.mlir_module()
+    assert CALL not in exported.mlir_module()
+    assert "all_reduce" in over.trace(x).lower(lowering_platforms=("cuda",)).as_text().replace(CALL, "")
+    assert calls(jax.jit(spread(lambda x: all_reduce(x, "d", algorithm="ring"), 8)), x) == 0
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_arrive_is_named():
+    """If some devices do not call all_reduce, the others raise an error that names them, and later programs run.
+
+    It is raised in time beside another all_reduce that waits longer for a device, which began before.
+    """
+    release = threading.Event()
+
+    def own(x):
+        return lax.cond(lax.axis_index("d") % 4 == 3, lambda x: x, lambda x: all_reduce(x, "d"), x)
+
+    def late(k, x):
+        if k == 7:
+            assert release.wait(60)
+        return x
+
+    def slow(x):
+        x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("d"), x)
+        return all_reduce(x, "d")
+
+    run = jax.jit(spread(own, 8, False, P("d")))
+    x = np.ones((8, 8), "float32")
+    every = jax.jit(spread(slow, 8, False))
+    waiting = every(x)
+    time.sleep(1)  # its other devices arrive
+    settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
+    kernels.native().xla_handlers(*settings, 0.7)
+    try:
+        start = time.monotonic()
+        threading.Timer(2, release.set).start()
+        match = (
+            r"(?s)axis 'd': position 3, 7 did not arrive within 0.7 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
+        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            jax.block_until_ready(run(x))
+        assert 0.5 < time.monotonic() - start < 20
+        assert waiting.tolist() == every(x).tolist() == [8] * 8
+    finally:
+        release.set()
+        kernels.native().xla_handlers(*settings, 40.0)
+
+
+def test_an_invalid_timeout_is_rejected(monkeypatch):
+    """CROSSREDUCE_JAX_TIMEOUT must be a positive number; the error shows the value."""
+    for text in ("0", "-1", "soon", "nan", "inf"):
+        monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", text)
+        with pytest.raises(ArgumentError, match=rf"(?s)CROSSREDUCE_JAX_TIMEOUT must be a positive number.*{text}"):
+            in_process.limit_s()
+    monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", "2.5")
+    assert in_process.limit_s() == 2.5
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_random_programs_end(threads):
+    """Beside XLA's collectives, with any number of threads and two programs at once, programs end and are right."""
+    count = int(os.environ.get("CROSSREDUCE_STORM", "8"))
+    environment = {**os.environ, "NPROC": str(threads), "PJRT_NPROC": str(threads), "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, str(program("jax_storm.py")), str(threads * 1000), str(count)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120 + 6 * count, check=False
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"{count} programs\n"), done.stderr[-3000:]
+
+
+# ---- the interface to XLA -------------------------------------------------------------------------------------------
+
+STRUCTS = {
+    "Extension": ("XLA_FFI_Extension_Base", "size=struct_size kind=type next"),
+    "Version": ("XLA_FFI_Api_Version", "major=major_version minor=minor_version"),
+    "Text": ("XLA_FFI_ByteSpan", "data=ptr size=len"),
+    "Scalar": ("XLA_FFI_Scalar", "dtype value"),
+    "Array": ("XLA_FFI_Array", "dtype size data"),
+    "Buffer": ("XLA_FFI_Buffer", "dtype data rank dims"),
+    "Buffers": ("XLA_FFI_Args", "size kinds=types items=args"),
+    "Attributes": ("XLA_FFI_Attrs", "size kinds=types names items=attrs"),
+    "TypeId": ("XLA_FFI_TypeId", "id=type_id"),
+    "TypeInfo": ("XLA_FFI_TypeInfo", "destroy=deleter"),
+    "Metadata": ("XLA_FFI_Metadata", "version=api_version traits state=state_type_id"),
+    "MetadataExtension": ("XLA_FFI_Metadata_Extension", "metadata"),
+    "CreateError": ("XLA_FFI_Error_Create_Args", "message code=errc"),
+    "CreateFuture": ("XLA_FFI_Future_Create_Args", "future"),
+    "CompleteFuture": ("XLA_FFI_Future_SetAvailable_Args", "future"),
+    "FailFuture": ("XLA_FFI_Future_SetError_Args", "future error"),
+    "RegisterType": ("XLA_FFI_Type_Register_Args", "name id=type_id info=type_info"),
+    "State": ("XLA_FFI_State_Set_Args", "context=ctx stage id=type_id state"),
+    "RunId": ("XLA_FFI_RunId_Get_Args", "context=ctx run_id"),
+    "Stream": ("XLA_FFI_Stream_Get_Args", "context=ctx stream"),
+    "DeviceOrdinal": ("XLA_FFI_DeviceOrdinal_Get_Args", "context=ctx ordinal=device_ordinal"),
+    "CallFrame": (
+        "XLA_FFI_CallFrame",
+        "api context=ctx stage operands=args results=rets attributes=attrs future",
+    ),
+    "Api": (
+        "XLA_FFI_Api",
+        "version=api_version internal=internal_api create_error=XLA_FFI_Error_Create "
+        "register_type=XLA_FFI_Type_Register "
+        "set_state=XLA_FFI_State_Set get_state=XLA_FFI_State_Get "
+        "create_future=XLA_FFI_Future_Create complete_future=XLA_FFI_Future_SetAvailable "
+        "fail_future=XLA_FFI_Future_SetError get_run_id=XLA_FFI_RunId_Get "
+        "get_stream=XLA_FFI_Stream_Get get_device_ordinal=XLA_FFI_DeviceOrdinal_Get",
+    ),
+}
+CONSTANTS = {
+    **{name: f"XLA_FFI_Error_Code_{name}" for name in ("INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")},
+    "INTERNAL": "XLA_FFI_Error_Code_INTERNAL",
+    "INSTANTIATE": "XLA_FFI_ExecutionStage_INSTANTIATE",
+    "EXECUTE": "XLA_FFI_ExecutionStage_EXECUTE",
+    "METADATA": "XLA_FFI_Extension_Metadata",
+    "GRAPH_COMPATIBLE": "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE",
+    **{name: f"XLA_FFI_AttrType_{name}" for name in ("ARRAY", "DICTIONARY", "SCALAR", "STRING")},
+    **{
+        name: f"XLA_FFI_DataType_{name}"
+        for name in (
+            "PRED",
+            "S8",
+            "S16",
+            "S32",
+            "S64",
+            "U8",
+            "U16",
+            "U32",
+            "U64",
+            "F16",
+            "F32",
+            "F64",
+            "C64",
+            "BF16",
+            "C128",
+        )
+    },
+    "VERSION_MAJOR": "XLA_FFI_API_MAJOR",
+}
+
+
+def test_the_interface_has_the_layout_of_xla(tmp_path):
+    """Every struct and constant that the custom call uses is that of the installed jaxlib's header."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler, "this test needs a C++ compiler"
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.hpp"']
+    for ours, (theirs, members) in STRUCTS.items():
+        for member in members.split():
+            mine, _, other = member.partition("=")
+            a, b = f"offsetof(xla_ffi::{ours}, {mine})", f"offsetof({theirs}, {other or mine})"
+            lines.append(f'static_assert({a} == {b}, "{ours}.{mine}");')
+            a, b = f"sizeof(xla_ffi::{ours}::{mine})", f"sizeof({theirs}::{other or mine})"
+            lines.append(f'static_assert({a} == {b}, "{ours}.{mine}");')
+        if ours != "Api":  # its last members are not used
+            lines.append(f'static_assert(sizeof(xla_ffi::{ours}) == sizeof({theirs}), "{ours}");')
+    lines += [f'static_assert(int(xla_ffi::{a}) == int({b}), "{a}");' for a, b in CONSTANTS.items()]
+    lines.append('static_assert(xla_ffi::VERSION_MINOR <= XLA_FFI_API_MINOR, "version");')
+    source = tmp_path / "layout.cpp"
+    source.write_text("\n".join(lines))
+    native = ROOT / "src" / "crossreduce" / "kernels" / "native"
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-I", jax.ffi.include_dir(), "-I", str(native), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+# ---- exact sums -----------------------------------------------------------------------------------------------------
+
+
+def test_exact_sums_have_the_bits_of_rational_arithmetic():
+    """With ``exact=True`` sums and means are correctly rounded, for any algorithm, also of subnormal numbers."""
+    for dtype, kind, op in itertools.product(UNSIGNED, (cancelling, subnormal, wide), ("sum", "mean")):
+        bits = terms_of(kind, 1, dtype, 8, 50)
+        right = exact_sums(bits, dtype, 8 if op == "mean" else 1)
+        for algorithm in ("auto", "ring"):
+            reduced = partial(all_reduce, axis_name="d", op=op, algorithm=algorithm, exact=True)
+            run = jax.jit(spread(reduced, 8))
+            got = run(bits.view(oracle.dtype_of(dtype)))
+            for shard in got.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == right.tobytes(), (dtype, kind, op)
+
+
+def test_gradients_of_exact_sums():
+    """The gradient of an exact sum over devices is the exact sum of the devices' gradients."""
+    bits = terms_of(cancelling, 2, "float32", 8, 20)
+
+    def loss(x, weights):
+        total = jax.shard_map(
+            lambda x: all_reduce(x, "d", exact=True), mesh=mesh((8,), ("d",)), in_specs=P("d"), out_specs=P("d"),
+            check_vma=False,
+        )(x)  # fmt: skip
+        return (total * weights).sum()
+
+    grad = jax.jit(jax.grad(loss))(jnp.ones((8, 20), "float32"), bits.view("float32"))
+    assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(bits, "float32").tobytes()}
+
+
+def test_exact_sums_are_refused_where_the_kernels_cannot_run():
+    """Under vmap, in exported programs and for products, ``exact=True`` is an error, never ignored."""
+    x = np.ones((8, 3), "float32")
+    words = r"exact sums inside JAX programs need the compiled kernels"
+    with pytest.raises(UnsupportedError, match=words):
+        jax.vmap(lambda x: all_reduce(x, "d", exact=True), axis_name="d")(x)
+    with pytest.raises(UnsupportedError, match=words):
+        jax.export.export(jax.jit(spread(lambda x: all_reduce(x, "d", exact=True), 8)))(x)
+    with pytest.raises(UnsupportedError, match="a product cannot be exact"):
+        jax.jit(spread(lambda x: all_reduce(x, "d", "product", exact=True), 8))(x)
+    with pytest.raises(ArgumentError, match="exact must be True or False"):
+        jax.jit(spread(lambda x: all_reduce(x, "d", exact=1), 8))(x)
+    whole = jax.jit(spread(lambda x: all_reduce(x, "d", exact=True), 1))(x[:1])  # one device: nothing is added
+    assert (np.asarray(whole) == 1).all()

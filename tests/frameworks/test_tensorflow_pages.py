@@ -1,0 +1,302 @@
+"""The table of docs/contract.md that goes through TensorFlow's pages of its ops, r1.14 to r2.4: a test for each row."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+from paths import ROOT
+from tensorflow_values import MEAN, SUM, Mirrored, crt, name, on, per_replica, place, tf, variable
+
+import crossreduce as cr
+
+SHARED = ("ReductionToOneDevice", "AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce")
+KINDS = [*(getattr(cr, kind) for kind in (*SHARED, "NcclAllReduce")), *(getattr(crt, kind) for kind in SHARED)]
+HINTS = tf.distribute.experimental.CollectiveHints  # removed from TensorFlow's pages in r2.5, not from its code
+
+
+def value_of(op, xs=(1.0, 2.0, 4.0)):
+    """Return a per-replica value as the op's library has it."""
+    return (
+        per_replica(list(xs))
+        if isinstance(op, tf.distribute.CrossDeviceOps)
+        else cr.PerReplica(list(map(np.float32, xs)))
+    )
+
+
+def first(result):
+    """Return the first component of a result, or its only one, as a number."""
+    values = result.values if isinstance(result, (tf.distribute.DistributedValues, cr.Mirrored)) else (result,)
+    return float(values[0])
+
+
+def parameters(function):
+    """Return the names and defaults of a function's parameters that can be given by position, without ``self``."""
+    found = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [(p.name, p.default) for p in found if p.name != "self"]
+
+
+def required(*names):
+    return [(name, inspect.Parameter.empty) for name in names]
+
+
+every_op = pytest.mark.parametrize("op", [kind() for kind in KINDS], ids=lambda op: f"{type(op).__module__}.{op!r}")
+
+
+def test_each_row_has_a_test():
+    """The rows of the table are numbered from P1, and each number is that of one test."""
+    page = (ROOT / "docs/contract.md").read_text("utf-8")
+    rows = [int(number) for number in re.findall(r"^\| P(\d+) \|", page, re.MULTILINE)]
+    tests = [int(found[1]) for key in globals() if (found := re.match(r"test_p(\d+)_", key))]
+    assert rows == tests == list(range(1, len(rows) + 1))
+    assert len(rows) > 15
+
+
+def test_p1_the_base_class():
+    """``CrossDeviceOps()`` has no parameters, and every op derives from it."""
+    assert parameters(cr.CrossDeviceOps) == []
+    assert isinstance(cr.CrossDeviceOps(), cr.CrossDeviceOps)
+    for kind in KINDS:
+        base = cr.CrossDeviceOps if kind.__module__ == cr.CrossDeviceOps.__module__ else tf.distribute.CrossDeviceOps
+        assert issubclass(kind, base)
+
+
+@pytest.mark.parametrize("module", [cr, crt])
+def test_p2_reduction_to_one_device(module):
+    """By default the first destination adds; a function replaces the sum, and a mean divides its result."""
+    assert parameters(module.ReductionToOneDevice) == [("reduce_to_device", None), ("accumulation_fn", None)]
+    op = module.ReductionToOneDevice(accumulation_fn=lambda xs: xs[0] * xs[1] * xs[2])
+    assert first(op.reduce("mean", value_of(op), "cpu:0")) == np.float32(8 / 3)
+    plain = module.ReductionToOneDevice()
+    large = cr.PerReplica([np.float16(40000)] * 2) if module is cr else per_replica([np.float16(40000)] * 2)
+    assert first(plain.reduce("mean", large, "cpu:0")) == 40000
+
+
+@pytest.mark.parametrize("module", [cr, crt])
+def test_p3_all_reduce_cross_device_ops(module):
+    """The parameters and defaults are those of r1.15; an unknown algorithm is a ``ValueError``."""
+    assert parameters(module.AllReduceCrossDeviceOps) == [
+        ("all_reduce_alg", "nccl"),
+        ("num_packs", 1),
+        ("agg_small_grads_max_bytes", 0),
+        ("agg_small_grads_max_group", 10),
+        ("topology", None),
+    ]
+    for algorithm in ("nccl", "hierarchical_copy", "ring"):
+        op = module.AllReduceCrossDeviceOps(algorithm, 0, 100, 10)
+        assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
+    with pytest.raises(ValueError, match="there is no such algorithm"):
+        module.AllReduceCrossDeviceOps("bogus")
+
+
+@pytest.mark.parametrize("module", [cr, crt])
+def test_p4_hierarchical_copy(module):
+    """Hierarchical copy derives from ``AllReduceCrossDeviceOps`` and has one pack by default."""
+    assert issubclass(module.HierarchicalCopyAllReduce, module.AllReduceCrossDeviceOps)
+    assert parameters(module.HierarchicalCopyAllReduce) == [("num_packs", 1), ("topology", None)]
+
+
+def test_p5_nccl():
+    """``NcclAllReduce`` derives from ``AllReduceCrossDeviceOps``; the plug-in has the algorithm "nccl" instead."""
+    assert issubclass(cr.NcclAllReduce, cr.AllReduceCrossDeviceOps)
+    assert parameters(cr.NcclAllReduce) == [("num_packs", 1)]
+    assert not hasattr(crt, "NcclAllReduce")
+    assert (
+        repr(crt.AllReduceCrossDeviceOps("nccl"))
+        == "crossreduce.tensorflow.AllReduceCrossDeviceOps('nccl', num_packs=1)"
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "num_packs" in inspect.signature(kind).parameters])
+def test_p6_the_number_of_packs(kind):
+    """No packs are valid; a negative number, and what is not an integer, is a ``ValueError``."""
+    op = kind(num_packs=0)
+    assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
+    for wrong in (-1, 1.5, "1", None):
+        with pytest.raises(ValueError, match="num_packs must be a whole number, 0 or more"):
+            kind(num_packs=wrong)
+
+
+@every_op
+def test_p7_reduce(op):
+    """The options may be given by position, as ``options`` or as ``experimental_hints``, but not by both names."""
+    assert parameters(op.reduce) == [*required("reduce_op", "per_replica_value", "destinations"), ("options", None)]
+    value, hints = value_of(op), cr.CollectiveHints(bytes_per_pack=4)
+    given = {"reduce_op": "sum", "per_replica_value": value, "destinations": value}
+    for more in ({}, {"options": hints}, {"experimental_hints": hints}, {"options": None, "experimental_hints": hints}):
+        assert first(op.reduce(**given, **more)) == 7.0
+    assert first(op.reduce("sum", value, value, hints)) == 7.0
+    with pytest.raises(ValueError, match="options and its older name experimental_hints cannot both be given"):
+        op.reduce("sum", value, value, cr.CommunicationOptions(), experimental_hints=hints)
+    with pytest.raises(ValueError, match="options must be CommunicationOptions"):
+        op.reduce("sum", value, value, experimental_hints=8)
+
+
+@every_op
+def test_p8_batch_reduce(op):
+    """A batch takes the options in the same ways."""
+    assert parameters(op.batch_reduce) == [*required("reduce_op", "value_destination_pairs"), ("options", None)]
+    value, hints = value_of(op), cr.CollectiveHints(bytes_per_pack=4)
+    given = {"reduce_op": "mean", "value_destination_pairs": [(value, value), (value, "cpu:1")]}
+    for more in ({}, {"options": hints}, {"experimental_hints": hints}):
+        assert list(map(first, op.batch_reduce(**given, **more))) == [np.float32(7 / 3)] * 2
+    assert first(op.batch_reduce("sum", [(value, value)], hints)[0]) == 7.0
+    with pytest.raises(ValueError, match="options and its older name experimental_hints cannot both be given"):
+        op.batch_reduce("sum", [(value, value)], hints, experimental_hints=hints)
+
+
+@every_op
+def test_p9_broadcast(op):
+    """``broadcast`` has the parameters of every version."""
+    assert parameters(op.broadcast) == required("tensor", "destinations")
+    assert first(op.broadcast(tensor=3.0, destinations=value_of(op))) == 3.0
+
+
+@every_op
+def test_p10_reductions(op):
+    """Five reductions are known by name, others are a ``ValueError``; only the plug-in accepts TensorFlow's."""
+    value = value_of(op)
+    for reduce_op, want in (("sum", 7.0), ("MEAN", 7 / 3), ("min", 1.0), (cr.ReduceOp.MAX, 4.0), ("product", 8.0)):
+        assert first(op.reduce(reduce_op, value, value)) == np.float32(want)
+    for wrong in ("median", 0, None):
+        with pytest.raises(ValueError, match="this is not a known reduction"):
+            op.reduce(wrong, value, value)
+    if isinstance(op, tf.distribute.CrossDeviceOps):
+        assert [first(op.reduce(kind, value, value)) for kind in (SUM, MEAN)] == [7.0, np.float32(7 / 3)]
+    else:
+        with pytest.raises(ValueError, match=r"crossreduce\.tensorflow's op of the same name"):
+            op.reduce(SUM, value, value)
+
+
+@every_op
+def test_p11_values(op):
+    """Distributed values, arrays and numbers are values; the plug-in also makes a tensor of a list."""
+    plug_in = isinstance(op, tf.distribute.CrossDeviceOps)
+    values = [value_of(op, [3.0]), on(0, 3.0), np.float32(3.0), 3.0]
+    values.append(per_replica([3.0], wrap=Mirrored) if plug_in else cr.Mirrored([np.float32(3)]))
+    for value in values:
+        assert first(op.reduce("sum", value, "cpu:0")) == 3.0
+    for wrong in (None, {"a": 1.0}, *([] if plug_in else [[1.0, 2.0], (1.0,), "text"])):
+        with pytest.raises(ValueError, match=r"a value to reduce must be a PerReplica or an array|cannot be converted"):
+            op.reduce("sum", wrong, "cpu:0")
+    if plug_in:
+        assert op.reduce("sum", [1.0, 2.0], "cpu:0").numpy().tolist() == [1.0, 2.0]
+
+
+@every_op
+def test_p12_destinations(op):
+    """Destinations are distributed values, a variable, a tensor or a name, and a variable is not written."""
+    value, where = value_of(op), variable(0, 5.0)
+    for destinations in (value, where, on(0, 1.0), "CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"):
+        assert first(op.reduce("sum", value, destinations)) == 7.0
+    assert float(where) == 5.0
+    for wrong in (["cpu:0"], ("cpu:0",), [], None, 0, b"cpu:0", "", "foo"):
+        with pytest.raises(ValueError, match=r"destinations must be|must not be empty|cannot be parsed"):
+            op.reduce("sum", value, wrong)
+
+
+@every_op
+def test_p13_pairs(op):
+    """Any iterable of pairs is a batch, an empty one too; the error of another object has the number of the pair."""
+    value = value_of(op)
+    pair = (value, value)
+    for pairs in ([pair], (pair,), iter([pair]), zip([value], [value], strict=True), [[value, value]]):
+        assert [first(x) for x in op.batch_reduce("sum", pairs)] == [7.0]
+    assert op.batch_reduce("sum", []) == []
+    for wrong in (None, 3, value, "pairs"):
+        with pytest.raises(ValueError, match="value_destination_pairs must be pairs"):
+            op.batch_reduce("sum", wrong)
+    for wrong in (value, (value,), (value, value, value)):
+        with pytest.raises(ValueError, match="element 1 of value_destination_pairs is not a pair"):
+            op.batch_reduce("sum", [pair, wrong])
+
+
+@every_op
+def test_p14_results(op):
+    """The plug-in returns a tensor for one device, else TensorFlow's ``Mirrored``; crossreduce a ``Mirrored``."""
+    value = value_of(op)
+    one, several = op.reduce("sum", value, "cpu:1"), op.reduce("sum", value, value)
+    if isinstance(op, tf.distribute.CrossDeviceOps):
+        assert tf.is_tensor(one)
+        assert place(one) == name(1)
+        assert type(several) is Mirrored
+    else:
+        assert type(one) is type(several) is cr.Mirrored
+        assert one.devices == ("cpu:1",)
+
+
+def test_p15_subclasses():
+    """A subclass as of r2.2 gets the hints in the last place; one without implementations is not an op."""
+    seen = []
+
+    class Own(cr.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, experimental_hints):
+            seen.append((reduce_op, destinations, experimental_hints))
+            return self.broadcast_implementation(per_replica_value[0], destinations)
+
+    class Theirs(crt.ReductionToOneDevice):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, experimental_hints):
+            seen.append((reduce_op, destinations, experimental_hints))
+            return super().reduce_implementation(reduce_op, per_replica_value, destinations, experimental_hints)
+
+    hints, value = cr.CollectiveHints(8), value_of(Own())
+    assert first(Own().reduce("sum", value, value, experimental_hints=hints)) == 1.0
+    assert [first(x) for x in Own().batch_reduce("sum", [(value, "cpu:1")], experimental_hints=hints)] == [1.0]
+    assert first(Theirs().reduce(SUM, value_of(Theirs()), "CPU:0", experimental_hints=hints)) == 7.0
+    assert seen == [
+        (cr.ReduceOp.SUM, value.devices, hints),
+        (cr.ReduceOp.SUM, ("cpu:1",), hints),
+        (SUM, "CPU:0", hints),
+    ]
+    with pytest.raises(NotImplementedError, match="CrossDeviceOps does not implement reduce_implementation"):
+        cr.CrossDeviceOps().reduce("sum", value, value)
+
+
+def test_p16_collective_hints():
+    """``CollectiveHints`` are those of r2.4; the plug-in accepts TensorFlow's by both names."""
+    assert parameters(cr.CollectiveHints) == [("bytes_per_pack", 0), ("timeout_seconds", None)]
+    with pytest.raises(ValueError, match="bytes_per_pack must be a whole number, 0 or more"):
+        cr.CollectiveHints(-1)
+    op = crt.HierarchicalCopyAllReduce()
+    for given in ({"options": HINTS(8)}, {"experimental_hints": HINTS(8, 2.0)}):
+        assert first(op.reduce(SUM, value_of(op), "CPU:0", **given)) == 7.0
+
+
+def test_p17_communication_options():
+    """``implementation`` is an algorithm's name in any case; a timeout of 0 is refused, or ignored if TensorFlow's."""
+    assert parameters(cr.CommunicationOptions) == [
+        ("bytes_per_pack", 0),
+        ("timeout_seconds", None),
+        ("implementation", "auto"),
+        ("exact", False),  # ours
+    ]
+    for implementation in ("AUTO", "RING", "NCCL"):
+        assert cr.CommunicationOptions(implementation=implementation).implementation == implementation.lower()
+    with pytest.raises(ValueError, match="there is no such algorithm"):
+        cr.CommunicationOptions(implementation="bogus")
+    with pytest.raises(ValueError, match="timeout_seconds must be a positive number"):
+        cr.CommunicationOptions(timeout_seconds=0)
+    op, kinds = crt.HierarchicalCopyAllReduce(), tf.distribute.experimental
+    for implementation in kinds.CommunicationImplementation:
+        options = kinds.CommunicationOptions(timeout_seconds=0, implementation=implementation)
+        assert first(op.reduce(SUM, value_of(op), "CPU:0", options)) == 7.0
+
+
+def test_p18_bytes_per_pack():
+    """The hints limit the size of packs, by either name."""
+    op = crt.AllReduceCrossDeviceOps("one_device")
+    value = per_replica([np.full(100, 2.0**k, "float32") for k in range(3)])
+
+    def packs(**given):
+        function = tf.function(lambda: op.batch_reduce(SUM, [(value, value)], **given)[0].values, autograph=False)
+        return sum(o.type == "AddN" for o in function.get_concrete_function().graph.get_operations())
+
+    assert packs() == 1
+    assert packs(experimental_hints=HINTS(100)) == packs(options=HINTS(100)) == 4
+
+
+def test_p19_several_processes():
+    """The ops of ``tf.contrib`` for several processes are not offered."""
+    for kind in ("MultiWorkerAllReduce", "CollectiveAllReduce"):
+        assert not hasattr(cr, kind)
+        assert not hasattr(crt, kind)

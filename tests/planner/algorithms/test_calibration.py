@@ -1,0 +1,472 @@
+"""Speeds of links that are fitted to measured times of collectives, and reports with such times."""
+
+import json
+import math
+import random
+from fractions import Fraction
+
+import nccl_reports
+import pytest
+from budget import examples
+from command_line import run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from nccl_reports import pair_seconds, report, star_seconds
+
+import crossreduce as cr
+from crossreduce.errors import ArgumentError
+from crossreduce.planning.calibration import calibrate
+from crossreduce.topology import Link, Topology
+from crossreduce.topology.measured import LARGEST, Measurement, read_measurements
+
+SIZES = [1 << power for power in range(10, 31, 2)]
+STAR = Topology.star(8, 450, 7e-7)
+# Two hosts of two devices: a link of 150 GB/s within each, and one of 25 GB/s between devices of the same number.
+NVLINK, NIC = (150, 7e-7), (25, 3e-6)
+PAIRS = [("host0/cuda:0", "host0/cuda:1", *NVLINK), ("host1/cuda:0", "host1/cuda:1", *NVLINK)]
+PAIRS += [(f"host0/cuda:{k}", f"host1/cuda:{k}", *NIC) for k in (0, 1)]
+HOSTS = Topology(
+    [f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 1)],
+    [Link(*ends, *speed) for a, b, *speed in PAIRS for ends in ((a, b), (b, a))],
+)
+WITHIN, BETWEEN = HOSTS.devices[:2], ("host0/cuda:0", "host1/cuda:0")
+
+
+def star(rng, noise, *, overhead_s=12e-6, collectives=("all_reduce", "all_gather"), sizes=SIZES):
+    """Return measurements on the star, whose links in truth have 380 GB/s and 2 us."""
+    return [
+        Measurement(collective, size, seconds * (1 + rng.gauss(0, noise)), STAR.devices)
+        for collective in collectives
+        for size in sizes
+        for seconds in [overhead_s + star_seconds(collective, 8, size, 380, 2e-6)]
+    ]
+
+
+def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
+    """Return measurements on two devices that have a link."""
+    return [
+        Measurement(collective, size, (overhead_s + seconds) * (1 + rng.gauss(0, noise)), devices)
+        for collective in ("all_reduce", "all_gather")
+        for size in SIZES
+        for seconds in [pair_seconds(collective, size, gb_per_s, latency_s)]
+    ]
+
+
+def test_exact_times_give_the_exact_speeds():
+    """Times without noise give the bandwidth, the latency and the overhead of which they were computed."""
+    found = calibrate(STAR, star(random.Random(0), 0.0))
+    (one,) = found.classes
+    assert (one.bandwidth.value, one.latency.value, found.overhead.value) == (
+        380,
+        Fraction(2, 10**6),
+        Fraction(12, 10**6),
+    )
+    assert (one.links.bandwidth, one.number) == (450, 16)
+    assert found.rms < 1e-9
+    assert found.assumed == ()
+    assert {link.bandwidth for link in found.topology.links} == {380}
+    assert found.topology.devices == STAR.devices
+
+
+@pytest.mark.parametrize("factor", [Fraction(1, 100), Fraction(100)])
+def test_speeds_may_be_far_from_the_given_ones(factor):
+    """The fit finds speeds that are a hundred times as slow or as fast as the given ones."""
+    measured = [one._replace(seconds=one.seconds * float(factor)) for one in star(random.Random(0), 0.0)]
+    found = calibrate(STAR, measured)
+    (one,) = found.classes
+    assert (one.bandwidth.value, one.latency.value) == (380 / factor, Fraction(2, 10**6) * factor)
+    assert found.overhead.value == Fraction(12, 10**6) * factor
+
+
+def test_few_results_identify_few_parameters():
+    """Two results identify one parameter, the bandwidth, since a standard error needs one result more."""
+    measured = star(random.Random(0), 0.01, sizes=[1 << 28, 1 << 30], collectives=["all_reduce"], overhead_s=0)
+    found = calibrate(STAR, measured)
+    (one,) = found.classes
+    assert (one.latency.error, found.overhead.error) == (None, None)
+    assert float(one.bandwidth.value) == pytest.approx(380, rel=0.03)
+    assert one.bandwidth.error > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noisy_times_give_the_speeds_within_their_errors(seed):
+    """With 2 % of noise, each fitted number is within four standard errors, and these are small."""
+    found = calibrate(STAR, star(random.Random(seed), 0.02))
+    (one,) = found.classes
+    for estimate, truth in ((one.bandwidth, 380), (one.latency, 2e-6), (found.overhead, 12e-6)):
+        assert 0 < estimate.error < 0.15 * truth
+        assert abs(float(estimate.value) - truth) < 4 * estimate.error
+    assert found.rms == pytest.approx(0.02, rel=0.5)
+
+
+def test_standard_errors_have_the_size_of_the_errors():
+    """Over many runs, the errors divided by their standard errors have a root mean square near 1."""
+    ratios = []
+    for seed in range(20):
+        found = calibrate(STAR, star(random.Random(100 + seed), 0.02, sizes=SIZES[::2]))
+        (one,) = found.classes
+        for estimate, truth in ((one.bandwidth, 380), (one.latency, 2e-6), (found.overhead, 12e-6)):
+            ratios.append((float(estimate.value) - truth) / estimate.error)
+    assert 0.75 < math.sqrt(sum(x * x for x in ratios) / len(ratios)) < 1.35
+
+
+def test_the_interval_contains_most_times():
+    """The interval of a plan contains the measured times of its size in about 95 of 100 cases."""
+    found = calibrate(STAR, star(random.Random(1), 0.02))
+    rng, size = random.Random(2), 1 << 26
+    plan = cr.plan(found.topology, "all_reduce", size, "ring", operation_s=0)
+    low, high = found.interval(plan.seconds)
+    total = plan.seconds + float(found.overhead.value)
+    assert (low, high) == (pytest.approx(total * (1 - 2 * found.rms)), pytest.approx(total * (1 + 2 * found.rms)))
+    times = [one.seconds for one in star(rng, 0.02, sizes=[size] * 200, collectives=["all_reduce"])]
+    assert 0.88 < sum(low <= seconds <= high for seconds in times) / len(times) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_links_within_and_between_hosts(seed):
+    """Results of one host and of two hosts identify both classes of links."""
+    rng = random.Random(seed)
+    measured = pairs(rng, 0.02, WITHIN, 120, 2e-6) + pairs(rng, 0.02, BETWEEN, 20, 9e-6)
+    within, between = calibrate(HOSTS, measured).classes
+    assert (str(within.links), str(between.links)) == ("150 GB/s within hosts", "25 GB/s between hosts")
+    assert (within.number, between.number) == (4, 4)
+    for one, truth in ((within, (120, 2e-6)), (between, (20, 9e-6))):
+        for estimate, value in zip((one.bandwidth, one.latency), truth, strict=True):
+            assert abs(float(estimate.value) - value) < 4 * estimate.error < 0.5 * value
+
+
+def hosts(within, between):
+    """Return the two hosts with other bandwidths."""
+    links = [link._replace(bandwidth=within if link.src[:5] == link.dst[:5] else between) for link in HOSTS.links]
+    return Topology(HOSTS.devices, links)
+
+
+@pytest.mark.parametrize(("given", "truth"), [((5, 25), (150, 20)), ((150, 3), (10, 20))])
+@pytest.mark.parametrize("known", [WITHIN, BETWEEN])
+def test_the_slowest_links_may_be_others_than_in_the_given_topology(given, truth, known):
+    """The fit finds the class that limits the ring over both hosts, also if with the given speeds it is the other one.
+
+    Results of two devices, within a host or between hosts, tell the speed of one class.
+    """
+    speed = truth[known == BETWEEN]
+    measured = pairs(random.Random(0), 0.0, known, speed, 7e-7 if known == WITHIN else 3e-6, overhead_s=8e-6)
+    for size in SIZES:
+        schedule = cr.plan(hosts(*given), "all_reduce", size, "ring", operation_s=0).schedule
+        seconds = cr.simulate(schedule, hosts(*truth), size, operation_s=0).seconds
+        measured.append(Measurement("all_reduce", size, 8e-6 + seconds, HOSTS.devices))
+    found = calibrate(hosts(*given), measured)
+    assert found.overhead.value == Fraction(8, 10**6)
+    assert found.rms < 1e-3
+    speeds = {one.links.between_hosts: float(one.bandwidth.value) for one in found.classes}
+    limiting = truth[1] < truth[0]
+    assert speeds[limiting] == pytest.approx(min(truth), rel=1e-3)
+    assert speeds[known == BETWEEN] == pytest.approx(speed, rel=1e-3)
+
+
+def test_one_host_leaves_the_links_between_hosts_as_they_are():
+    """Links that no measurement uses keep their speeds, and are named."""
+    found = calibrate(HOSTS, pairs(random.Random(0), 0.01, WITHIN, 120, 2e-6))
+    within, between = found.classes
+    assert within.bandwidth.error is not None
+    assert between[2:] == ((25, None), (Fraction(3, 10**6), None))
+    assert found.assumed == ("bandwidth and latency of links of 25 GB/s between hosts",)
+    assert {(link.bandwidth, link.latency_s) for link in found.topology.links if link.src[:5] != link.dst[:5]} == {
+        (25, Fraction(3, 10**6))
+    }
+
+
+def test_large_sizes_do_not_identify_latencies():
+    """If bytes cause 99 % of all times, the latency keeps its given value and the overhead is 0."""
+    found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[1 << 32, 3 << 31, 1 << 33]))
+    (one,) = found.classes
+    assert one.latency == (STAR.links[0].latency_s, None)
+    assert found.overhead == (0, None)
+    assert abs(float(one.bandwidth.value) - 380) < 4 * one.bandwidth.error
+    assert found.assumed == ("latency of links of 450 GB/s within hosts",)
+
+
+def test_small_sizes_do_not_identify_bandwidths():
+    """If latencies cause 99 % of all times, the bandwidth keeps its given value."""
+    found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[8, 64, 512]))
+    assert found.classes[0].bandwidth == (450, None)
+    assert abs(float(found.classes[0].latency.value) - 2e-6) < 4 * found.classes[0].latency.error
+
+
+def test_the_overhead_is_left_out_if_latencies_can_explain_it():
+    """One collective cannot separate the overhead from latencies: then latencies have the whole constant time."""
+    found = calibrate(STAR, star(random.Random(0), 0.01, collectives=["all_reduce"]))
+    assert found.overhead == (0, None)
+    assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
+
+
+def test_links_of_one_speed_in_both_places_are_two_classes():
+    """Links with equal speeds within and between hosts are fitted separately."""
+    alike = Topology(HOSTS.devices, [link._replace(bandwidth=50, latency_s=1e-6) for link in HOSTS.links])
+    rng = random.Random(0)
+    found = calibrate(alike, pairs(rng, 0.01, WITHIN, 60, 1e-6) + pairs(rng, 0.01, BETWEEN, 30, 2e-6))
+    assert [float(one.bandwidth.value) for one in found.classes] == [
+        pytest.approx(60, rel=0.03),
+        pytest.approx(30, rel=0.03),
+    ]
+
+
+@examples(15)
+@given(
+    st.sampled_from(["ring", "mesh", "star"]),
+    st.integers(2, 6),
+    st.sampled_from(["ring", "direct", "one_device"]),
+    st.fractions(Fraction(1, 4), Fraction(4)),
+    st.fractions(Fraction(1, 4), Fraction(4)),
+)
+def test_simulated_times_give_the_speeds_of_the_simulation(shape, n, algorithm, faster, slower):
+    """Times that the library simulates with other speeds give these speeds, if there is one class of links."""
+    make = {"ring": Topology.ring, "mesh": Topology.full_mesh, "star": Topology.star}[shape]
+    given, truth = make(n, 25, 1e-6), make(n, 25 * faster, Fraction(slower, 10**6))
+    measured = [
+        Measurement(collective, size, cr.simulate(schedule, truth, size).seconds, given.devices, algorithm)
+        for collective in ("all_reduce", "all_gather")
+        for size in SIZES[::2]
+        for schedule in [cr.plan(given, collective, size, algorithm, operation_s=0).schedule]
+    ]
+    found = calibrate(given, measured)
+    (one,) = found.classes
+    assert found.rms < 2e-3
+    assert float(one.bandwidth.value) == pytest.approx(float(25 * faster), rel=1e-2)
+    assert float(one.latency.value) == pytest.approx(float(slower) * 1e-6, rel=2e-2)
+
+
+def test_a_machine_with_two_hosts():
+    """On two HGX H100, results of one host and of two give the speeds with which they were simulated."""
+    given = Topology.machine("hgx-h100", hosts=2)
+    links = [
+        link._replace(bandwidth=link.bandwidth * Fraction(7, 10 if link.bandwidth > 100 else 8)) for link in given.links
+    ]
+    truth, rng = Topology(given.devices, links, given.switches), random.Random(0)
+    measured = []
+    for devices in (given.devices[:8], given.devices):
+        for size in SIZES[::3]:
+            schedule = cr.plan(given.part(devices), "all_reduce", size, "ring", operation_s=0).schedule
+            seconds = cr.simulate(schedule, truth.part(devices), size, operation_s=0).seconds
+            measured.append(Measurement("all_reduce", size, seconds * (1 + rng.gauss(0, 0.02)), devices))
+    within, between = calibrate(given, measured).classes
+    for one, value in ((within, 315), (between, 43.75)):
+        assert abs(float(one.bandwidth.value) - value) < 4 * one.bandwidth.error < 0.5 * value
+
+
+def test_twice_the_times_are_half_the_bandwidth():
+    """Twice as long times give half the bandwidth, twice the latency and twice the overhead."""
+    measured = star(random.Random(7), 0.02)
+    once = calibrate(STAR, measured)
+    twice = calibrate(STAR, [one._replace(seconds=2 * one.seconds) for one in measured])
+    assert float(twice.classes[0].bandwidth.value) == pytest.approx(
+        float(once.classes[0].bandwidth.value) / 2, rel=1e-3
+    )
+    assert float(twice.classes[0].latency.value) == pytest.approx(2 * float(once.classes[0].latency.value), rel=1e-3)
+    assert float(twice.overhead.value) == pytest.approx(2 * float(once.overhead.value), rel=1e-3)
+    assert twice.residuals == pytest.approx(once.residuals, abs=1e-3)
+
+
+def test_a_calibration_does_not_depend_on_the_order():
+    """The same measurements in another order give the same speeds; numbers have four significant digits."""
+    measured = star(random.Random(3), 0.02)
+    found = calibrate(STAR, measured)
+    again = calibrate(STAR, measured[::-1])
+    assert again.classes[0].bandwidth.value == found.classes[0].bandwidth.value
+    assert again.topology == found.topology
+    assert found.classes[0].bandwidth.value == Fraction(f"{float(found.classes[0].bandwidth.value):.4g}")
+
+
+@pytest.mark.parametrize(
+    ("measured", "assumed", "words"),
+    [
+        ([], "ring", r"needs at least two results, of different sizes\.\n  given: 0 results"),
+        (star(random.Random(0), 0.0)[:1], "ring", "needs at least two results"),
+        (star(random.Random(0), 0.0), "rings", r"there is no such algorithm\.\n  given: 'rings'"),
+    ],
+)
+def test_calibrations_that_are_not_possible(measured, assumed, words):
+    """Too few measurements and unknown algorithms are errors."""
+    with pytest.raises(ArgumentError, match=words):
+        calibrate(STAR, measured, assumed)
+
+
+# Reports.
+
+ROWS = [(4096, 20.5), (1 << 20, 40.25)]
+
+
+def test_a_report_of_nccl_tests():
+    """A report of one process with eight GPUs has out-of-place times in microseconds, and names no algorithm."""
+    h100 = Topology.machine("hgx-h100")
+    found = read_measurements(report("./build/all_reduce_perf", ROWS), h100)
+    assert found == tuple(Measurement("all_reduce", size, micros / 1e6, h100.devices) for size, micros in ROWS)
+
+
+@pytest.mark.parametrize(("processes", "gpus"), [(2, 8), (4, 4), (16, 1)])
+def test_ranks_on_two_hosts(processes, gpus):
+    """Ranks of a process follow each other on the devices of its host; the hosts are the topology's first ones."""
+    two = Topology.machine("hgx-h100", hosts=2)
+    data = report("/opt/all_gather_perf", ROWS, processes=processes, gpus=gpus, hosts=2)
+    assert read_measurements(data, two)[0].devices == two.devices
+    data = report("all_gather_perf", ROWS, processes=processes // 2, gpus=gpus, hosts=1)
+    assert read_measurements(data, two)[0].devices == two.devices[:8]
+
+
+def edited(**parts):
+    """Return a report in which parts are replaced; ``row`` replaces parts of the first result."""
+    content = json.loads(report("all_reduce_perf", ROWS, gpus=2))
+    content["results"][0] |= parts.pop("row", {})
+    content["config"] |= parts.pop("config", {})
+    return json.dumps(content | parts).encode()
+
+
+def test_what_else_reports_can_have():
+    """In-place times count where the others are missing; results of no bytes are skipped; a root is a device; the
+    experiment's name counts before the program's; CPU times are times."""
+    pair = Topology.ring(["cuda:0", "cuda:1"])
+    first = read_measurements(edited(row={"out_of_place": None}), pair)[0]
+    assert first.seconds == pytest.approx(61.5e-6)
+    assert len(read_measurements(edited(row={"size": 0}), pair)) == 1
+    first = read_measurements(edited(row={"experiment_name": "Broadcast", "root": "     1"}), pair)[0]
+    assert (first.collective, first.root) == ("broadcast", "cuda:1")
+    assert read_measurements(edited(row={"out_of_place": {"cpu_time": 7}}), pair)[0].seconds == pytest.approx(7e-6)
+    first = read_measurements(edited(row={"algorithm": "forest"}, config={"num_packs": 3}), pair)[0]
+    assert (first.algorithm, first.packs) == ("forest", 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "this is not a report of nccl-tests"),
+        (b"\xff\xfe", "this is not a report of nccl-tests"),
+        (b"[]", "is not of type dict"),
+        (b"{}", "it lacks 'config'"),
+        (b"[" * 100_000, "this is not a report of nccl-tests"),
+        (b" " * (LARGEST + 1), f"at most {LARGEST} bytes"),
+        (edited(results=[]), "the report has no results"),
+        (edited(args=["./alltoall_perf"]), r"only the five collectives can be predicted\.\n  given: results of"),
+        (edited(row={"out_of_place": {"time": "nan", "nwrong": 0}}), "a time must be a number of microseconds above 0"),
+        (edited(row={"out_of_place": {"time": 0.0, "nwrong": 0}}), "a time must be a number of microseconds above 0"),
+        (edited(row={"out_of_place": {"time": 1.0, "nwrong": 5.0}}), "given: 5 wrong elements of 4096 bytes"),
+        (edited(row={"size": "4096"}), "is not of type int"),
+        (edited(config={"ngpus": 9}), r"a device that the topology does not have\.\n  given: device 2 of host 'node0'"),
+        (edited(config={"devices": [{"rank": 1, "hostname": "a", "device": 0, "pid": 1}]}), r"its ranks are \[1, 2\]"),
+        (report("all_reduce_perf", ROWS, processes=2, gpus=1, hosts=2), "device 0 of host 'node1'"),
+    ],
+)
+def test_bad_reports(data, words):
+    """A file that is not a report, or one without usable results, raises an ArgumentError that says why."""
+    with pytest.raises(ArgumentError, match=words):
+        read_measurements(data, Topology.ring(["cuda:0", "cuda:1"]))
+
+
+# The commands.
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return the files of an all-reduce and an all-gather on eight GPUs, and of an all-reduce on two hosts."""
+    rng, paths = random.Random(11), []
+    for collective in ("all_reduce", "all_gather"):
+        rows = [
+            (size, 1e6 * (12e-6 + star_seconds(collective, 8, size, 380, 2e-6)) * (1 + rng.gauss(0, 0.02)))
+            for size in SIZES
+        ]
+        paths.append(tmp_path / f"{collective}.json")
+        paths[-1].write_bytes(report(f"./build/{collective}_perf", rows))
+    return paths
+
+
+def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
+    """``topology --measured`` prints the fit, and its bounds, JSON and export are of the fitted topology."""
+    line = ["topology", "hgx-h100", "--measured", files[0], "--measured", files[1]]
+    h100 = Topology.machine("hgx-h100")
+    measured = [one for file in files for one in read_measurements(file.read_bytes(), h100)]
+    found = calibrate(h100, measured)
+    (one,) = found.classes
+    out = printed(*line, "--export", tmp_path / "fitted.json")
+    assert f"speeds fitted to 22 results, rms of the residuals {100 * found.rms:.2g} %; +-: standard errors" in out
+    row = next(text.split() for text in out.splitlines() if "450 GB/s within hosts" in text)
+    assert row[4:7] == ["16", "450", f"{float(one.bandwidth.value):.4g}"]
+    assert row[9] == f"{float(one.latency.value) * 1e6:.4g}"
+    assert f"overhead of a call: {float(found.overhead.value) * 1e6:.2f} us +- " in out
+    assert "predicted as ring, since they name no algorithm of this library: 22 results" in out
+    rows = [text.split() for text in out.splitlines() if text.startswith(("all_reduce  ", "all_gather  "))]
+    assert [text[:3] for text in rows] == [[m.collective, "8", "ring"] for m in measured]
+    assert [float(text[-2]) for text in rows] == [pytest.approx(100 * r, abs=0.051) for r in found.residuals]
+    assert Topology.load(tmp_path / "fitted.json") == found.topology
+    content = json.loads(printed(*line, "--json"))
+    assert content["bounds"]["all_reduce"]["algbw"]["exact"] == str(cr.bound(found.topology, "all_reduce").algbw)
+    assert content["measured"]["rms"] == found.rms
+    assert [entry["residual"] for entry in content["measured"]["results"]] == list(found.residuals)
+
+
+def test_plan_says_how_sure_it_is(printed, files):
+    """``plan --measured`` plans with the fitted speeds, and prints the interval and what is not identified."""
+    line = ["plan", "hgx-h100", "--hosts", 2, "--nbytes", "256M", "--operation-us", 0, "--algorithm", "ring"]
+    line += ["--measured", files[0], "--measured", files[1]]
+    two = Topology.machine("hgx-h100", hosts=2)
+    found = calibrate(two, [one for file in files for one in read_measurements(file.read_bytes(), two)])
+    plan = cr.plan(found.topology, "all_reduce", "256M", "ring", operation_s=0)
+    low, high = found.interval(plan.seconds)
+    out = printed(*line)
+    assert out.startswith(plan.explain())
+    last = out.splitlines()[-2:]
+    overhead = f"{float(found.overhead.value) * 1e6:.2f} us per call"
+    how = f"+- {200 * found.rms:.2g} %, twice the rms of 22 results"
+    assert last[0] == f"  measured  {low * 1e3:.2f} ms to {high * 1e3:.2f} ms with {overhead} ({how})"
+    assert last[1] == (
+        "  assumed   bandwidth and latency of links of 50 GB/s between hosts: not identified by the results"
+    )
+    content = json.loads(printed(*line, "--json"))
+    assert content["measured"]["seconds"] == [low, high]
+    assert content["measured"]["not_identified"] == list(found.assumed)
+    assert content["seconds"] == plan.seconds
+
+
+def test_results_of_our_own_benchmark(printed, tmp_path):
+    """Reports of ``crossreduce bench --json`` are read; each result has the algorithm that its row names."""
+    code = "import sys; from crossreduce.cli import main; main(sys.argv[1:])"
+    file, ring = tmp_path / "ours.json", tmp_path / "ring.json"
+    options = ["-b", "1K", "-e", "64K", "-f", "8", "-g", "4", "-n", "3", "-A", "ring,direct", "--json", file]
+    done = run_python(code, "bench", *options)
+    assert done.returncode == 0, done.stderr
+    ring.write_text(Topology.full_mesh(4, 10, 1e-6).to_json())
+    measured = read_measurements(file.read_bytes(), Topology.load(ring))
+    rows = json.loads(file.read_text())["results"]
+    assert [(one.algorithm, one.nbytes) for one in measured] == [(row["algorithm"], row["size"]) for row in rows]
+    assert {one.algorithm for one in measured} == {"ring", "direct"}
+    assert measured[0].seconds == pytest.approx(rows[0]["out_of_place"]["time"] / 1e6)
+    out = printed("topology", ring, "--measured", file)
+    assert "speeds fitted to 6 results" in out
+    assert "predicted as" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("topology hgx-h100 --measured none.json", "--measured none.json cannot be read: No such file or directory."),
+        ("topology --measured none.json", "all options except --json require a machine"),
+        ("plan hgx-h100 --measured-algorithm forest", "--measured-algorithm requires results: add --measured FILE."),
+        ("plan hgx-h100 --measured x.json --measured-algorithm tree", "--measured-algorithm must be one of"),
+        ("topology dgx-1v --measured BAD", "BAD: this is not a report of nccl-tests (-J FILE) or of crossreduce bench"),
+        ("plan dgx-1v --devices 0-3 --measured BAD", "BAD: this is not a report"),
+    ],
+)
+def test_wrong_command_lines(crossreduce, tmp_path, monkeypatch, line, words):
+    """A missing or wrong file is an error that names the option and the file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "BAD").write_text("<xml/>")
+    code, out, error = crossreduce(*line.split())
+    assert (code != 0, out) == (True, "")
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_closed_forms_are_those_of_the_simulation():
+    """On these topologies the closed forms of the tests and the simulation agree, so the tests above test the fit."""
+    for collective in nccl_reports.HOPS:
+        plan = cr.plan(STAR, collective, 1 << 24, "ring")
+        assert plan.seconds == pytest.approx(star_seconds(collective, 8, 1 << 24, 450, 7e-7), rel=1e-6)
+        plan = cr.plan(HOSTS.part(BETWEEN), collective, 1 << 24, "ring", operation_s=0)
+        assert plan.seconds == pytest.approx(pair_seconds(collective, 1 << 24, *NIC), rel=1e-6)

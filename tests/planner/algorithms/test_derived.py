@@ -1,0 +1,241 @@
+"""Reduce-scatters and all-gathers derived from all-reduces: the i-th device has part i, and there are no needless
+transfers."""
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ALGORITHMS, NAMED, algorithms, names, wired
+
+import crossreduce as cr
+from crossreduce import Link, Topology, simulate, verify
+from crossreduce.planning import PLANNERS, hierarchical_copy
+from crossreduce.planning.derived import all_gather, reduce_scatter
+
+MIB = 1 << 20
+DGX = Topology.machine("dgx-1v")
+
+
+def owners(schedule, end):
+    """Return the device of each chunk: its only destination (end 2), or its only source (end 1)."""
+    found = [chunk[end] for chunk in schedule.chunks]
+    assert all(len(one) == 1 for one in found)
+    return [device for (device,) in found]
+
+
+def check_parts(schedule, collective, members):
+    """Check that a reduce-scatter leaves the sum of the i-th of n parts of the buffer on the i-th device, or that an
+    all-gather copies the part from there to all devices."""
+    n = len(members)
+    mine, others = (2, 1) if collective == "reduce_scatter" else (1, 2)
+    assert schedule.collective == collective
+    assert schedule.devices[:n] == tuple(members)
+    at = Fraction(0)
+    for owner, chunk in zip(owners(schedule, mine), schedule.chunks, strict=True):
+        assert Fraction(owner, n) <= at
+        at += chunk.share
+        assert at <= Fraction(owner + 1, n)
+        assert set(chunk[others]) == set(range(n))
+    assert at == 1
+    verify(schedule)
+    assert oracle.right(schedule)
+
+
+def moves(schedule):
+    """Count the transfers of each chunk from each device to each other one."""
+    return Counter(
+        (chunk, src, dst) for steps in schedule.rounds for chunk, dst, srcs in steps for src in set(srcs) - {dst}
+    )
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+@pytest.mark.parametrize("n", range(1, 10))
+def test_part_i_is_on_device_i(algorithm, n):
+    """With 1 to 9 devices, in the order of the topology or another one, part i of a reduce-scatter ends on the i-th
+    device and part i of an all-gather starts there, by every algorithm on every wiring."""
+    wirings = [Topology.full_mesh(n, 25, 1e-6), Topology.ring(n, 25, 1e-6), Topology.star(n, 450, 1e-6)]
+    wirings += [Topology.mesh(3, n // 3, 25, 1e-6)] if n % 3 == 0 else [Topology.mesh(1, n, 25, 1e-6)]
+    wirings += [DGX.subset(DGX.devices[:n])] if n <= 8 else []
+    for topology in wirings:
+        for collective in ("reduce_scatter", "all_gather"):
+            for members in (topology.devices, topology.devices[::-1]):
+                made = cr.plan(topology, collective, MIB, algorithm, members)
+                check_parts(made.schedule, collective, members)
+
+
+@examples(80)
+@given(st.data(), st.integers(2, 7), st.sampled_from([*NAMED, "auto"]), st.booleans())
+def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
+    """On any topology, for some of its devices in any order, part i of a reduce-scatter ends on the i-th of them, and
+    part i of an all-gather starts there."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
+    for collective in ("reduce_scatter", "all_gather"):
+        made = cr.plan(topology, collective, 1000, algorithm, destinations=members)
+        check_parts(made.schedule, collective, members)
+
+
+# If the number of devices is not a power of two, these algorithms first add the data of some devices to that of a
+# partner, which later sends them their part of the sum. So their chunks need more transfers than the least possible.
+PAIRED = ("halving_doubling", "recursive_doubling")
+TREES = [name for name in NAMED if name not in PAIRED]
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_no_needless_transfers(algorithm):
+    """Among n devices each chunk is transferred n - 1 times, the least possible (by PAIRED if n is a power of 2)."""
+    others = (Topology.mesh(2, 3, 25, 1e-6), Topology.star(5, 450, 1e-6)) if algorithm in TREES else ()
+    for topology in (DGX, *others):
+        for collective in ("reduce_scatter", "all_gather"):
+            schedule = cr.plan(topology, collective, MIB, algorithm).schedule
+            counted = Counter()
+            for (chunk, _, _), times in moves(schedule).items():
+                counted[chunk] += times
+            assert counted == dict.fromkeys(range(len(schedule.chunks)), len(topology.devices) - 1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_all_gather_takes_as_long_as_its_reduce_scatter(algorithm):
+    """On links that are equal in both directions an all-gather takes as long as the reduce-scatter that it reverses."""
+    for topology in (DGX, Topology.mesh(2, 2, 25, 1e-6), Topology.machine("mi100")):
+        scatter, gather = (
+            cr.plan(topology, collective, 5 * MIB, algorithm, operation_s=0)
+            for collective in ("reduce_scatter", "all_gather")
+        )
+        assert gather.seconds == pytest.approx(scatter.seconds, rel=1e-9)
+        assert gather.rate == scatter.rate
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
+    """On links that differ in the two directions an all-gather takes as long as a reduce-scatter on the reversed
+    links."""
+    there = [("cpu:0", "a", 25), ("cpu:1", "a", 12), ("cpu:2", "b", 25), ("cpu:3", "b", 3), ("a", "b", 10)]
+    back = [(dst, src, gb_per_s * 2 + 1) for src, dst, gb_per_s in there]
+    uneven = Topology(names(4), [Link(*link, 1e-6) for link in there + back], ["a", "b"])
+    around = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 4}", 25, 1e-6) for k in range(4)]
+    for topology in (uneven, Topology(names(4), around)):
+        gather = cr.plan(topology, "all_gather", 5 * MIB, algorithm)
+        scatter = cr.plan(topology.reversed(), "reduce_scatter", 5 * MIB, algorithm)
+        assert gather.seconds == pytest.approx(scatter.seconds, rel=1e-9)
+        assert gather.bound.algbw == scatter.bound.algbw
+        over = simulate(gather.schedule, topology, MIB).bytes
+        assert {(b, a): count for (a, b), count in over.items()} == simulate(
+            scatter.schedule, topology.reversed(), MIB
+        ).bytes
+
+
+@examples(100)
+@given(algorithms, st.integers(1, 9), st.integers(0, 9))
+def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
+    """The reduce-scatter keeps those steps of an all-reduce that bring each chunk to its owner; the all-gather reverses
+    each transfer, except to a device that has the chunk already."""
+    whole = PLANNERS[algorithm](names(n), packs=n, first=first)
+    scattered = reduce_scatter(whole)
+    check_parts(scattered, "reduce_scatter", names(n))
+    assert scattered.algorithm == algorithm
+    assert moves(scattered).total() <= moves(whole).total()
+    per_part = Counter(owners(scattered, 2))
+    assert set(per_part.values()) == {len(whole.chunks) // n}
+    gathered = all_gather(scattered)
+    check_parts(gathered, "all_gather", names(n))
+    back = Counter({(c, dst, src): times for (c, src, dst), times in moves(scattered).items()})
+    assert moves(gathered) <= back
+    assert moves(gathered).total() == len(gathered.chunks) * (n - 1)
+    if algorithm in TREES or n & (n - 1) == 0:
+        assert moves(gathered) == back
+        if algorithm not in ("recursive_doubling", "one_shot"):  # in these two, several devices compute each result
+            assert back.total() * 2 == moves(whole).total()
+        assert len(gathered.rounds) == len(scattered.rounds)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("n", range(2, 10))
+def test_half_of_an_all_reduce(algorithm, n):
+    """The reduce-scatter of the algorithms ring and direct is the first half of their all-reduce."""
+    whole = PLANNERS[algorithm](names(n), first=1 if algorithm == "ring" else 0)
+    scattered = reduce_scatter(whole)
+    half = len(whole.rounds) // 2
+    assert [sorted(steps) for steps in scattered.rounds] == [sorted(steps) for steps in whole.rounds[:half]]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_halving_then_doubling(n):
+    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, of which one
+    has n**3 / 2 additions, one n**3 / 4, and so on."""
+    scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
+    assert len(scattered.rounds) == n.bit_length() - 1
+    assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
+        n**3 >> k for k in range(1, n.bit_length())
+    }
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_recursive_doubling_scatters_and_gathers(n):
+    """For n a power of 2 the all-gather of recursive_doubling is that of MPICH: log2 n rounds, in the k-th of which
+    every device receives 2**k parts from one device."""
+    gathered = all_gather(reduce_scatter(PLANNERS["recursive_doubling"](names(n), packs=n)))
+    assert len(gathered.rounds) == n.bit_length() - 1
+    for k, steps in enumerate(gathered.rounds):
+        received = Counter((step.srcs[0], step.dst) for step in steps)
+        assert set(received.values()) == {1 << k}
+        assert len({dst for _, dst in received}) == len(received) == n
+
+
+def test_one_shot_scatters_as_direct():
+    """The algorithms one_shot and direct have the same reduce-scatter: each device reads its part of every array."""
+    for n in range(1, 8):
+        shots = reduce_scatter(PLANNERS["one_shot"](names(n), packs=n))
+        assert shots.rounds == reduce_scatter(PLANNERS["direct"](names(n))).rounds
+
+
+def test_routes_are_reversed_too():
+    """The all-gather uses the reduce-scatter's routes backwards; a reduce-scatter has routes only for its own
+    transfers."""
+    # Two routes between any two devices: transfers without a route of their own use the first bus.
+    links = [Link(a, b, 10) for bus in ("b0", "b1") for d in names(3) for a, b in ((d, bus), (bus, d))]
+    topology = Topology(names(3), links, ["b0", "b1"])
+    scatter = cr.plan(topology, "reduce_scatter", MIB, "forest").schedule
+    gather = all_gather(scatter)
+    assert scatter.routes
+    assert {(*r[:3], r.through) for r in gather.routes} == {
+        (r.chunk, r.dst, r.src, r.through[::-1]) for r in scatter.routes
+    }
+    verify(gather)
+    forward, backward = (simulate(one, topology, MIB) for one in (scatter, gather))
+    assert {(b, a): count for (a, b), count in forward.bytes.items()} == backward.bytes
+    named = {route[:3] for route in scatter.routes}
+    assert named <= set(moves(scatter))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_chunks_stay_where_they_are_first_complete(algorithm):
+    """If an all-reduce completes the same number of chunks on each device, each device owns those that it completes,
+    and the reduce-scatter has no copies."""
+    n = 8
+    scattered = reduce_scatter(PLANNERS[algorithm](names(n), packs=n))
+    assert all(len(step.srcs) > 1 for steps in scattered.rounds for step in steps)
+
+
+def test_owners_in_turn():
+    """If one device completes all chunks, the same number of them is assigned to each device."""
+    whole = PLANNERS["one_device"](names(3), root="cpu:1", packs=6)
+    scattered = reduce_scatter(whole)
+    assert owners(scattered, 2) == [0, 0, 1, 1, 2, 2]
+    check_parts(scattered, "reduce_scatter", names(3))
+    mains = replace(hierarchical_copy(names(4), packs=4), collective="all_reduce")
+    assert owners(reduce_scatter(mains), 2) == [0, 1, 2, 3]
+
+
+def test_a_reduce_scatter_takes_half_the_time_of_an_all_reduce():
+    """On a full mesh, by the algorithm direct, reduce-scatter and all-gather each take half as long as all-reduce."""
+    mesh = Topology.full_mesh(6, 25, 1e-6)
+    seconds = {c: cr.plan(mesh, c, 6 * MIB, "direct").seconds for c in ("all_reduce", "reduce_scatter", "all_gather")}
+    assert seconds["reduce_scatter"] == pytest.approx(1e-6 + MIB / 25e9, rel=1e-12)
+    assert seconds["all_gather"] == seconds["reduce_scatter"]
+    assert seconds["all_reduce"] == pytest.approx(2 * seconds["all_gather"], rel=1e-12)

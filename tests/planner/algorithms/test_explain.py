@@ -1,0 +1,439 @@
+"""``explain``: every number in the text about a plan is computed again from the schedule."""
+
+import math
+import re
+from fractions import Fraction
+
+import pytest
+from budget import examples
+from hypothesis import example, given
+from hypothesis import strategies as st
+from strategies import NAMED, names, wired
+
+import crossreduce as cr
+from crossreduce import Link, Topology, simulate
+from crossreduce.planning import hierarchical_copy
+from crossreduce.planning.explain import duration, limited_by, nested, percent, size
+from crossreduce.schedule import fluid_rate
+from crossreduce.topology.machines import machine_names
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DGX = Topology.machine("dgx-1v")
+H100S = Topology.machine("hgx-h100", hosts=2)
+MESH = Topology.mesh(4, 4, 25, 1e-6)
+STAR = Topology.star(6, 450, 1e-6)
+PLANS = {
+    "dgx": lambda: cr.plan(DGX, nbytes=64 * MIB),
+    "dgx packs": lambda: cr.plan(DGX, nbytes=5000, algorithm="hierarchical_copy", packs=3),
+    "dgx halves": lambda: cr.plan(DGX, nbytes=MIB, algorithm="halving_doubling"),
+    "dgx part": lambda: cr.plan(DGX, "reduce", MIB, sources=["cuda:0", "cuda:3", "cuda:5"], root="cuda:6"),
+    "hosts gather": lambda: cr.plan(H100S, "all_gather", GIB, "forest"),
+    "hosts broadcast": lambda: cr.plan(H100S, "broadcast", GIB, root="host1/cuda:2"),
+    "mesh": lambda: cr.plan(MESH, nbytes=64 * MIB, algorithm="forest"),
+    "mesh scatter": lambda: cr.plan(MESH, "reduce_scatter", MIB, "hierarchical_copy"),
+    "star": lambda: cr.plan(STAR.with_switches(reducing=True), nbytes=MIB, algorithm="forest"),
+    "dgx shots": lambda: cr.plan(DGX, nbytes=KIB, algorithm="one_shot"),
+    "dgx doubling": lambda: cr.plan(DGX, nbytes=KIB, algorithm="recursive_doubling"),
+    "grid doubling": lambda: cr.plan(Topology.mesh(2, 3, 25, 1e-6), nbytes=KIB, algorithm="recursive_doubling"),
+    "mesh doubling broadcast": lambda: cr.plan(MESH, "broadcast", MIB, "recursive_doubling"),
+    "star one": lambda: cr.plan(STAR, "reduce", 10**6, "one_device", root="cpu:4"),
+}
+each_plan = pytest.mark.parametrize("name", PLANS)
+
+
+def lines(made, label):
+    """Return the text after the label of an explanation's line."""
+    (found,) = [line[12:] for line in made.explain().splitlines() if line.startswith(f"  {label}".ljust(12))]
+    return found
+
+
+def trees(schedule):
+    """Return (share, root, {child: parent}) for each chunk and each root, a device that completes the chunk's sum; the
+    root of a chunk that is only copied is its source."""
+    found = []
+    for c, chunk in enumerate(schedule.chunks):
+        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # device: (contributions, transfers that moved them)
+        roots = []
+        for steps in schedule.rounds:
+            made = {}
+            for _, dst, srcs in [step for step in steps if step.chunk == c]:
+                contributions = set().union(*(cells[src][0] for src in srcs))
+                moved = frozenset().union(*(cells[src][1] for src in srcs), {(src, dst) for src in set(srcs) - {dst}})
+                made[dst] = contributions, moved
+                if len(srcs) > 1 and contributions == set(chunk.sources):
+                    roots.append((chunk.share, dst, dict(moved)))
+            cells |= made
+        if not roots:
+            moved = frozenset().union(*(cells[dst][1] for dst in chunk.destinations))
+            roots = [(chunk.share, *chunk.sources, {child: parent for parent, child in moved})]
+        found += roots
+    return found
+
+
+def depth(schedule):
+    """Return the most hops from a source to a device that completes a chunk's sum, or from there to a destination."""
+    deepest = 0
+    for c, chunk in enumerate(schedule.chunks):
+        cells = {s: ({s}, 0) for s in chunk.sources}  # device: (contributions, hops)
+        for steps in schedule.rounds:
+            made = {}
+            for _, dst, srcs in [step for step in steps if step.chunk == c]:
+                contributions = set().union(*(cells[src][0] for src in srcs))
+                hops = max(cells[src][1] + (src != dst) for src in srcs)
+                deepest = max(deepest, hops)
+                made[dst] = contributions, 0 if len(srcs) > 1 and contributions == set(chunk.sources) else hops
+            cells |= made
+    return deepest
+
+
+def read(text):
+    """Return (root, {child: parent}) of a tree that is written in brackets."""
+    stack, parents, before, root = [], {}, None, None
+    for word in re.findall(r"[^\s()]+|[()]", text):
+        if word == "(":
+            stack.append(before)
+        elif word == ")":
+            stack.pop()
+        else:
+            before = word
+            if stack:
+                assert word not in parents
+                parents[word] = stack[-1]
+            else:
+                assert root is None
+                root = word
+    assert not stack
+    return root, parents
+
+
+def drawn(made):
+    """Return an explanation's lines of trees, as (share, text), and the number of trees that it omits."""
+    text = made.explain().splitlines()
+    start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
+    stop = next(k for k, line in enumerate(text) if line.startswith("  other algorithms, for the same request"))
+    more = [line for line in text[start + 1 : stop] if line.startswith("         and ")]
+    shown = [line.split(maxsplit=1) for line in text[start + 1 : stop] if line not in more]
+    count = int(re.fullmatch(r"         and (\d+) more", more[0])[1]) if more else 0
+    return [(Fraction(share), tree) for share, tree in shown], count
+
+
+@each_plan
+def test_the_head(name):
+    """The first line has the collective, the bytes, the algorithm and the number of devices."""
+    made = PLANS[name]()
+    chunks = made.schedule.chunks
+    devices = {device for chunk in chunks for device in (*chunk.sources, *chunk.destinations)}
+    head = f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
+    assert made.explain().splitlines()[0] == head
+
+
+@each_plan
+def test_the_plan_in_numbers(name):
+    """Chunks, unit trees per root, roots, depth, rounds and pieces are those of the schedule."""
+    made = PLANS[name]()
+    schedule = made.schedule
+    shares = [chunk.share for chunk in schedule.chunks]
+    parts = math.lcm(*(share.denominator for share in shares))
+    unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
+    found = trees(schedule)
+    roots = {root for _, root, _ in found}
+    words = r"(\d+) chunks?, k = (\S+) unit trees? per root on (\d+) roots?, depth (\d+), "
+    words += r"(\d+) rounds?, (\d+) pieces? per chunk"
+    numbers = re.fullmatch(words, lines(made, "plan")).groups()
+    assert numbers[0] == str(len(shares))
+    whole = sum(share for share, _, _ in found)
+    assert float(numbers[1]) == pytest.approx(float(whole / unit / len(roots)), rel=1e-3)
+    assert numbers[2:] == tuple(map(str, (len(roots), depth(schedule), len(schedule.rounds), schedule.pieces)))
+
+
+@each_plan
+def test_the_prediction(name):
+    """The time is the simulation's, the rate is bytes per time, and the rate "when large" is the busiest link's."""
+    made = PLANS[name]()
+    done = simulate(made.schedule, made.topology, made.nbytes)
+    rate = made.nbytes / done.seconds / 1e9
+    large = float(fluid_rate(made.schedule, made.topology))
+    time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", lines(made, "predicted")).groups()
+    number, unit = time.split()
+    assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(done.seconds, rel=5.1e-3)
+    assert float(now) == pytest.approx(rate, abs=5.1e-3)
+    assert float(later) == pytest.approx(large, abs=5.1e-3)
+
+
+@each_plan
+def test_the_bound(name):
+    """The line "bound" has the exact bound, the percentage of it that is reached, rounded down, and the rest."""
+    made = PLANS[name]()
+    limit = made.bound
+    limit.check()
+    pattern = r"(\S+) GB/s \((\S+)\), (\S+) % of it reached( \(a loss of (\S+) %\))?"
+    near, exact, reached, loss, lost = re.fullmatch(pattern, lines(made, "bound")).groups()
+    assert Fraction(exact) == limit.algbw
+    assert float(near) == pytest.approx(float(limit.algbw), abs=5.1e-3)
+    ratio = fluid_rate(made.schedule, made.topology) / limit.algbw
+    assert ratio <= 1
+    assert 0 <= ratio * 100 - Fraction(reached) < Fraction(1, 100)
+    assert (loss is None) == (ratio == 1)
+    assert (reached == "100") == (ratio == 1)
+    if lost:
+        assert Fraction(reached) + Fraction(lost) == 100
+
+
+@each_plan
+def test_the_trees(name):
+    """Each of up to 16 lines has a tree and the share of its chunks; the number of omitted trees is stated."""
+    made = PLANS[name]()
+    schedule = made.schedule
+    wanted = {}
+    for share, root, parents in trees(schedule):
+        named = {schedule.devices[child]: schedule.devices[parent] for child, parent in parents.items()}
+        key = schedule.devices[root], tuple(sorted(named.items()))
+        wanted[key] = wanted.get(key, 0) + share
+    shown, more = drawn(made)
+    assert len(shown) + more == len(wanted)
+    assert more == max(0, len(wanted) - 16)
+    for share, text in shown:
+        if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
+            begins = [tree for tree in wanted if nested(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))]
+            tree = next(tree for tree in begins if wanted[tree] == share)
+        else:
+            root, parents = read(text)
+            tree = root, tuple(sorted(parents.items()))
+        assert wanted.pop(tree) == share
+    assert len(wanted) == more
+
+
+@each_plan
+def test_the_others(name):
+    """The text has the times and rates of "ring" and "one_device", for an all-reduce also those of TensorFlow's trees,
+    and the ratios of these times to that of the plan."""
+    made = PLANS[name]()
+    chunk, devices = made.schedule.chunks[0], made.schedule.devices
+    sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
+    if made.collective in ("reduce_scatter", "all_gather"):
+        sources = takes = [device for device in devices if device in made.bound.devices]
+    due = {}
+    if made.collective == "all_reduce":
+        halves = hierarchical_copy(sources, packs=len(sources))
+        seconds = simulate(halves, made.topology, made.nbytes).seconds
+        due["TensorFlow's trees"] = seconds, fluid_rate(halves, made.topology)
+    for algorithm in ("ring", "one_device"):
+        other = cr.plan(made.topology, made.collective, made.nbytes, algorithm, sources, takes)
+        due[algorithm] = other.seconds, other.rate
+    assert made.others() == due
+    text = made.explain().splitlines()
+    head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
+    rows = text[text.index(head) + 1 :]
+    pattern = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
+    found = [re.fullmatch(pattern, row).groups() for row in rows]
+    assert [row[0] for row in found] == list(due)
+    for (_, time, times, rate, part), (seconds, fluid) in zip(found, due.values(), strict=True):
+        assert time == duration(seconds)
+        assert float(times) == pytest.approx(seconds / made.seconds, abs=5.1e-3)
+        assert float(rate) == pytest.approx(float(fluid), abs=5.1e-3)
+        assert 0 <= fluid / made.bound.algbw * 100 - Fraction(part) < Fraction(1, 100)
+
+
+def test_tensorflows_plan_on_a_dgx_1v():
+    """On a DGX-1V TensorFlow's trees reach 50 of the possible 600/7 GB/s if their rounds overlap, and 33.3 GB/s if they
+    do not. The text tells that the comparison ignores the packs and the root of the request."""
+    made = cr.plan(DGX, nbytes=GIB)
+    seconds, rate = made.others()["TensorFlow's trees"]
+    assert rate == 50
+    assert GIB / seconds / 1e9 == pytest.approx(100 / 3, rel=1e-3)
+    assert "50.00 GB/s when large, 58.33 % of the bound" in made.explain()
+    assert "85.71 GB/s (600/7), 100 % of it reached" in made.explain()
+    assert "\n  other algorithms, for the same request\n" in made.explain()
+    for chosen in ({"packs": 2}, {"root": "cuda:3"}, {"packs": 2, "root": "cuda:3"}):
+        other = cr.plan(DGX, nbytes=GIB, algorithm="one_device", **chosen)
+        assert f"\n  other algorithms, for the same request without its {' and '.join(chosen)}\n" in other.explain()
+        assert other.others() == made.others()
+
+
+# The text about the bound's cuts.
+
+PHRASE = re.compile(r"the (?:(\d+) )?(links?|NICs?) (into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)")
+
+
+def proved(text, limit):
+    """Return the bound that the text about one cut proves, for any collective but all-reduce."""
+    count, noun, way, where, width = PHRASE.fullmatch(text).groups()
+    members = set(limit.devices)
+    inside = set(where.strip("{}").split(", ")) & members or {d for d in members if d.startswith(f"{where}/")}
+    assert inside
+    assert inside < members
+    assert (noun[:3] == "NIC") == (not where.startswith("{") and where not in members)
+    assert (count is None) == (not noun.endswith("s"))
+    n, width = len(members), Fraction(width)
+    if limit.collective in ("broadcast", "reduce"):
+        ((root, _),) = limit.roots
+        inward = (limit.collective == "broadcast") == (way == "into")
+        assert (root in inside) != inward  # data from or to the root must cross the cut
+        return width
+    gives = n - len(inside) if (limit.collective == "all_gather") == (way == "into") else len(inside)
+    return n * width / gives
+
+
+BOXES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nvl72")]
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("topology", [*BOXES, "two hosts", "sixteen hosts", "mesh"])
+def test_the_tight_cut_proves_the_bound(topology, collective):
+    """The bound follows from the links, the bandwidth and the devices in the text alone."""
+    boxes = {"two hosts": H100S, "mesh": MESH}
+    if topology == "sixteen hosts":
+        boxes[topology] = Topology.machine("hgx-h100", hosts=16)
+    limit = cr.bound(boxes.get(topology) or Topology.machine(topology), collective)
+    assert proved(limited_by(limit), limit) == pytest.approx(float(limit.algbw), rel=1e-3)
+
+
+def test_hosts_are_named_by_their_cards():
+    """The text about a cut around a host names the host and counts its network cards."""
+    assert limited_by(cr.bound(H100S, "broadcast", "host0/cuda:3")) == "the 8 NICs into host1 (400 GB/s)"
+    assert limited_by(cr.bound(H100S, "reduce", "host0/cuda:3")) == "the 8 NICs out of host1 (400 GB/s)"
+    sixteen = Topology.machine("hgx-h100", hosts=16)
+    assert limited_by(cr.bound(sixteen, "all_gather")) == "the 8 NICs into host0 (400 GB/s)"
+    ndv2 = Topology.machine("ndv2", hosts=2)
+    both = "the NIC into and out of host0 (12.5 GB/s) and the NIC into and out of host1 (12.5 GB/s)"
+    assert limited_by(cr.bound(ndv2, "all_reduce")) in (both, "the NIC into host0 (12.5 GB/s)")
+
+
+@pytest.mark.parametrize(
+    ("topology", "words", "width"),
+    [
+        (DGX, "150 GB/s by 4 links in and out", 150),
+        (Topology.star(8, 450), "450 GB/s by 1 link in and out", 450),
+        (Topology.full_mesh(5, 2), "8 GB/s by 4 links in and out", 8),
+        (Topology.machine("mi300x"), "448 GB/s by 7 links in and out", 448),
+        (Topology.ring(7, Fraction(1, 2)), "1 GB/s by 2 links in and out", 1),
+    ],
+)
+def test_equal_devices_are_named_together(topology, words, width):
+    """If all devices are equal, the text has each one's links; their bandwidth times n / (2 (n - 1)) is the bound."""
+    limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
+    assert limited_by(limit) == f"every device's own links: {words}"
+    assert limit.algbw == Fraction(n * width, 2 * (n - 1))
+
+
+@examples(60)
+@given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans())
+def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing):
+    """Each phrase describes a cut of the bound's certificate: the number and GB/s of the links into or out of exactly
+    the devices that it names."""
+    limit = cr.bound(topology.with_switches(reducing=reducing), "all_reduce")
+    crossing = set()
+    for nodes, _, outward in limit.cuts:
+        over = [link for link in topology.links if (link.src in nodes) != (link.dst in nodes)]
+        over = [link for link in over if (link.src in nodes) == outward]
+        inside = frozenset(topology.devices) & nodes
+        width = sum(link.bandwidth for link in over)
+        for here in (inside, frozenset(topology.devices) - inside):
+            into = outward == (here != inside)
+            crossing.add((len(over), "into" if into else "out of", here, float(f"{float(width):.4g}")))
+    text = limited_by(limit)
+    if text.startswith("every device's own links: "):
+        for part in text.removeprefix("every device's own links: ").split("; "):
+            width, count, ways = re.fullmatch(r"(\S+) GB/s by (\d+) links? (in and out|one way)", part).groups()
+            alone = [way for n, way, here, w in crossing if len(here) == 1 and (n, w) == (int(count), float(width))]
+            assert alone
+            assert (ways == "in and out") <= ({"into", "out of"} <= set(alone))
+        return
+    text, _, more = text.partition(", with ")
+    phrase = r"the (?:(\d+) )?links? (into and out of|out of and into|into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)"
+    found = re.findall(phrase, text)
+    assert " and ".join(match[0] for match in re.finditer(phrase, text)) == text if len(found) == 1 else found
+    assert not more or re.fullmatch(r"\d+ more such cuts?", more)
+    for count, ways, where, width in found:
+        here = frozenset(where.strip("{}").split(", "))
+        for way in ("into", "out of") if " and " in ways else (ways,):
+            assert (int(count or 1), way, here, float(width)) in crossing, text
+
+
+# Any plan can be explained.
+
+
+def test_one_line_if_no_data_has_to_move():
+    """With one device, or without bytes, the text is one line."""
+    alone = "all_reduce of 8 bytes by one_device on 1 device: no data has to move."
+    assert cr.plan(Topology.full_mesh(1), nbytes=8).explain() == alone
+    assert cr.plan(DGX, "reduce", MIB, sources=["cuda:3"], root="cuda:3").explain().endswith("no data has to move.")
+    none = "all_reduce of 0 bytes by forest on 6 devices: no data has to move."
+    assert cr.plan(STAR, nbytes=0, algorithm="forest").explain() == none
+
+
+@st.composite
+def requested(draw):
+    """Draw a topology, sources and destinations."""
+    topology = draw(st.integers(1, 6).flatmap(lambda n: wired(names(n))))
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)
+    return topology, draw(some), draw(some)
+
+
+@examples(80)
+@given(requested(), st.sampled_from([*NAMED, "auto"]), st.sampled_from([0, 1, MIB]))
+@example((Topology.ring(5), ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"]), "ring", 1)
+def test_any_plan_can_be_explained(ask, algorithm, nbytes):
+    """For any sources and destinations a plan can be explained, and compared with the other algorithms."""
+    topology, sources, destinations = ask
+    made = cr.plan(topology, "all_reduce", nbytes, algorithm, sources, destinations)
+    text = made.explain()
+    assert text.startswith(f"all_reduce of {size(nbytes)} by {made.algorithm} on ")
+    if made.rate is not None:
+        assert set(made.others()) == {"TensorFlow's trees", "ring", "one_device"}
+        assert all(seconds > 0 for seconds, _ in made.others().values()) == (nbytes > 0)
+
+
+def test_sets_that_overlap_can_be_explained():
+    """The text counts each device that is a source, a destination or both once."""
+    made = cr.plan(Topology.ring(5, 25, 1e-6), "all_reduce", MIB, "ring", ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"])
+    assert made.explain().splitlines()[0] == "all_reduce of 1 MiB by ring on 3 devices"
+
+
+@pytest.mark.parametrize("collective", ["reduce", "broadcast"])
+def test_plans_on_links_in_one_direction_can_be_explained(collective):
+    """An algorithm that has no route is left out of the comparison."""
+    links = [Link("cpu:1", "cpu:0", 5, 1e-6), Link("cpu:1", "cpu:2", 5, 1e-6)]
+    links = links if collective == "broadcast" else [link._replace(src=link.dst, dst=link.src) for link in links]
+    made = cr.plan(Topology(names(3), links), collective, MIB, root="cpu:1")
+    assert "ring" not in made.others()
+    assert "bound     5.00 GB/s (5), 100 % of it reached" in made.explain()
+
+
+# Numbers as text.
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1, "1 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536, "1536 bytes"), (3 << 20, "3 MiB"),
+     (1 << 30, "1 GiB"), ((1 << 30) + 1024, "1048577 KiB"), (5 << 40, "5120 GiB")],
+)  # fmt: skip
+def test_sizes_in_words(nbytes, text):
+    """Bytes are written in the largest unit of which they are a multiple."""
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.00 us"), (1.5e-9, "0.00 us"), (4.2e-6, "4.20 us"), (1e-3, "1.00 ms"), (0.25, "250.00 ms"), (1, "1.00 s"),
+     (3600, "3600.00 s")],
+)  # fmt: skip
+def test_durations_in_words(seconds, text):
+    """A time is written in s, ms or us: in the largest of these that it reaches, else in us."""
+    assert duration(seconds) == text
+
+
+@given(st.fractions(0, 1))
+def test_percents_are_rounded_down(ratio):
+    """A percentage is less than 0.01 below 100 times the ratio, never above it, and 100 only for a ratio of 1."""
+    number = Fraction(percent(ratio).removesuffix(" %"))
+    assert 0 <= ratio * 100 - number < Fraction(1, 100)
+    assert (number == 100) == (ratio == 1)
+
+
+@given(st.integers(1, 12), st.data())
+def test_trees_in_brackets_can_be_read(n, data):
+    """A tree that is written in brackets can be read again."""
+    order = data.draw(st.permutations([f"host{k // 4}/cuda:{k}" for k in range(n)]))
+    parents = {order[k]: order[data.draw(st.integers(0, k - 1))] for k in range(1, n)}
+    assert read(nested(order[0], parents)) == (order[0], parents)

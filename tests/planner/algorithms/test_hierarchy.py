@@ -1,0 +1,302 @@
+"""``hierarchical_copy`` on a topology: its trees follow the links, and no plan is slower than that of "one_device"."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import names, wired
+
+import crossreduce as cr
+from crossreduce import Link, PlanError, Topology, simulate, verify
+from crossreduce.planning import Request, hierarchical_copy, one_device
+from crossreduce.planning.schedules import candidates
+from crossreduce.schedule import fluid_rate, pipelined
+from crossreduce.topology.machines import machine_names
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = (KIB, MIB, GIB)
+DGX = Topology.machine("dgx-1v")
+H100S = Topology.machine("hgx-h100", hosts=2)
+
+
+def edges(schedule, c):
+    """Return the edges of a chunk's tree into its root, and of the tree out of it, as (child, parent) pairs."""
+    everyone = set(schedule.chunks[c].sources)
+    cells, up, down = {s: {s} for s in everyone}, [], []
+    for steps in schedule.rounds:
+        mine = [step for step in steps if step.chunk == c]
+        for _, dst, srcs in mine:
+            for src in set(srcs) - {dst}:
+                copied = cells[src] == everyone and len(srcs) == 1 and len(everyone) > 1
+                (down if copied else up).append((dst, src) if copied else (src, dst))
+        cells |= {step.dst: set().union(*(cells[src] for src in step.srcs)) for step in mine}
+    return up, down
+
+
+def root_of(schedule, c):
+    """Return the root of a chunk's tree: the device that receives partial sums and sends none."""
+    up, _ = edges(schedule, c)
+    (root,) = {parent for _, parent in up} - {child for child, _ in up}
+    return root
+
+
+def named(schedule, pairs):
+    return {(schedule.devices[a], schedule.devices[b]) for a, b in pairs}
+
+
+def middle(topology):
+    """Return the devices, by number, from which the furthest device is the fewest links away."""
+    far = {}
+    for k, device in enumerate(topology.devices):
+        found, front, hops = {device}, {device}, 0
+        while not found >= set(topology.devices):
+            front = {link.dst for link in topology.links if link.src in front} - found
+            found, hops = found | front, hops + 1
+        far[k] = hops
+    return [k for k, hops in far.items() if hops == min(far.values())]
+
+
+def hierarchies(topology, sources=None, destinations=None, packs=1, first=0, root=None):
+    """Return the candidates of hierarchical_copy for an all-reduce; by default of all devices."""
+    sources, destinations = sources or topology.devices, destinations or topology.devices
+    request = Request("all_reduce", sources, destinations, "hierarchical_copy", topology, 0, packs, first, root)
+    return candidates(request)
+
+
+# The data of a pack moves along one tree, in both directions.
+
+
+@examples(80)
+@given(st.data(), st.integers(2, 7), st.integers(1, 4), st.integers(0, 9))
+def test_a_pack_is_one_tree_in_both_directions(data, n, packs, first):
+    """In every candidate each pack is a tree that spans the devices; sums move along it to the root of the pack, and
+    copies back along the same edges; the roots rotate over the devices."""
+    topology = data.draw(wired(names(n)))
+    for schedule in hierarchies(topology, packs=packs, first=first):
+        verify(schedule)
+        assert oracle.right(schedule)
+        assert schedule.algorithm == "hierarchical_copy"
+        assert [chunk.share for chunk in schedule.chunks] == [Fraction(1, packs)] * packs
+        for pack in range(packs):
+            up, down = edges(schedule, pack)
+            assert len(up) == len(set(up)) == n - 1
+            assert {child for child, _ in up} == set(range(n)) - {(first + pack) % n}
+            assert sorted(up) == sorted(down)
+
+
+@examples(60)
+@given(st.data(), st.integers(2, 6), st.integers(1, 3), st.sampled_from([1, 3 * MIB]))
+def test_a_root_is_that_of_every_pack(data, n, packs, nbytes):
+    """A given root is the root of every tree; the plan is the fastest candidate, and one candidate is one_device's
+    schedule."""
+    topology = data.draw(wired(names(n)))
+    root = data.draw(st.sampled_from([None, *topology.devices]))
+    found = hierarchies(topology, packs=packs, root=root)
+    assert one_device(names(n), packs=packs, root=root).rounds in [schedule.rounds for schedule in found]
+    for schedule in found:
+        roots = [root_of(schedule, pack) for pack in range(packs)]
+        due = [pack % n if root is None else names(n).index(root) for pack in range(packs)]
+        assert roots == due or (packs == 1 and root is None and roots[0] in middle(topology))
+    made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", root=root, packs=packs)
+    assert replace(made.schedule, pieces=1) in found
+    assert made.seconds == min(pipelined(schedule, topology, nbytes)[1] for schedule in found)
+
+
+@examples(80)
+@given(st.data(), st.integers(1, 6), st.booleans())
+def test_any_sources_and_destinations(data, n, both_ways):
+    """Any devices may be sources and destinations, over links that may differ in the two directions; every candidate is
+    right."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
+    sources, destinations = data.draw(some), data.draw(some)
+    for schedule in hierarchies(topology, sources, destinations, packs=2, first=1):
+        verify(schedule)
+        assert oracle.right(schedule)
+        assert simulate(schedule, topology, MIB).seconds >= 0  # every transfer has a route
+        for chunk in schedule.chunks:
+            assert tuple(schedule.devices[k] for k in chunk.sources) == sources
+            assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
+
+
+# Some candidates are trees of the widest links, some have short paths to the root, others few links between hosts.
+
+
+def widest(topology):
+    """Return the total bandwidth of a widest spanning tree of the devices (Kruskal)."""
+    leader, total = {device: device for device in topology.devices}, Fraction(0)
+
+    def find(device):
+        return device if leader[device] == device else find(leader[device])
+
+    for link in sorted(topology.links, key=lambda link: -link.bandwidth):
+        if find(link.src) != find(link.dst):
+            leader[find(link.src)] = find(link.dst)
+            total += link.bandwidth
+    return total
+
+
+def hop_counts(topology, start):
+    found, front = {start: 0}, [start]
+    while front:
+        front = list(
+            dict.fromkeys(b for a in front for b in topology.devices if topology.link(a, b) and b not in found)
+        )
+        found |= dict.fromkeys(front, max(found.values()) + 1)
+    return found
+
+
+@examples(80)
+@given(st.data(), st.integers(2, 7))
+def test_candidates_include_widest_and_shortest_trees(data, n):
+    """Without switches one candidate is a widest spanning tree, and in another one every device is as near to the root
+    as possible."""
+    topology = data.draw(wired(names(n), most_switches=0))
+    root = data.draw(st.sampled_from(topology.devices))
+    found = [named(schedule, edges(schedule, 0)[0]) for schedule in hierarchies(topology, root=root)]
+    on_links = [tree for tree in found if all(topology.link(*pair) for pair in tree)]
+    assert widest(topology) in [sum(topology.link(*pair).bandwidth for pair in tree) for tree in on_links]
+
+    def depths(tree):
+        parents = dict(tree)
+
+        def far(device):
+            return 1 + far(parents[device]) if device in parents else 0
+
+        return {device: far(device) for device in topology.devices}
+
+    assert hop_counts(topology, root) in [depths(tree) for tree in on_links]
+
+
+def crossings(topology, schedule, label):
+    """Return for each pack how many edges of its tree join devices of different labels."""
+    found = []
+    for pack in range(len(schedule.chunks)):
+        up, _ = edges(schedule, pack)
+        found.append(sum(label[schedule.devices[a]] != label[schedule.devices[b]] for a, b in up))
+    return found
+
+
+ISLANDS = {
+    "unequal": [[0, 1, 2], [3], [4, 5, 6, 7]],
+    "woven": [[0, 2, 4], [1, 3, 5]],
+    "pairs": [[0, 1], [2, 3], [4, 5], [6, 7]],
+}
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_slow_links_are_used_once_per_island(name):
+    """If fast links join the devices of each island and a slow bus joins all devices, each tree for 1 GiB has one edge
+    fewer between islands than there are islands, for any root; one_device has more such edges."""
+    groups = ISLANDS[name]
+    label = {f"cpu:{k}": number for number, group in enumerate(groups) for k in group}
+    n = len(label)
+    fast = [Link(f"cpu:{a}", f"cpu:{b}", 50, 1e-6) for group in groups for a, b in itertools.permutations(group, 2)]
+    slow = [Link(*pair, 5, 1e-6) for device in label for pair in ((device, "bus"), ("bus", device))]
+    topology = Topology(names(n), fast + slow, ["bus"])
+    for packs in (1, n):
+        made = cr.plan(topology, nbytes=GIB, algorithm="hierarchical_copy", packs=packs)
+        assert crossings(topology, made.schedule, label) == [len(groups) - 1] * packs
+        plain = cr.plan(topology, nbytes=GIB, algorithm="one_device", packs=packs)
+        assert crossings(topology, plain.schedule, label) != crossings(topology, made.schedule, label)
+        assert made.seconds < plain.seconds / 1.5
+        for pack in range(packs):
+            assert root_of(made.schedule, pack) == pack
+
+
+def test_two_hosts_exchange_each_pack_once():
+    """On two hosts of 8 GPUs and 8 network cards, each of 16 packs crosses the network once per
+    direction, and all 8 cards of a host carry the same number of bytes."""
+    label = {device: device.split("/")[0] for device in H100S.devices}
+    made = cr.plan(H100S, nbytes=GIB, algorithm="hierarchical_copy", packs=16)
+    assert crossings(H100S, made.schedule, label) == [1] * 16
+    done = simulate(made.schedule, H100S, GIB)
+    for k in range(8):
+        for host in (0, 1):
+            # Each GPU sends 2 of the 16 packs over its rail.
+            assert done.bytes[f"host{host}/cuda:{k}", f"rail{k}"] == GIB // 8
+    assert made.rate == Fraction(1800, 7)  # the rate inside one machine, so the network is not the limit
+    assert cr.plan(H100S, nbytes=GIB, algorithm="one_device", packs=16).rate == 50
+
+
+def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
+    """On a DGX-1V, for which TensorFlow's trees were made, they are candidates, and another candidate is faster."""
+    found = hierarchies(DGX, packs=8)
+    plain = hierarchical_copy(DGX.devices, packs=8)
+    assert plain in found
+    assert fluid_rate(plain, DGX) == 50
+    made = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy", packs=8)
+    assert made.rate == max(fluid_rate(schedule, DGX) for schedule in found) == Fraction(400, 7)
+    one = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy")
+    assert one.rate == 50  # a chain of double links; TensorFlow's tree reaches 25
+    assert fluid_rate(hierarchical_copy(DGX.devices), DGX) == 25
+
+
+def test_islands_of_the_members():
+    """A request's devices are grouped by island (devices joined by fast links); islands without any are left out."""
+    label = [k // 3 for k in range(9)]
+    cells = [[0 if i == j else 50 if label[i] == label[j] else 1 for j in range(9)] for i in range(9)]
+    topology = Topology.from_matrix(cells)
+    some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
+    found = hierarchies(topology, some, some)
+    assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
+    alone = some[:2]  # the request's devices in one island
+    assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
+
+
+# hierarchical_copy is never slower than the algorithm one_device.
+
+
+@pytest.mark.parametrize("name", [name for name, _ in machine_names()])
+def test_never_slower_than_one_device_on_any_machine(name):
+    """On every machine, for 1 KiB to 1 GiB, with one tree or (up to 16 devices) one per device, hierarchical_copy is
+    not slower than one_device, nor than TensorFlow's trees."""
+    topology = Topology.machine(name)
+    n = len(topology.devices)
+    for nbytes in SIZES:
+        for packs in (1, n) if n <= 16 else (1,):
+            made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", packs=packs)
+            assert made.seconds <= cr.plan(topology, nbytes=nbytes, algorithm="one_device", packs=packs).seconds
+            plain = hierarchical_copy(topology.devices, packs=packs)
+            assert made.seconds <= pipelined(plain, topology, nbytes)[1]
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
+    """Between a third of the sets of a DGX-1V's GPUs, with or without the others, hierarchical_copy is not slower than
+    one_device; without the others, on any set that its own links do not connect, it raises a PlanError."""
+    plain, apart = {"algorithm": "one_device"}, 0
+    for number, some in enumerate(itertools.combinations(DGX.devices, count)):
+        part = DGX.subset(some)
+        unreachable = any(part.route(*pair) is None for pair in itertools.permutations(some, 2))
+        apart += unreachable
+        if unreachable:
+            with pytest.raises(PlanError, match=r"all_reduce needs a route from cuda:\d to cuda:\d"):
+                cr.plan(part, algorithm="hierarchical_copy")
+        for nbytes in () if number % 3 else SIZES:
+            for topology in (DGX,) if unreachable else (DGX, part):
+                given = {"nbytes": nbytes, "sources": some, "destinations": some}
+                made = cr.plan(topology, algorithm="hierarchical_copy", **given)
+                assert made.seconds <= cr.plan(topology, **plain, **given).seconds
+                if nbytes == GIB:
+                    assert oracle.right(made.schedule)
+    assert apart == {2: 12, 3: 24, 4: 14}.get(count, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "packs", "least"),
+    [("dgx-1v", 1, 3.9), ("dgx-1v", 8, 1.6), ("mi250", 16, 5.0), ("mi100", 8, 3.9), ("epyc-numa-8", 8, 2.2)],
+)
+def test_much_faster_than_one_device_with_a_hierarchy(name, packs, least):
+    """For 1 GiB hierarchical_copy is faster than one_device, at least by these factors, which follow from the links."""
+    topology = Topology.machine(name)
+    made, plain = (
+        cr.plan(topology, nbytes=GIB, algorithm=algorithm, packs=packs)
+        for algorithm in ("hierarchical_copy", "one_device")
+    )
+    assert plain.seconds / made.seconds >= least

@@ -1,0 +1,357 @@
+"""Planners on topologies: on a connected one every algorithm plans every request; all use only its links."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+from budget import examples
+from hypothesis import example, given
+from hypothesis import strategies as st
+from planned import planned, planned_for
+from strategies import NAMED, named, names, requests, wired
+from test_hierarchical_copy import trees
+from test_planners import counts
+
+from crossreduce import (
+    AllReduceCrossDeviceOps,
+    Link,
+    Mirrored,
+    PerReplica,
+    PlanError,
+    Topology,
+    devices,
+    simulate,
+    verify,
+)
+from crossreduce.planning import PLANNERS, Request, choose, hierarchical_copy, one_device, plan, ring
+from crossreduce.planning.schedules import candidates, fastest
+from crossreduce.schedule import live_rounds, pipelined
+
+
+def used_links(schedule, topology):
+    """Return the links that a schedule uses: along its own routes, else along those of the topology."""
+    through = {(*route[:3], route.round): route.through for route in schedule.routes}
+    pairs = set()
+    for r, steps in enumerate(schedule.rounds):
+        for chunk, dst, srcs in steps:
+            for src in set(srcs) - {dst}:
+                a, b = schedule.devices[src], schedule.devices[dst]
+                by = through.get((chunk, src, dst, r), through.get((chunk, src, dst, None)))
+                pairs.update(itertools.pairwise(topology.route(a, b) if by is None else (a, *by, b)))
+    return pairs
+
+
+def reachable(topology, start):
+    """Return the nodes that can be reached from a device."""
+    found, left = {start}, [start]
+    while left:
+        here = left.pop()
+        new = {link.dst for link in topology.links if link.src == here} - found
+        found |= new
+        left += new
+    return found
+
+
+def hierarchies(topology, members, packs=1, first=0):
+    """Return the schedules from which hierarchical_copy chooses for an all-reduce."""
+    return candidates(Request("all_reduce", members, members, "hierarchical_copy", topology, 0, packs, first))
+
+
+def links(topology):
+    return {(link.src, link.dst) for link in topology.links}
+
+
+@st.composite
+def one_way(draw):
+    """Draw a topology with links in any direction; they need not join all devices."""
+    n = draw(st.integers(1, 7))
+    entries = draw(st.lists(st.sampled_from([0, 1, 1, 10, 10]), min_size=n * n, max_size=n * n))
+    return Topology.from_matrix([[0 if i == j else entries[i * n + j] for j in range(n)] for i in range(n)])
+
+
+@st.composite
+def requests_on(draw, topologies, chosen=named):
+    """Draw a topology, and the other arguments of ``planned_for`` except the root."""
+    topology = draw(topologies)
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
+    nbytes = st.sampled_from([0, 1, 1000, 1 << 22])
+    return topology, (
+        draw(chosen),
+        draw(some),
+        draw(some),
+        draw(nbytes),
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 9)),
+    )
+
+
+joined = st.integers(1, 7).flatmap(lambda n: wired(names(n)))
+
+
+def check_planned(topology, ask):
+    """Check that a schedule is right, has no needless step, has the requested devices, and uses only links of the
+    topology."""
+    algorithm, sources, destinations, *_ = ask
+    schedule = planned_for(topology, *ask)
+    assert planned_for(topology, *ask) is schedule
+    verify(schedule)
+    assert oracle.right(schedule)
+    assert used_links(schedule, topology) <= links(topology)
+    assert algorithm in ("auto", schedule.algorithm)
+    assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
+    for chunk in schedule.chunks:
+        assert tuple(schedule.devices[source] for source in chunk.sources) == sources
+        assert tuple(schedule.devices[dst] for dst in chunk.destinations) == destinations
+
+
+@examples(60)
+@given(ask=requests(st.integers(1, 9)))
+def test_a_forest_needs_no_topology(ask):
+    """Without a topology "forest" plans on a full mesh: any request gives a right schedule; packs have no effect."""
+    schedule = planned("forest", ask.sources, ask.destinations, ask.packs, ask.first)
+    verify(schedule)
+    assert oracle.right(schedule)
+    assert schedule.algorithm == "forest"
+    assert schedule.devices == tuple(dict.fromkeys([*ask.sources, *ask.destinations]))
+    for chunk in schedule.chunks:
+        assert tuple(schedule.devices[source] for source in chunk.sources) == ask.sources
+        assert tuple(schedule.devices[dst] for dst in chunk.destinations) == ask.destinations
+    assert schedule == planned("forest", ask.sources, ask.destinations)
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_a_forest_on_a_full_mesh_is_as_fast_as_direct(n):
+    """On a full mesh of equal links "forest" moves 2/n of the buffer over each link, as "direct" does."""
+    done = counts(planned("forest", names(n), names(n)), 12 * n * n)
+    assert done.bytes == dict.fromkeys(itertools.permutations(names(n), 2), 2 * 12 * n * 4)
+
+
+@examples(200)
+@given(requests_on(joined))
+def test_every_algorithm_plans_wherever_data_can_get(ask):
+    """On any connected topology every algorithm plans every request."""
+    check_planned(ask[0], ask[1])
+
+
+def refused(topology, ask):
+    """Plan a request. Return the text of its PlanError, which must name two devices without a route from the first to
+    the second; ``None``: no error."""
+    try:
+        check_planned(topology, ask)
+    except PlanError as error:
+        src, dst = re.search(r"route from (\S+) to ([^ ,]+)", str(error).splitlines()[0].rstrip(".")).groups()
+        assert dst not in reachable(topology, src), str(error)  # noqa: PT017 - a plan is correct, too
+        cut = re.search(r"no link leads out of \{(.*)\}", str(error))
+        assert cut is None or set(cut[1].split(", ")) == reachable(topology, src)
+        return str(error)
+    return None
+
+
+# APART: cpu:2, which does not take part, cannot be reached. DOWN: only the first two devices reach the others.
+APART = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:0", 1)])
+DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)[2:]])
+
+
+@examples(200)
+@given(requests_on(one_way()))
+@example((APART, ("forest", names(2), names(2), 8, 1, 0)))
+@example((DOWN, ("forest", names(4)[:2], names(4)[2:], 8, 1, 0)))
+def test_what_cannot_be_planned_names_devices_that_no_way_joins(ask):
+    """With some links in one direction only, an algorithm plans, or a PlanError names a device that another one cannot
+    reach. If a source cannot reach a destination no algorithm plans; if all devices reach each other every algorithm
+    does."""
+    topology, (_, sources, destinations, *_) = ask
+    text = refused(*ask)
+    if any(not reachable(topology, source) >= set(destinations) for source in sources):
+        assert text is not None
+        assert "needs a route" in text
+    if all(reachable(topology, device) >= set(topology.devices) for device in topology.devices):
+        assert text is None
+
+
+def test_the_devices_that_cannot_be_reached_are_named():
+    """The message has the collective, the source, the devices that it cannot reach, those that it can, and a remedy."""
+    halves = Topology(names(4), [Link(*names(4)[k : k + 2][::way], 1) for k in (0, 2) for way in (1, -1)])
+    needs = r"all_reduce needs a route from cpu:0 to cpu:2, cpu:3, but no link leads out of \{cpu:0, cpu:1\}"
+    alone = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
+    for algorithm in (*NAMED, "auto"):
+        with pytest.raises(PlanError, match=needs + r"[\s\S]*given: Topology\(4 devices[\s\S]*try:   topology\.subset"):
+            planned_for(halves, algorithm, names(4), names(4), 8)
+        with pytest.raises(PlanError, match=r"from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"):
+            planned_for(alone, algorithm, names(2), names(2), 8)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_plain_planners_on_a_full_mesh_and_a_ring_on_a_ring(n):
+    """On a full mesh, planners that ignore topologies plan as without one; on a ring, "ring" uses both directions."""
+    everyone = names(n)
+    for algorithm in ("one_device", "halving_doubling", "recursive_doubling", "direct", "one_shot"):
+        plan = planned_for(Topology.full_mesh(n), algorithm, everyone, everyone, 100, 2, 1)
+        assert plan == PLANNERS[algorithm](everyone, packs=2, first=1)  # 100 bytes are not cut into pieces
+    mesh = hierarchies(Topology.full_mesh(n), everyone, packs=2, first=1)
+    assert hierarchical_copy(everyone, packs=2, first=1) in mesh
+    around = planned_for(Topology.ring(n), "ring", everyone, everyone, 100)
+    assert used_links(around, Topology.ring(n)) == links(Topology.ring(n))
+    if n > 2:
+        half = ring(everyone).rounds
+        assert [tuple(step for step in steps if step.chunk < n) for steps in around.rounds] == list(half)
+        assert len(around.chunks) == 2 * n
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (1, 4), (2, 3, 4), (2, 2, 2, 2)])
+def test_islands_are_groups(sizes):
+    """If fast links make islands, one candidate of hierarchical_copy sums inside each island, and one device of
+    each island exchanges data with the root. The fastest candidate for the number of bytes is chosen."""
+    label = [k for k, size in enumerate(sizes) for _ in range(size)]
+    n = len(label)
+    matrix = [[0 if i == j else 50 if label[i] == label[j] else 5 for j in range(n)] for i in range(n)]
+    topology = Topology.from_matrix(matrix)
+    readings = hierarchies(topology, names(n), packs=n)
+    schedule = hierarchical_copy(names(n), packs=n, groups=topology.islands)
+    assert schedule in readings
+    for sums, copies in trees(schedule):
+        first = sums[0]
+        assert {frozenset(srcs) for srcs in first.values()} >= {
+            frozenset(d for d in range(n) if label[d] == k) for k, size in enumerate(sizes) if size > 1
+        }
+        assert sum(label[src] != label[dst] for dst, src in copies.items()) == len(sizes) - 1
+    chosen = planned_for(topology, "hierarchical_copy", names(n), names(n), 10**6, n)
+    assert replace(chosen, pieces=1) in readings
+    least = min(pipelined(reading, topology, 10**6)[1] for reading in readings)
+    assert simulate(chosen, topology, 10**6).seconds == least
+
+
+def test_woven_islands():
+    """The devices of an island may be anywhere in the list of devices."""
+    woven = Topology.from_matrix([[0 if i == j else 9 if i % 2 == j % 2 else 1 for j in range(6)] for i in range(6)])
+    readings = hierarchies(woven, names(6))
+    assert {0: {0, 2, 4}, 1: {1, 3, 5}} in [trees(reading)[0][0][0] for reading in readings]
+
+
+def test_a_topology_of_other_names_is_matched_by_position():
+    """If a topology has other names than the request, its i-th device stands for the i-th device of the request."""
+    quads = Topology.from_matrix([[0 if i == j else 50 if i // 2 == j // 2 else 0 for j in range(4)] for i in range(4)])
+    bridge = [Link("cpu:0", "cpu:2", 5), Link("cpu:2", "cpu:0", 5)]
+    quads = Topology(quads.devices, (*quads.links, *bridge))
+    gpus = tuple(f"cuda:{k}" for k in (3, 1, 4, 0))
+    for algorithm in (*NAMED, "auto"):
+        schedule = planned_for(quads, algorithm, gpus, gpus, 10**6)
+        assert schedule == planned_for(quads.renamed(gpus), algorithm, gpus, gpus, 10**6)
+        assert schedule.devices == gpus
+        moved = used_links(schedule, quads.renamed(gpus))
+        assert {pair for pair in moved if "cuda:4" in pair and pair[1 - pair.index("cuda:4")] != "cuda:0"} == {
+            ("cuda:3", "cuda:4"),
+            ("cuda:4", "cuda:3"),
+        }
+    with pytest.raises(
+        PlanError, match=r"the topology lacks a device[\s\S]*cpu:0, cpu:1, cpu:2, cpu:3; request for cpu:0, cuda:1"
+    ):
+        planned_for(quads, "one_device", ("cpu:0", "cuda:1"), ("cpu:0",), 8)
+    with pytest.raises(PlanError, match="lacks a device of this request: it has 4 devices for 5 replicas"):
+        planned_for(quads, "ring", tuple(f"cuda:{k}" for k in range(5)), ("cuda:0",), 8)
+
+
+def test_data_may_pass_other_devices():
+    """If two devices have no link, their data passes other devices. Only a forest may store it there."""
+    for algorithm in NAMED:
+        schedule = planned_for(Topology.ring(4), algorithm, ("cpu:0", "cpu:2"), ("cpu:0", "cpu:2"), 8)
+        assert oracle.right(schedule)
+        way = used_links(schedule, Topology.ring(4))
+        assert way <= links(Topology.ring(4))
+        assert way >= {("cpu:0", "cpu:1"), ("cpu:1", "cpu:2")} or way >= {("cpu:0", "cpu:3"), ("cpu:3", "cpu:2")}
+        if algorithm != "forest":  # a forest may reduce on other devices
+            assert schedule.devices == ("cpu:0", "cpu:2")
+
+
+@examples(60)
+@given(requests_on(joined, st.just("auto")))
+def test_auto_is_never_slower_than_any_algorithm(ask):
+    """On any connected topology "auto" plans, and no algorithm is faster in simulation."""
+    topology, (_, sources, destinations, nbytes, packs, first) = ask
+    seconds = {
+        algorithm: fastest(Request("all_reduce", sources, destinations, algorithm, topology, nbytes, packs, first))[1]
+        for algorithm in (*NAMED, "auto")
+    }
+    assert seconds["auto"] == min(seconds.values())
+
+
+@examples(100)
+@given(requests_on(one_way(), st.just("auto")))
+@example((APART, ("auto", names(2), names(2), 8, 1, 0)))
+@example((DOWN, ("auto", names(4)[:2], names(4)[2:], 8, 1, 0)))
+def test_auto_plans_if_any_algorithm_does(ask):
+    """With some links in one direction only, "auto" plans if some algorithm does, and otherwise raises a PlanError."""
+    topology, (_, *rest) = ask
+    texts = [refused(topology, (algorithm, *rest)) for algorithm in NAMED]
+    assert (refused(topology, ("auto", *rest)) is None) == (None in texts)
+
+
+def test_auto_finds_the_root_that_is_near_to_all():
+    """On a star whose hub is not the first device, "auto" is at least as fast as a reduction on the hub, which has the
+    fewest hops."""
+    cells = [[int(2 in (i, j) and i != j) for j in range(5)] for i in range(5)]
+    star = Topology.from_matrix(cells, latency_s=1e-6)
+    hub = simulate(one_device(names(5), root="cpu:2"), star, 8).seconds
+    assert hub < simulate(one_device(names(5)), star, 8).seconds
+    assert simulate(planned_for(star, "auto", names(5), names(5), 8), star, 8).seconds <= hub
+    value = PerReplica([np.full(4, 6.0**k) for k in range(5)])
+    ops = AllReduceCrossDeviceOps("auto", topology=star)
+    assert [part.tolist() for part in ops.reduce("sum", value, value)] == [[1555.0] * 4] * 5
+
+
+def test_auto_plans_packs():
+    """Every algorithm and "auto" plan two packs, also with some links in one direction only."""
+    cells = [[0, 1, 0], [1, 0, 1], [1, 0, 0]]  # 0 <-> 1, 1 -> 2, 2 -> 0
+    topology = Topology.from_matrix(cells)
+    for algorithm in (*NAMED, "auto"):
+        schedule = planned_for(topology, algorithm, names(3), names(2), 8, 2)
+        assert oracle.right(schedule)
+        assert used_links(schedule, topology) <= links(topology)
+    value = PerReplica([np.full(4, 4.0**k) for k in range(3)])
+    auto = AllReduceCrossDeviceOps("auto", num_packs=2, topology=topology)
+    result = auto.reduce("sum", value, Mirrored(value.values[:2]))
+    assert [part.tolist() for part in result] == [[21.0] * 4] * 2
+
+
+def test_auto_without_a_topology():
+    """Without a topology, "auto" is "one_device" for small buffers, for a single destination, and for devices that
+    share one memory; in all other cases it is "direct"."""
+    everyone = names(4)
+    gpus = tuple(f"cuda:{k}" for k in range(4))
+    assert choose(gpus, gpus, 1000) == "one_device"
+    assert choose(gpus, gpus, 1 << 24) == "direct"
+    assert choose(gpus, gpus[:1], 1 << 24) == "one_device"
+    for one_memory in (everyone, ("cuda:0", "cuda:0#1", "cuda:0#2")):
+        assert choose(one_memory, one_memory, 1 << 24) == "one_device"
+    hosts = ("cpu:0", "host1/cpu:0")
+    assert choose(hosts, hosts, 1 << 24) == "direct"
+
+
+def test_auto_on_a_full_mesh_and_a_ring():
+    """On a full mesh with latencies, "auto" is "one_shot" for small buffers (one round) and "direct" for large ones; on
+    a ring, it takes at most four latencies for a small buffer, and is "ring" for large ones."""
+    everyone = names(4)
+    mesh, around = Topology.full_mesh(4, 25, 1e-6), Topology.ring(4, 25, 1e-6)
+    assert planned_for(mesh, "auto", everyone, everyone, 1000).algorithm == "one_shot"
+    assert planned_for(mesh, "auto", everyone, everyone, 1 << 24).algorithm == "direct"
+    assert simulate(planned_for(around, "auto", everyone, everyone, 8), around, 8).seconds < 4.01e-6
+    assert planned_for(around, "auto", everyone, everyone, 1 << 24).algorithm == "ring"
+
+
+def test_names_are_parsed_once(monkeypatch):
+    """Planning parses each name that a caller gives once: the number of parses does not depend on the schedule."""
+    everyone = names(12)
+    parsed = []
+    parse = devices.parse
+    monkeypatch.setattr(devices, "parse", lambda name: parsed.append(name) or parse(name))
+    for number, collective in enumerate(("all_reduce", "reduce_scatter", "all_gather")):
+        topology = Topology.full_mesh(12, 25 + number, 1e-6)
+        parsed.clear()
+        plan(topology, collective, 1 << 20, sources=everyone, destinations=everyone)
+        assert parsed == [*everyone, *everyone]
+    parsed.clear()
+    assert PLANNERS["ring"](everyone).rounds
+    assert parsed == [*everyone]

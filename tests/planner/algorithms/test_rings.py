@@ -1,0 +1,196 @@
+"""Rings on a topology: each visits every device over existing links, the links have bandwidth for all rings together,
+and the schedule sends its data along them."""
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import names, wired
+
+import crossreduce as cr
+from crossreduce import Link, Topology, simulate, verify
+from crossreduce.planning import Request, ring
+from crossreduce.planning.rings import parallel_rings, ring_orders
+from crossreduce.schedule import fluid_rate
+from crossreduce.topology.machines import machine_names
+
+DGX = Topology.machine("dgx-1v")
+H100S = Topology.machine("hgx-h100", hosts=2)
+
+
+def rings(topology, sources, destinations=None, packs=1, first=0):
+    """Return the schedule of the rings on a topology."""
+    request = Request("all_reduce", sources, destinations or sources, "ring", topology, 0, packs, first)
+    return parallel_rings(topology, request)
+
+
+def hops(order):
+    return list(zip(order, (*order[1:], order[0]), strict=True))
+
+
+def is_ring(topology, order):
+    """Return whether the route of each hop exists and passes no other device of the order."""
+    routes = [topology.route(a, b) for a, b in hops(order)]
+    return len(order) > 1 and all(route and not set(route[1:-1]) & set(order) for route in routes)
+
+
+def used(topology, found):
+    """Return, for each link, how many hops of the orders have a route over it."""
+    return Counter(pair for order in found for a, b in hops(order) for pair in itertools.pairwise(topology.route(a, b)))
+
+
+def check(topology, found, members):
+    """Check that each order lists each member once and is a ring, and that a link's bandwidth is at least that of the
+    narrowest link times the number of hops over it. Without rings, the only order is that of the members."""
+    assert found
+    assert all(sorted(order) == sorted(members) for order in found)
+    if not is_ring(topology, found[0]):
+        assert found == (members,)
+        return
+    assert all(is_ring(topology, order) for order in found)
+    width = {(link.src, link.dst): link.bandwidth for link in topology.links}
+    routes = [topology.route(a, b) for a, b in itertools.permutations(members, 2)]
+    inside = set(members)
+    free = [route for route in routes if route and not inside & {*route[1:-1]}]
+    pairs = {pair for route in free for pair in itertools.pairwise(route)}
+    unit = min(width[pair] for pair in pairs)
+    assert all(times * unit <= width[pair] for pair, times in used(topology, found).items())
+
+
+@examples(150)
+@given(st.data(), st.integers(1, 6), st.booleans())
+def test_rings_are_found_if_there_are_any(data, n, both_ways):
+    """ring_orders returns rings that fit on the links together, or, if no ring fits, the devices in their order."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    members = tuple(data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)))
+    found = ring_orders(topology, members)
+    check(topology, found, members)
+    if not is_ring(topology, found[0]) and len(members) > 1:
+        width = {(link.src, link.dst): link.bandwidth for link in topology.links}
+        inside = set(members)
+        routes = [topology.route(*pair) for pair in itertools.permutations(members, 2)]
+        free = [route for route in routes if not inside & {*route[1:-1]}]
+        unit = min((width[pair] for route in free for pair in itertools.pairwise(route)), default=1)
+        for rest in itertools.permutations(members[1:]):
+            order = (members[0], *rest)
+            times = used(topology, [order])
+            assert not (is_ring(topology, order) and all(count * unit <= width[pair] for pair, count in times.items()))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in machine_names()])
+def test_rings_of_the_machines(name):
+    """Every machine has a ring, and the rings that are found fit on the links together."""
+    topology = Topology.machine(name)
+    found = ring_orders(topology, topology.devices)
+    assert is_ring(topology, found[0])
+    check(topology, found, topology.devices)
+
+
+COUNTS = [
+    (Topology.ring(5), 2),  # one in each direction
+    (Topology.ring(2), 1),
+    (Topology.full_mesh(5), 4),  # the rings use all 20 links
+    (Topology.full_mesh(3), 2),
+    (Topology.torus(3, 3), 4),  # the rings use all 36 links
+    (Topology.star(6, 450), 1),  # one ring uses all links
+    (Topology.machine("dgx-1v"), 6),  # the rings use each direction of all 24 NVLinks
+    (Topology.machine("dgx-1p"), 4),  # the rings use each direction of all 16 NVLinks
+    (Topology.machine("mi100"), 1),  # the links between the two hives have room for only one ring
+]
+
+
+@pytest.mark.parametrize(("topology", "count"), COUNTS, ids=[repr(topology)[:50] for topology, _ in COUNTS])
+def test_the_number_of_rings(topology, count):
+    """All rings that fit together are found, on topologies for which their number is known."""
+    found = ring_orders(topology, topology.devices)
+    assert len(found) == count
+    assert is_ring(topology, found[0])
+
+
+def test_a_ring_for_each_rail():
+    """On two hosts of 8 GPUs with 8 rails there are 8 rings, and each rail carries one of them into each host."""
+    found = ring_orders(H100S, H100S.devices)
+    assert len(found) == 8
+    times = used(H100S, found)
+    for k in range(8):
+        for host in (0, 1):
+            assert times[f"host{host}/cuda:{k}", f"rail{k}"] == times[f"rail{k}", f"host{host}/cuda:{k}"] == 1
+    for order in found:
+        assert sum(a.split("/")[0] != b.split("/")[0] for a, b in hops(order)) == 2
+
+
+def test_wide_links_are_taken_first():
+    """The first ring uses no narrow link if the wide ones make a ring."""
+    wide = [Link(f"cpu:{k}", f"cpu:{(k + 2) % 5}", 10) for k in range(5)]
+    narrow = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 5}", 3) for k in range(5)]
+    first = ring_orders(Topology(names(5), wide + narrow), names(5))[0]
+    assert first == ("cpu:0", "cpu:2", "cpu:4", "cpu:1", "cpu:3")
+
+
+@pytest.mark.parametrize("topology", [Topology.mesh(1, 4), Topology.mesh(3, 3), Topology.star(["cpu:7"])], ids=repr)
+def test_topologies_without_a_ring(topology):
+    """A line, a grid of 3 x 3 and a single device have no ring: ring_orders returns the devices in their order, and the
+    route of a hop may pass other devices."""
+    assert ring_orders(topology, topology.devices) == (topology.devices,)
+    schedule = rings(topology, topology.devices)
+    verify(schedule)
+    assert schedule.rounds == ring(topology.devices).rounds
+    simulate(schedule, topology, 1000)  # every hop has a route
+
+
+# The schedule.
+
+
+@examples(80)
+@given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
+def test_the_schedule_of_rings(data, n, packs, first):
+    """Each ring has an equal share of the buffer, in chunks that each device sends only to the next one on the ring;
+    any devices may be sources and destinations; the result is right."""
+    topology = data.draw(wired(names(n)))
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
+    sources, destinations = data.draw(some), data.draw(some)
+    members = tuple(dict.fromkeys([*sources, *destinations]))
+    schedule = rings(topology, sources, destinations, packs, first)
+    verify(schedule)
+    assert oracle.right(schedule)
+    assert schedule.devices == members
+    found = ring_orders(topology, members)
+    each = packs * len(members)
+    assert [chunk.share for chunk in schedule.chunks] == [Fraction(1, len(found) * each)] * (len(found) * each)
+    for steps in schedule.rounds:
+        for chunk, dst, srcs in steps:
+            allowed = hops(found[chunk // each])
+            assert all((members[src], members[dst]) in allowed for src in set(srcs) - {dst})
+    for chunk in schedule.chunks:
+        assert tuple(members[k] for k in chunk.sources) == sources
+        assert tuple(members[k] for k in chunk.destinations) == destinations
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p", "dgx-2", "dgx-a100", "hgx-b200", "gb200-nvl72", "pcie-8"])
+def test_rings_reach_the_bound(name):
+    """On these machines the rate of the rings for large buffers equals the bound of all_reduce."""
+    topology = Topology.machine(name)
+    schedule = rings(topology, topology.devices)
+    assert fluid_rate(schedule, topology) == cr.bound(topology, "all_reduce").algbw
+
+
+def test_rings_of_some_devices():
+    """Between two members, a ring of some devices may pass switches and devices that are not members, but no other
+    member."""
+    part = tuple(f"cuda:{k}" for k in (0, 3, 5, 6))
+    made = cr.plan(DGX, nbytes=1 << 20, algorithm="ring", sources=part, destinations=part)
+    assert made.schedule.devices == part
+    assert set(simulate(made.schedule, DGX, 1000).bytes) <= {(link.src, link.dst) for link in DGX.links}
+    for order in ring_orders(DGX, part):
+        assert is_ring(DGX, order)
+        assert {node for a, b in hops(order) for node in DGX.route(a, b)[1:-1]} <= {
+            "cuda:1",
+            "cuda:2",
+            "cuda:4",
+            "cuda:7",
+        }

@@ -1,0 +1,500 @@
+"""Chakra traces: the format, the messages and results, and the time on links that are FIFOs."""
+
+import json
+import random
+import sys
+
+import chakra_reader
+import exports
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossreduce as cr
+from crossreduce.errors import ArgumentError, BackendError, PlanError
+from crossreduce.export import chakra
+from crossreduce.export.chakra import format as chakra_format
+from crossreduce.export.chakra import replay, to_chakra, writer
+from crossreduce.export.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
+from crossreduce.export.chakra.replay import replay_nodes
+from crossreduce.export.trace import to_chrome_trace
+from crossreduce.lowering import lower
+from crossreduce.planning import one_device, ring
+from crossreduce.schedule import GeneratedSchedule
+
+LATENCY_S = 7e-7
+WITHIN = 0.02  # the greatest difference between predictions and replays
+SHAPES = {"ring": cr.Topology.ring, "mesh": cr.Topology.full_mesh, "star": cr.Topology.star}
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+TWO_HOSTS = cr.Topology.machine("dgx-a100", hosts=2).subset([0, 1, 8, 9])
+
+
+# The format.
+
+
+def test_a_trace_has_metadata_and_then_nodes_each_after_its_length():
+    """A file is GlobalMetadata, then Nodes, with the numbers and types of fields that ASTRA-sim's feeders read."""
+    pair = cr.Topology.ring(2, 25, LATENCY_S)
+    files = to_chakra(one_device(pair.devices), pair, 1000)
+    assert list(files) == ["all_reduce_one_device.0.et", "all_reduce_one_device.1.et"]
+    trace = chakra_reader.read(files["all_reduce_one_device.0.et"])
+    assert trace.version == "0.0.4"
+    assert trace.about["collective"] == "all_reduce"
+    assert (trace.about["rank"], trace.about["device"]) == ("0", "cpu:0")
+    received, combined, sent = trace.nodes
+    assert (received.kind, combined.kind, sent.kind) == (6, 4, 5)
+    assert (received.deps, combined.deps, sent.deps) == ([], [received.id], [combined.id])
+    # is_cpu_op is a bool_val (field 27), comm_size an int64_val (9), the others are int32_val (7).
+    assert sent.attributes == {
+        "is_cpu_op": (27, 0),
+        "comm_src": (7, 0),
+        "comm_dst": (7, 1),
+        "comm_size": (9, 1000),
+        "comm_tag": (7, 0),
+    }
+    assert combined.attributes == {"is_cpu_op": (27, 0)}
+
+
+def test_decoding_returns_what_was_encoded():
+    """``decode`` returns the nodes and texts that ``encode`` wrote."""
+    nodes = [
+        TraceNode(0, COMM_RECV_NODE, "in", (), 3, 1, 1 << 40, 7),
+        TraceNode(1, COMP_NODE, "add", (0,), duration_micros=5),
+        TraceNode(300, COMM_SEND_NODE, "out", (0, 1), 1, 3, 5, 0, ("cpu:2", "switch")),
+    ]
+    trace = chakra_format.decode(encode(nodes, {"a": "b"}))
+    assert (trace.nodes, trace.about) == (nodes, {"a": "b"})
+
+
+def test_integers_of_other_types_and_control_dependencies_are_read():
+    """Traces of other tools may have other integer types; control dependencies count like data dependencies."""
+    _, node = chakra_format._classes()
+    attributes = [
+        {"name": "comm_size", "uint64_val": 9},
+        {"name": "comm_src", "uint32_val": 2},
+        {"name": "other", "string_val": "x"},
+    ]
+    message = node(id=4, type=6, ctrl_deps=[1], data_deps=[2, 3], attr=attributes)
+    body = message.SerializeToString()
+    trace = chakra_format.decode(encode([], {}) + bytes([len(body)]) + body)
+    assert trace.nodes == [TraceNode(4, 6, "", (2, 3, 1), src=2, size=9)]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05ab", b"\xff" * 20, b"<xml/>", encode([], {"a": "b"})[:-1], b"\x02\x08"])
+def test_bytes_that_are_no_trace(data):
+    """Bytes that are not a complete trace raise an ArgumentError."""
+    with pytest.raises(ArgumentError, match="not an execution trace of Chakra"):
+        chakra_format.decode(data)
+
+
+def test_without_protobuf(monkeypatch):
+    """Without protobuf, an export and a replay raise a BackendError that names the extra."""
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    chakra_format._classes.cache_clear()
+    pair = cr.Topology.ring(2)
+    for call in (lambda: to_chakra(ring(pair.devices), pair, 8), lambda: replay([b""] * 2, pair)):
+        with pytest.raises(BackendError, match=r"need protobuf\.\n  try:   pip install 'crossreduce\[chakra\]'"):
+            call()
+
+
+# What the traces move and compute.
+
+
+@examples(60)
+@given(
+    exports.synchronous(), st.sampled_from([1, 2, 3]), st.integers(0, 40), st.sampled_from(sorted(SHAPES)), st.data()
+)
+def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pieces, nbytes, shape, data):
+    """For any schedule, pieces, size and topology: each transfer is sent once per piece, and any order of nodes that
+    the dependencies allow computes the collective."""
+    schedule = schedule.cut_into(pieces)
+    topology = SHAPES[shape](schedule.devices, 25, LATENCY_S)
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    files = to_chakra(schedule, topology, nbytes)
+    chakra_reader.check(schedule, nbytes, files.values(), rng)
+    assert to_chakra(schedule, topology, nbytes) == files
+    replay(files.values(), topology, schedule.devices)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "forest"])
+def test_plans_on_two_hosts(collective, algorithm):
+    """Plans whose routes have several links, also other ones than the topology's, are right; uneven sizes too."""
+    plan = cr.plan(TWO_HOSTS, collective, 999_983, algorithm, operation_s=0)
+    files = to_chakra(plan.schedule, TWO_HOSTS, plan.nbytes)
+    chakra_reader.check(plan.schedule, plan.nbytes, files.values(), random.Random(5))
+
+
+def test_routes_of_a_schedule_are_stored():
+    """A send node names its route if, and only if, it is not the topology's own, and the replay takes it."""
+    topology = cr.Topology(
+        ["cpu:0", "cpu:1"],
+        [("cpu:0", node, 25, 1e-6) for node in "ab"] + [(node, "cpu:1", 25, 1e-6) for node in "ab"],
+        ["a", "b"],
+    )
+    assert topology.route("cpu:0", "cpu:1")[1] == "a"
+    chunk = cr.Chunk(1, (0,), (1,))
+    for node, stored in (("a", None), ("b", (29, b"b"))):
+        route = ((0, 0, 1, (node,)),)
+        schedule = cr.Schedule("broadcast", "custom", ("cpu:0", "cpu:1"), (chunk,), ((cr.Step(0, 1, (0,)),),), 1, route)
+        files = to_chakra(schedule, topology, 1000)
+        sends = [one for one in chakra_reader.read(files["broadcast_custom.0.et"]).nodes if one.kind == 5]
+        assert {one.attributes.get("through") for one in sends} == {stored}
+    for slow, gb_per_s in (("a", 25), ("b", 1)):  # now ``files`` go through b
+        links = [link._replace(bandwidth=1) if slow in link[:2] else link for link in topology.links]
+        seconds = replay(files.values(), cr.Topology(topology.devices, links, ["a", "b"]))
+        assert seconds == pytest.approx(2e-6 + 1000 / gb_per_s / 1e9 * (1 + 1 / 128), rel=1e-3)
+
+
+def test_ranks_without_work_have_a_node():
+    """A trace without messages has one computation, since ASTRA-sim rejects traces without nodes; it takes no time."""
+    four = cr.Topology.ring(4)
+    files = to_chakra(ring(four.devices), four, 0)
+    for data in files.values():
+        (node,) = chakra_reader.read(data).nodes
+        assert (node.kind, node.deps) == (chakra_reader.COMP, [])
+    assert replay(files.values(), four) == 0
+
+
+def test_switches_that_combine_cannot_be_exported():
+    """A rank of a trace is a device, so a plan in which a switch combines raises a PlanError."""
+    plan = cr.plan(cr.Topology.machine("hgx-h100", in_network=True), "all_reduce", "64M")
+    with pytest.raises(PlanError, match="must be a device, but in this schedule switches combine"):
+        to_chakra(plan.schedule, plan.topology, plan.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts"),
+    [(100_000, (51, 16)), (7000, (26, 16)), (1000, (4, 16)), (120, (1, 4)), (30, (1, 1)), (1, (1, 1))],
+)
+def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
+    """Fewer pieces, and then fewer packets, keep the nodes below the limit where that is possible."""
+    star = cr.Topology.star(8, 450, LATENCY_S)
+    schedule = cr.plan(star, "reduce", "256M", "forest").schedule
+    monkeypatch.setattr(writer, "MOST_NODES", limit)
+    made = writer.traces(schedule, star, "256M")
+    assert (made.pieces, made.packets) == parts
+    assert sum(map(len, made.nodes.values())) <= max(limit, 28)
+    files = to_chakra(schedule, star, "256M")
+    chakra_reader.check(schedule, 256 << 20, files.values(), random.Random(1), made.pieces)
+    if made.pieces < schedule.pieces:
+        plan = cr.plan(star, "reduce", "256M", "forest")
+        assert f"not {schedule.pieces} as planned" in chakra.remarks(plan, files)["traces"]
+
+
+# The trace of one rank.
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "is_generated"),
+    [
+        ("all_reduce", "direct", True),
+        ("all_reduce", "halving_doubling", True),
+        ("all_reduce", "forest", True),
+        ("broadcast", "forest", True),
+        ("reduce_scatter", "direct", True),
+        ("all_gather", "forest", True),
+        ("reduce", "hierarchical_copy", False),
+    ],
+)
+def test_the_trace_of_a_rank_is_that_of_all_ranks(collective, algorithm, is_generated):
+    """The trace of a rank alone is the file of this rank among all, and among those of the schedule with all steps."""
+    hosts = cr.Topology.machine("hgx-h100", hosts=5)
+    plan = cr.plan(hosts, collective, 40_000_003, algorithm, operation_s=0)
+    assert isinstance(plan.schedule, GeneratedSchedule) == is_generated
+    listed = plan.schedule.explicit if isinstance(plan.schedule, GeneratedSchedule) else plan.schedule
+    found = to_chakra(listed, hosts, plan.nbytes)
+    assert to_chakra(plan.schedule, hosts, plan.nbytes) == found
+    for rank in (0, 1, 17, 39):
+        name = f"{collective}_{algorithm}.{rank}.et"
+        assert to_chakra(plan.schedule, hosts, plan.nbytes, rank=rank) == {name: found[name]}
+
+
+def test_the_trace_of_a_rank_lists_no_other_steps():
+    """For one of 1,024 ranks no chunks, rounds or routes but those of the base are made."""
+    hosts = cr.Topology.machine("hgx-h100", hosts=128)
+    plan = cr.plan(hosts, nbytes="1G", algorithm="forest")
+    (data,) = to_chakra(plan.schedule, hosts, plan.nbytes, rank=1000).values()
+    assert len(chakra_reader.read(data).nodes) > 2 * 1023
+    assert not {"chunks", "rounds", "routes", "explicit"} & plan.schedule.__dict__.keys()
+    assert not {"by_round", "transfers", "routes"} & {*vars(lower(plan.schedule))}
+
+
+@pytest.mark.parametrize("rank", [-1, 4, "0", True, 1.0])
+def test_there_must_be_such_a_rank(rank):
+    """A rank that the schedule does not have, or that is not an integer, raises an ArgumentError."""
+    four = cr.Topology.ring(4)
+    with pytest.raises(ArgumentError, match=r"a rank must be the number of a device(.|\n)*an integer from 0 to 3"):
+        to_chakra(ring(four.devices), four, 8, rank=rank)
+
+
+# The replay.
+
+
+def node_lists(*ranks):
+    """Return the nodes of ranks from (kind, deps, src, dst, size) or (kind, deps, micros) each; tags count sends."""
+    lists, tags = [], {COMM_SEND_NODE: {}, COMM_RECV_NODE: {}}
+    for rank in ranks:
+        nodes = []
+        for number, (kind, deps, *rest) in enumerate(rank):
+            if kind == COMP_NODE:
+                nodes.append(TraceNode(number, kind, "comp", deps, duration_micros=rest[0]))
+                continue
+            tag = tags[kind].get(tuple(rest[:2]), 0)
+            tags[kind][tuple(rest[:2])] = tag + 1
+            nodes.append(TraceNode(number, kind, "message", deps, *rest, tag))
+        lists.append(nodes)
+    return lists
+
+
+S, R, C = COMM_SEND_NODE, COMM_RECV_NODE, COMP_NODE
+SECOND = 25_000  # bytes that a link of 25 GB/s carries in 1 us
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "micros"),
+    [
+        # One message: its bytes and a latency of 10 us; through a switch twice.
+        ("mesh", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 11),
+        ("star", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 22),
+        # Three messages on one link follow each other; their latencies overlap.
+        ("mesh", [[(S, (), 0, 1, SECOND)] * 3, [(R, (), 0, 1, SECOND)] * 3], 13),
+        ("star", [[(S, (), 0, 1, SECOND)] * 3, [(R, (), 0, 1, SECOND)] * 3], 24),
+        # Two ranks send to a third one through a switch: they share its link, not theirs.
+        (
+            "star",
+            [[(S, (), 0, 2, SECOND)], [(S, (), 1, 2, SECOND)], [(R, (), 0, 2, SECOND), (R, (), 1, 2, SECOND)]],
+            23,
+        ),
+        (
+            "mesh",
+            [[(S, (), 0, 2, SECOND)], [(S, (), 1, 2, SECOND)], [(R, (), 0, 2, SECOND), (R, (), 1, 2, SECOND)]],
+            11,
+        ),
+        # Both directions of a link are independent.
+        ("mesh", [[(S, (), 0, 1, SECOND), (R, (), 1, 0, SECOND)], [(R, (), 0, 1, SECOND), (S, (), 1, 0, SECOND)]], 11),
+        # A computation of 5 us after the receive, and then a message back.
+        (
+            "mesh",
+            [
+                [(S, (), 0, 1, SECOND), (R, (), 1, 0, SECOND)],
+                [(R, (), 0, 1, SECOND), (C, (0,), 5), (S, (1,), 1, 0, SECOND)],
+            ],
+            27,
+        ),
+        # A send is complete when its message has arrived.
+        ("mesh", [[(S, (), 0, 1, SECOND), (S, (0,), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)] * 2], 22),
+        # Node numbers give the order: the answer to the first message, which is short, is not delayed by the long one.
+        (
+            "mesh",
+            [
+                [(S, (), 0, 1, SECOND), (S, (), 0, 1, 50 * SECOND), (R, (), 1, 0, 60 * SECOND)],
+                [(R, (), 0, 1, SECOND), (R, (), 0, 1, 50 * SECOND), (S, (0,), 1, 0, 60 * SECOND)],
+            ],
+            11 + 70,
+        ),
+        (
+            "mesh",
+            [
+                [(S, (), 0, 1, 50 * SECOND), (S, (), 0, 1, SECOND), (R, (), 1, 0, 60 * SECOND)],
+                [(R, (), 0, 1, 50 * SECOND), (R, (), 0, 1, SECOND), (S, (1,), 1, 0, 60 * SECOND)],
+            ],
+            61 + 70,
+        ),
+    ],
+)
+def test_links_are_fifos(shape, ranks, micros):
+    """The times of small programs are those that follow from the model."""
+    topology = SHAPES[shape](len(ranks), 25, 1e-5)
+    assert replay_nodes(node_lists(*ranks), topology, topology.devices) == pytest.approx(micros * 1e-6, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_a_ring_takes_its_closed_form(n):
+    """A ring in one piece takes 2(n - 1) times a latency and the time of 1/n of the buffer."""
+    topology = cr.Topology.ring(n, 25, LATENCY_S)
+    files = to_chakra(ring(topology.devices), topology, n * 1_000_000)
+    assert replay(files.values(), topology) == pytest.approx(2 * (n - 1) * (LATENCY_S + 1e6 / 25e9), rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_ranks_send_to_different_ranks_first(monkeypatch, n):
+    """A direct all-gather of whole messages through a switch keeps all links busy: the n - 1 messages of a rank follow
+    each other on its link and, one message later, on those to the other ranks."""
+    monkeypatch.setattr(writer, "PACKETS", 1)
+    monkeypatch.setattr(writer, "LEAST_PACKETS", 1)
+    star = cr.Topology.star(n, 25, LATENCY_S)
+    schedule = cr.plan(star, "all_gather", n * 1_000_000, "direct").schedule
+    made = writer.traces(schedule, star, n * 1_000_000)
+    assert (made.pieces, made.packets) == (1, 1)
+    assert replay_nodes([*made.nodes.values()], star, star.devices) == pytest.approx(
+        n * 1e6 / 25e9 + 2 * LATENCY_S, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "words"),
+    [
+        ([[(S, (), 0, 1, 9)], []], PlanError, "must have a receive node of the same tag and size"),
+        ([[(S, (), 0, 1, 9)], [(R, (), 0, 1, 8)]], PlanError, "1 sends and 0 receives from 0 to 1, tag 0, 9 bytes"),
+        ([[], [(R, (), 0, 1, 9)]], PlanError, "the traces do not end"),
+        ([[(C, (1,), 0), (C, (0,), 0)], []], PlanError, "2 nodes wait, first 'comp'"),
+        ([[(C, (7,), 0)], []], ArgumentError, "node 0 of rank 0 depends on node 7, which its trace does not have"),
+        ([[(S, (), 0, 5, 9), (R, (), 0, 5, 9)], []], ArgumentError, "must have ranks from 0 to 1"),
+        ([[(7, (), 0, 1, 9)], []], ArgumentError, "sends, receives and computations only"),
+    ],
+)
+def test_traces_that_cannot_run(ranks, error, words):
+    """Traces that never end, or are malformed, raise an error that says which node is at fault."""
+    pair = cr.Topology.ring(2)
+    lists = [
+        [
+            TraceNode(k, kind, "comp" if kind == C else "x", deps, *rest[:3])
+            for k, (kind, deps, *rest) in enumerate(rank)
+        ]
+        for rank in ranks
+    ]
+    with pytest.raises(error, match=words):
+        replay_nodes(lists, pair, pair.devices)
+
+
+def test_each_device_needs_a_trace():
+    """As many traces as devices are required."""
+    four = cr.Topology.ring(4)
+    files = list(to_chakra(ring(four.devices), four, 100).values())
+    with pytest.raises(ArgumentError, match=r"one trace for each device\.\n  given: 3 traces, 4 devices"):
+        replay(files[1:], four)
+
+
+def cases():
+    """Yield (shape, GB/s, MiB, collective, algorithm) of all plans that have to agree with FIFO links.
+
+    Two do not. A broadcast by "direct" on a ring sends pieces through other devices, and the links idle while the last
+    packets of a tick are forwarded. One by "ring" through a switch has more pieces than fit into ``MOST_NODES``.
+    """
+    different = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
+    sizes = {("ring", 64): 256, ("ring", 450): 1024, ("mesh", 450): 256, ("star", 450): 256}
+    for (shape, gb_per_s), mib in sizes.items():
+        for collective in COLLECTIVES:
+            for algorithm in ("auto", "ring", "direct", "forest"):
+                if (shape, collective, algorithm) not in different:
+                    yield shape, gb_per_s, mib, collective, algorithm
+
+
+@pytest.fixture(scope="module")
+def replayed():
+    """Return a function that plans and replays; equal schedules are replayed once."""
+    known = {}
+
+    def run(shape, gb_per_s, mib, collective, algorithm):
+        topology = SHAPES[shape](8, gb_per_s, LATENCY_S)
+        plan = cr.plan(topology, collective, mib << 20, algorithm)
+        key = topology, mib, plan.schedule.rounds, plan.schedule.pieces, plan.schedule.chunks
+        if key not in known:
+            made = writer.traces(plan.schedule, topology, mib << 20)
+            known[key] = replay_nodes([*made.nodes.values()], topology, topology.devices)
+        return plan, known[key]
+
+    return run
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
+def test_plans_take_as_long_on_fifo_links(replayed, case):
+    """On eight devices in a ring, a full mesh and around a switch, large plans take on FIFO links the time that is
+    predicted, within 2 %."""
+    plan, seconds = replayed(*case)
+    assert seconds == pytest.approx(plan.seconds, rel=WITHIN)
+
+
+# The command.
+
+
+def test_the_command_writes_a_folder(printed, tmp_path):
+    """``plan --export DIR --format chakra`` writes a trace per rank and the map of ranks, and prints both times."""
+    folder = tmp_path / "traces"
+    line = ["plan", "dgx-1v", "--devices", "3,0-2", "--nbytes", "64M", "--algorithm", "ring", "--export", folder]
+    line += ["--format", "chakra"]
+    out = printed(*line)
+    names = [f"all_reduce_ring.{rank}.et" for rank in range(4)]
+    assert sorted(file.name for file in folder.iterdir()) == [*names, "all_reduce_ring.ranks.json"]
+    devices = ["cuda:3", "cuda:0", "cuda:1", "cuda:2"]
+    assert json.loads((folder / "all_reduce_ring.ranks.json").read_text()) == {"ranks": devices, "nbytes": 64 << 20}
+    topology = cr.Topology.machine("dgx-1v").subset(devices)
+    plan = cr.plan(topology, "all_reduce", "64M", "ring", operation_s=0)
+    files = to_chakra(plan.schedule, topology, "64M")
+    assert {name: (folder / name).read_bytes() for name in names} == files
+    remarks = chakra.remarks(plan, files)
+    assert out == (
+        f"{plan.explain()}\n  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2\n"
+        f"  traces    {remarks['traces']}\n  replay    {remarks['replay']}\n"
+    )
+    assert "on FIFO links as in ASTRA-sim" in remarks["replay"]
+    report = json.loads(printed(*line, "--json"))
+    assert report["remarks"] == remarks
+    assert report["seconds"] == plan.seconds
+
+
+def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
+    """With ``--rank`` there is the trace of this rank only, without a replay; other formats of one rank, too."""
+    line = ["plan", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3", "--export"]
+    out = printed(*line, tmp_path / "traces", "--format", "chakra")
+    plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring", operation_s=0)
+    files = to_chakra(plan.schedule, plan.topology, "64M", rank=3)
+    folder = {file.name: file.read_bytes() for file in (tmp_path / "traces").iterdir()}
+    assert folder.pop("all_reduce_ring.ranks.json")
+    assert folder == files
+    assert list(files) == ["all_reduce_ring.3.et"]
+    assert out.splitlines()[-1] == f"  traces    {chakra.remarks(plan, files)['traces']}"
+    assert "1 file for 67108864 bytes" in out
+    printed(*line, tmp_path / "ring.trace.json", "--format", "trace")
+    plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring")
+    text = (tmp_path / "ring.trace.json").read_text()
+    assert text == to_chrome_trace(plan.schedule, plan.topology, "64M", rank=3)
+    assert json.loads(text)["otherData"]["device"] == "cuda:3"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank", "0"], "--rank requires --export in a format of one rank alone: chakra, trace."),
+        (["--rank", "0", "--export", "x.xml"], "--rank requires --export in a format of one rank alone"),
+        (["--rank", "8", "--export", "x", "--format", "chakra"], "a rank must be the number of a device"),
+        (["--rank", "0", "--bundle", "x"], "so --rank cannot be given with it"),
+        (["--rank", "0", "--mesh", "2x4"], "without --rank"),
+    ],
+)
+def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, options, words):
+    """``--rank`` is refused for formats whose files are for all ranks, without a file, and for a wrong number."""
+    monkeypatch.chdir(tmp_path)
+    code, _, error = crossreduce("plan", "dgx-1v", *options)
+    assert code != 0
+    assert words in error
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("file", "cannot be written: it is not a folder, and this format consists of several files."),
+        ("none/there", "cannot be written: there is no folder"),
+    ],
+)
+def test_the_folder_must_be_one(crossreduce, tmp_path, target, words):
+    """A target that is a file, or whose parent does not exist, is refused before anything is planned."""
+    (tmp_path / "file").write_text("mine")
+    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / target, "--format", "chakra")
+    assert (code, out) == (2, "")
+    assert words in error
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_protobuf_the_command_names_the_extra(crossreduce, tmp_path, monkeypatch):
+    """Without protobuf the command prints one line and creates no folder."""
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    chakra_format._classes.cache_clear()
+    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / "traces", "--format", "chakra")
+    assert code != 0
+    assert out == ""
+    assert "pip install 'crossreduce[chakra]'" in error
+    assert not (tmp_path / "traces").exists()

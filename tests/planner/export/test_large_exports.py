@@ -1,0 +1,203 @@
+"""Exports of large machines: plans that a format cannot hold are refused at once; views of one rank list no others."""
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+
+import exports
+import pytest
+from budget import examples
+from hypothesis import given
+from strategies import names
+
+import crossreduce as cr
+from crossreduce import Chunk, PlanError, Schedule, Step, Topology
+from crossreduce.export.collective import collective
+from crossreduce.export.msccl.format import Runtime, broken_limits, read_msccl_xml
+from crossreduce.export.msccl.least import least_broken
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.export.nccl_graph import rings
+from crossreduce.lowering import lower
+from crossreduce.planning import direct, halving_doubling, one_device, ring
+from crossreduce.schedule import Costs, GeneratedSchedule, timeline
+from crossreduce.schedule.generated import rotations
+
+MACHINE = Topology.machine("hgx-h100", 5)
+
+
+def exact_limits(text):
+    """Return a runtime whose limits are what a file needs."""
+    gpus = read_msccl_xml(text).gpus
+    blocks = max(len(gpu.threadblocks) for gpu in gpus)
+    steps = max(len(block.steps) for gpu in gpus for block in gpu.threadblocks)
+    elements = max(
+        1 + len(gpus) + len(gpu.threadblocks) + sum(len(block.steps) for block in gpu.threadblocks) for gpu in gpus
+    )
+    return Runtime("runtime", 128, blocks, steps, elements)
+
+
+def check_least(schedule, text):
+    runtime = exact_limits(text)
+    assert not [*broken_limits(read_msccl_xml(text), runtime)]
+    assert least_broken(collective(schedule), [runtime]) == ""
+
+
+@examples(40)
+@given(exports.synchronous())
+def test_what_a_file_needs_at_least_is_not_more_than_it_has(schedule):
+    """No limit that a file keeps is reported as broken by every file."""
+    check_least(schedule, to_msccl_xml(schedule))
+
+
+@pytest.mark.parametrize("collective_name", ["all_reduce", "broadcast", "all_gather"])
+def test_plans_need_at_least_what_is_counted(collective_name):
+    """The same for plans with pieces and parts."""
+    topology = Topology.machine("hgx-h100")
+    schedule = cr.plan(topology, collective_name, "64M", operation_s=0).schedule
+    check_least(schedule, to_msccl_xml(schedule, topology, 64 << 20))
+
+
+@pytest.mark.parametrize("planner", [ring, halving_doubling])
+def test_generated_schedules_need_at_least_what_is_counted(planner):
+    """The same for generated schedules, of which one rank of each orbit is counted."""
+    schedule = planner(names(34 if planner is ring else 40))
+    assert isinstance(schedule, GeneratedSchedule)
+    check_least(schedule, to_msccl_xml(schedule))
+
+
+def many_chunks(count):
+    """Return an all-reduce of two devices in so many equal chunks."""
+    chunks = (Chunk(Fraction(1, count), (0, 1), (0, 1)),) * count
+    rounds = (tuple(Step(c, 0, (0, 1)) for c in range(count)), tuple(Step(c, 1, (0,)) for c in range(count)))
+    return Schedule("all_reduce", "custom", names(2), chunks, rounds)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (direct(names(66)), "RCCL has 64 threadblocks per GPU, gpu 0 needs at least 65"),
+        (one_device(names(66), root="cpu:5"), "RCCL has 64 threadblocks per GPU, gpu 5 needs at least 65"),
+        (many_chunks(4040), "RCCL has 4096 XML elements per GPU, gpu 0 needs at least 4107"),
+        (ring(names(190)), "at most 65536 steps are verified, the file needs 71820"),
+    ],
+)
+def test_plans_that_no_msccl_file_can_hold(schedule, words):
+    """The error has the limit, the rank, and a number that the rank needs at least."""
+    with pytest.raises(PlanError, match=words):
+        to_msccl_xml(schedule)
+
+
+@pytest.mark.parametrize("algorithm", ["forest", "direct"])
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (to_msccl_xml, "RCCL has 64 threadblocks per GPU, gpu 0 needs at least"),
+        (to_mscclpp_json, "MSCCL.. allows 16 channels per threadblock, but host0/cuda:0 needs at least"),
+    ],
+)
+def test_plans_of_1024_devices_are_refused_at_once(write, words, algorithm):
+    """A plan with too many peers is refused before its steps are listed."""
+    hosts = Topology.machine("hgx-h100", 128)
+    plan = cr.plan(hosts, nbytes="1G", algorithm=algorithm)
+    with pytest.raises(PlanError, match=words):
+        write(plan.schedule, hosts, plan.nbytes)
+    assert not {"rounds", "routes", "explicit"} & plan.schedule.__dict__.keys()
+    assert not {"by_round", "transfers", "routes"} & {*vars(lower(plan.schedule))}
+
+
+def test_the_receivers_of_a_value_on_one_host_and_on_others_count_apart():
+    """Ten receivers on the root's host and ten on others fit the 16 channels of each type; 17 senders do not."""
+    devices = [f"host{host}/cuda:{k}" for host in (0, 1) for k in range(11)][:-1]
+    assert to_mscclpp_json(one_device(devices, ["host0/cuda:0"], devices))
+    with pytest.raises(PlanError, match="16 channels per threadblock, but cuda:0 needs at least 17"):
+        to_mscclpp_json(one_device([f"cuda:{k}" for k in range(18)], destinations=["cuda:0"]))
+
+
+# ---- views of one device ---------------------------------------------------------------------------------------------
+
+
+def schedules():
+    """Yield generated schedules with and without routes."""
+    yield from (planner(names(n)) for planner in (ring, direct, halving_doubling) for n in (34, 40))
+    for kind in ("all_reduce", "broadcast", "all_gather"):
+        yield cr.plan(MACHINE, kind, "40M", "forest").schedule
+
+
+def test_routes_and_transfers_are_those_of_all_chunks():
+    """``through`` and ``moves`` of one transfer return what the lists of the schedule with all steps have."""
+    for schedule in schedules():
+        program, listed = lower(schedule), lower(schedule.explicit)
+        for r, sent in enumerate(listed.transfers):
+            for one in sent[:: max(1, len(sent) // 200)]:
+                ends = r, one.chunk, one.src, one.dst
+                assert program.through(*ends) == listed.through(*ends) == one.through
+                assert schedule.through(*ends) == one.through
+                assert program.moves(*ends)
+                assert listed.moves(*ends)
+                turned = r, one.chunk, one.dst, one.src
+                assert program.moves(*turned) == listed.moves(*turned)
+
+
+def test_alike_devices_have_equally_many_messages():
+    """``alike`` has one device of each group; the devices of a group have equal numbers of sends and receives."""
+
+    def counts(part):
+        return [(len(stage.sends), len(stage.receives), len(stage.combinations)) for stage in part.stages]
+
+    for schedule in schedules():
+        program, n = lower(schedule), len(schedule.devices)
+        assert sum(program.alike.values()) == n
+        groups = Counter(map(str, (counts(program.on(device)) for device in range(n))))
+        found = Counter()
+        for device, size in program.alike.items():
+            found[str(counts(program.on(device)))] += size
+        assert found == groups
+        assert lower(schedule.explicit).alike == dict.fromkeys(range(n), 1)
+
+
+@pytest.mark.parametrize("node", [None, "host0/cuda:3", "host2/nvswitch", "rail5"])
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast"])
+def test_the_times_of_transfers_are_those_of_all_steps(kind, node):
+    """The transfers of a generated schedule, or those whose route has one node, have the times of all its steps."""
+    schedule = cr.plan(MACHINE, kind, "40M", "forest").schedule.cut_into(3)
+    assert isinstance(schedule, GeneratedSchedule)
+    costs = Costs(operation_s=1e-6, messages_per_s=1e6)
+
+    def listed(one, **options):
+        return sorted(timeline(one, MACHINE, "40M", costs=costs, **options))
+
+    found = listed(schedule, node=node)
+    due = [move for move in listed(schedule.explicit) if node is None or any(node in link for link in move.links)]
+    assert len(found) >= 48
+    assert [move[:6] for move in found] == [move[:6] for move in due]
+    for move, other in zip(found, due, strict=True):
+        assert move[6:] == pytest.approx(other[6:], rel=1e-9)
+
+
+def test_a_topology_without_the_symmetry_lists_all_transfers():
+    """On a topology that the symmetry of a schedule does not keep, the times are still those of all steps."""
+    schedule = ring(names(34))
+    line = Topology.mesh(1, 34)
+    for node in (None, "cpu:7"):
+        found = sorted(timeline(schedule, line, "1M", node=node))
+        due = sorted(timeline(schedule.explicit, line, "1M"))
+        assert found == [move for move in due if node is None or any(node in link for link in move.links)]
+        assert found
+
+
+def test_rings_of_generated_schedules():
+    """The rings of a generated schedule are those of all its chunks, also if the symmetry moves a ring to another."""
+    everyone = tuple(range(4))
+    order = (0, 1, 3, 2)
+    steps = [Step(0, b, (a, b)) for a, b in itertools.pairwise(order)]
+    steps += [Step(0, b, (a,)) for a, b in itertools.pairwise((order[-1], *order[:-1]))]
+    base = Schedule(
+        "all_reduce", "ring", names(4), (Chunk(Fraction(1), everyone, everyone),), tuple((step,) for step in steps)
+    )
+    schedule = GeneratedSchedule(base, rotations([4], 4), base.devices)
+    assert rings(schedule) == rings(schedule.explicit)
+    assert list(rings(schedule)) == list(rings(schedule.explicit))
+    assert len(rings(schedule)) == 4
+    for planned in (ring(names(33)), ring(names(40), first=7)):
+        assert rings(planned) == rings(planned.explicit)

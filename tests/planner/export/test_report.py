@@ -1,0 +1,442 @@
+"""The plan explorer's page: its numbers are those of the plan, it requests nothing, and a failure writes nothing."""
+
+import hashlib
+import importlib
+import json
+import re
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from reports import Page, explained
+
+import crossreduce as cr
+from crossreduce import Topology
+from crossreduce.errors import ArgumentError
+from crossreduce.export.report import model as models
+from crossreduce.export.report import page as pages
+from crossreduce.export.report import report_html, stages
+from crossreduce.export.report.places import places
+from crossreduce.export.report.trees import groups
+from crossreduce.planning import Plan
+from crossreduce.schedule import timeline
+
+PART = Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6])
+TWO_HOSTS = Topology.machine("hgx-h100", 2)
+PLANS = {
+    "ring": lambda: cr.plan("dgx-1v", nbytes="64M"),
+    "forest": lambda: cr.plan(PART, nbytes="256M"),
+    "two hosts": lambda: cr.plan(TWO_HOSTS, nbytes="16M"),
+    "broadcast": lambda: cr.plan("dgx-1v", "broadcast", "1M", root=2),
+    "packs": lambda: cr.plan("dgx-1v", nbytes="1M", algorithm="one_device", packs=3),
+    "in network": lambda: cr.plan(Topology.machine("hgx-h100", in_network=True), nbytes="4M"),
+    "helpers": lambda: cr.plan("dgx-1v", nbytes="256M", algorithm="forest", participants=range(6)),
+    "torus": lambda: cr.plan(Topology.torus(3, 4, gb_per_s=25, latency_s=1e-6), "all_gather", "1M"),
+}
+each_plan = pytest.mark.parametrize("name", PLANS)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Return a function that returns a plan and its page; each is made once."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            plan = PLANS[name]()
+            text = report_html(plan)
+            found[name] = plan, text, Page(text)
+        return found[name]
+
+    return make
+
+
+@each_plan
+def test_the_numbers_are_those_of_explain(made, name):
+    """The page has the head, the facts, the trees and the comparison of ``explain``, and the whole text."""
+    plan, _, page = made(name)
+    shown = page.model
+    head, facts, trees, others = explained(plan.explain())
+    assert page.texts["explanation"].strip().partition("The plan as text")[2] == plan.explain() == shown["text"]
+    assert shown["head"] == head
+    labels = ["plan", "predicted", "bound", "limited by", *(["helpers"] if plan.helpers else []), "busiest"]
+    assert shown["facts"] == [[label, facts[label]] for label in labels]
+    assert bool(plan.helpers) == (name in ("helpers", "in network"))
+    first, *rest = shown["plans"]
+    assert f"{first['duration']}, {plan.algbw:.2f} GB/s; {first['rate']}" == facts["predicted"]
+    assert first["ratio"].partition(" of")[0] == facts["bound"].partition(", ")[2].partition(" of it")[0]
+    rows = {
+        row["name"]: (row["duration"], row["times"].removesuffix(" x"), row["rate"].split()[0], row["ratio"].split()[0])
+        for row in rest
+    }
+    same = {other for other in others if plan.comparisons[other].schedule == plan.schedule}
+    assert rows == {other: row for other, row in others.items() if other not in same}
+    assert len(others) >= 2
+    listed = Counter()
+    for group in first["groups"]:
+        for route in group["routes"]:
+            listed[route["title"]] += Fraction(route["share"])
+    if any("→" in title for title in listed):
+        assert plan.algorithm == "ring"
+    elif plan.algorithm not in ("one_shot",):
+        assert trees
+        for share, tree in trees:
+            match = [
+                title for title in listed if title == tree or (tree.endswith(" ...") and title.startswith(tree[:-4]))
+            ]
+            assert sum(listed[title] for title in match) == Fraction(share), tree
+
+
+@each_plan
+def test_the_use_of_links_adds_up(made, name):
+    """Each link has the bytes, busy share and transfers of the simulation, and its curve adds up to its bytes."""
+    plan, _, page = made(name)
+    shown = page.model
+    compared = [plan, *(other for other in plan.comparisons.values() if other.schedule != plan.schedule)]
+    assert len(shown["plans"]) == len(compared)
+    for row, one in zip(shown["plans"], compared, strict=True):
+        assert row["seconds"] == one.seconds
+        count = Counter(
+            pair
+            for move in timeline(one.schedule, one.topology, one.nbytes, costs=one.request.costs)
+            for pair in move.links
+        )
+        numbers = {(link.src, link.dst): str(k) for k, link in enumerate(plan.topology.links)}
+        assert set(row["links"]) == {numbers[pair] for pair in one.simulation.bytes}
+        for pair, moved in one.simulation.bytes.items():
+            curve, nbytes, busy, transfers = row["links"][numbers[pair]]
+            assert (nbytes, transfers) == (moved, count[pair])
+            assert busy == pytest.approx(one.simulation.busy[pair] / one.seconds * 100, abs=0.0051)
+            levels = row["curves"][curve]
+            assert len(levels) == shown["parts"]
+            assert 0 <= min(levels) <= max(levels) <= 100
+            speed = float(one.topology.link(*pair).bandwidth) * 1e9
+            drawn = sum(levels) / 100 * speed * one.seconds / shown["parts"]
+            assert drawn == pytest.approx(moved, rel=0.02, abs=0.011 * speed * one.seconds)
+        done = row["done"]
+        assert (done[0], done[-1], len(done)) == (0, 100, shown["parts"] + 1)
+        assert done == sorted(done)
+
+
+@each_plan
+def test_trees_cover_the_buffer_and_the_links(made, name):
+    """The routes of a plan have the whole buffer and use the links that the simulation uses."""
+    row = made(name)[2].model["plans"][0]
+    routes = [route for group in row["groups"] for route in group["routes"]]
+    assert sum(Fraction(route["share"]) for route in routes) == 1
+    assert sum(Fraction(group["share"]) for group in row["groups"]) == 1
+    used = {link for route in routes for link in (*route["partial"], *route["final"])}
+    moving = {int(link) for link, (_, nbytes, *_) in row["links"].items() if nbytes}
+    assert used == moving
+
+
+def test_identical_rings_are_one_entry():
+    """The 48 chunks of a ring plan on a DGX-1V are six rings with 8 chunks each; every ring has all 8 devices."""
+    (group,) = groups(cr.plan("dgx-1v", nbytes="64M", algorithm="ring"))
+    assert (group.title, group.number, group.share) == ("6 rings of 8 devices", 6, 1)
+    for route in group.routes:
+        assert (route.chunks, route.share, route.roots) == (8, Fraction(1, 6), ())
+        assert sorted(route.title.split(" → ")) == [f"cuda:{k}" for k in range(8)]
+        assert len(route.partial) == len(route.final) == 8
+    assert len({route.title for route in group.routes}) == 6
+
+
+def test_a_plan_with_too_many_steps_lists_no_trees(monkeypatch):
+    """Beyond a number of steps no trees are listed, and beyond a number of links only the first routes."""
+    plan = cr.plan("dgx-1v", nbytes="64M", algorithm="ring")
+    monkeypatch.setattr("crossreduce.export.report.trees._MOST_LINKS", 40)
+    (group,) = groups(plan)
+    assert (group.number, len(group.routes)) == (6, 2)
+    monkeypatch.setattr("crossreduce.export.report.trees.MOST_STEPS", plan.schedule.steps - 1)
+    assert groups(plan) == ()
+
+
+@each_plan
+def test_the_tight_cuts_are_those_of_the_bound(made, name):
+    """Each cut has the links that cross it; the weights of the bound's proof name the same devices."""
+    plan, _, page = made(name)
+    shown, bound = page.model, plan.bound
+    assert shown["cuts"]
+    heaviest = max(cut.weight for cut in bound.cuts)
+    due = [cut for cut in bound.cuts if cut.weight == heaviest]
+    names = [node[0] for node in shown["nodes"]]
+    for one in shown["cuts"]:
+        here = {names[k] for k in one["nodes"]}
+        mine = [cut for cut in due if here in (set(bound.devices) & cut.nodes, set(bound.devices) - cut.nodes)]
+        crossing = {
+            k for k, link in enumerate(plan.topology.links) for cut in mine
+            if (link.src in cut.nodes) != (link.dst in cut.nodes) and (link.src in cut.nodes) == cut.outward
+        }  # fmt: skip
+        assert mine
+        assert set(one["links"]) == crossing
+
+
+def test_the_times_by_size_are_those_of_plans(made):
+    """At each size the page has the seconds of "auto" and of each algorithm; "auto" is never slower than another."""
+    plan, _, page = made("forest")
+    sizes = page.model["sizes"]
+    assert sizes["bytes"] == [1 << power for power in range(10, 31, 2)]
+    assert sizes["texts"][0::5] == ["1 KiB", "1 MiB", "1 GiB"]
+    for k, nbytes in enumerate(sizes["bytes"]):
+        best = cr.plan(plan.topology, nbytes=nbytes)
+        assert sizes["auto"][k][:2] == [best.algorithm, best.seconds]
+        for algorithm, times in sizes["algorithms"].items():
+            assert times[k][0] == cr.plan(plan.topology, nbytes=nbytes, algorithm=algorithm).seconds
+            assert times[k][0] >= best.seconds * (1 - 1e-9)
+    assert {"forest", "ring", "one_device", "direct"} <= set(sizes["algorithms"])
+
+
+@each_plan
+def test_the_page_is_valid_and_asks_for_nothing(made, name):
+    """Elements are closed, ids unique, and controls have names; no attribute or style names an address, and the policy
+    forbids every request and allows only the scripts in the page."""
+    _, text, page = made(name)
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 20
+    assert {attribute for _, attributes in page.tags for attribute in attributes} & {
+        "src",
+        "href",
+        "srcset",
+        "data",
+        "action",
+        "style",
+    } == set()
+    assert {tag for tag, _ in page.tags} & {"link", "iframe", "img", "object", "form", "base"} == set()
+    styles = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in styles
+    assert "@import" not in styles
+    for tag, attributes in page.tags:
+        if attributes.get("tabindex") or (tag == "input" and attributes["type"] == "range"):
+            assert attributes.get("aria-label"), attributes
+    assert page.policy["default-src"] == page.policy["base-uri"] == page.policy["form-action"] == ["'none'"]
+    assert page.policy["script-src"] == page.hashes
+    assert set(page.policy) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
+    assert len(page.hashes) == 9
+
+
+def test_equal_plans_have_equal_pages(made):
+    """The page has no date and no random number."""
+    assert report_html(PLANS["forest"]()) == made("forest")[1]
+
+
+def test_no_data_moves():
+    """A plan that moves nothing has a page with its explanation and nothing to play."""
+    for plan in (cr.plan("dgx-1v", nbytes=0), cr.plan(Topology.full_mesh(1), nbytes=8)):
+        page = Page(report_html(plan))
+        assert page.texts["explanation"].endswith("no data has to move.")
+        assert (page.model["plans"], page.model["sizes"], page.model["facts"]) == ([], None, [])
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Return a plan for 256 devices that is compared with TensorFlow's trees only, at two sizes."""
+    plan = cr.plan(Topology.machine("hgx-h100", 32), nbytes="64M", algorithm="hierarchical_copy")
+    other = cr.plan(plan.topology, nbytes="64M", algorithm="hierarchical_copy", packs=64)
+    monkeypatch.setitem(plan.__dict__, "comparisons", {"TensorFlow's trees": other})
+    monkeypatch.setattr(models, "SIZES", (1 << 10, 1 << 14, 1 << 20))
+    monkeypatch.setattr(models, "CHOICES", ("hierarchical_copy",))  # "auto" would take a minute
+    monkeypatch.setattr(models, "REGISTRY", {"hierarchical_copy": models.REGISTRY["hierarchical_copy"]})
+    return plan
+
+
+def test_256_devices_fit_into_a_megabyte(large):
+    """The page of a plan for 256 devices has less than 1 MB, in full detail."""
+    text = report_html(large)
+    assert len(text.encode()) < 1_000_000
+    shown = Page(text).model
+    assert (shown["parts"], len(shown["links"]), len(shown["boxes"])) == (models.PARTS, 1024, 33)
+    assert sum(node[5] for node in shown["nodes"]) == 256
+
+
+def test_detail_is_reduced_until_the_page_fits(monkeypatch):
+    """A page that is too large gets fewer parts of the time, then no trees; if this is not enough, an error."""
+    plan = cr.plan(PART, nbytes="1M")
+    full = len(report_html(plan).encode())
+    assert full < 700_000
+    parts = []
+    limit = full
+    for _ in range(4):
+        monkeypatch.setattr(pages, "MOST_BYTES", limit)
+        text = report_html(plan)
+        shown = Page(text).model
+        parts.append((shown["parts"], bool(shown["plans"][0]["groups"])))
+        assert len(text.encode()) <= limit
+        limit = len(text.encode()) - 1
+    assert parts == [(240, True), (120, True), (60, True), (60, False)]
+    monkeypatch.setattr(pages, "MOST_BYTES", 1000)
+    with pytest.raises(ArgumentError, match=r"the report of this plan would have more than 1000 bytes"):
+        report_html(plan)
+
+
+def test_the_stages_are_counted():
+    """``stages`` returns the number of stages, and each stage has a name."""
+    plan = cr.plan("dgx-1v", nbytes="4M", algorithm="forest")
+    told = []
+    report_html(plan, told.append)
+    assert len(told) == stages(plan)
+    assert told[0] == "explaining"
+    assert told[-1] == "planning 1 GiB"
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "match"),
+    [
+        ("plan.pdf", ArgumentError, r"a report must be a \.html file\.\n  given: \"?.*plan\.pdf"),
+        (7, ArgumentError, r"a report must be a \.html file\.\n  given: 7"),
+        ("missing/plan.html", FileNotFoundError, "There is no such folder"),
+        ("folder.html", IsADirectoryError, "This is a folder"),
+    ],
+)
+def test_invalid_paths(tmp_path, path, error, match):
+    """An invalid path is an error before the plan is traced, and writes nothing."""
+    (tmp_path / "folder.html").mkdir()
+    plan = cr.plan(PART, nbytes="1M")
+    with pytest.raises(error, match=match):
+        plan.report(path if path == 7 else tmp_path / path)
+    assert [file.name for file in tmp_path.rglob("*")] == ["folder.html"]
+
+
+def test_only_plans_have_reports():
+    """Something else than a plan is an error."""
+    with pytest.raises(ArgumentError, match="a report requires a Plan"):
+        report_html("dgx-1v")
+
+
+def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
+    """If the page cannot be made or written, the old file stays, and nothing else is left."""
+    path = tmp_path / "plan.html"
+    path.write_text("old")
+    plan = cr.plan(PART, nbytes="1M")
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "MOST_BYTES", 1000)
+        with pytest.raises(ArgumentError, match="more than 1000 bytes"):
+            plan.report(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            plan.report(path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+    plan.report(str(path))
+    assert path.read_text("utf-8") == report_html(plan)
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
+    """``crossreduce plan --report`` prints the explanation and writes the page; a wrong name is an error at once."""
+    path = tmp_path / "plan.html"
+    plan = cr.plan("dgx-1v", nbytes="4M")
+    out = printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path)
+    assert out == f"{plan.explain()}\n{path}: open it in a browser\n"
+    assert path.read_text("utf-8") == report_html(plan)
+    report = json.loads(printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path, "--json"))
+    assert report["algorithm"] == plan.algorithm
+    code, out, error = crossreduce("plan", "dgx-1v", "--report", tmp_path / "plan.txt")
+    assert (code, out) == (2, "")
+    assert "plan.txt must end in .html." in " ".join(error.split())
+    code, _, error = crossreduce("plan", "dgx-1v", "--report", tmp_path / "missing" / "plan.html")
+    assert code == 2
+    assert "there is no folder" in " ".join(error.split())
+    code, _, error = crossreduce("plan", "dgx-1v", "--bundle", tmp_path / "new", "--report", path)
+    assert code == 2
+    assert "--report" in error
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 8, 9, 32])
+def test_positions(hosts):
+    """No two nodes or boxes overlap, every node of a host is inside its box, and the picture is not too long."""
+    topology = Topology.machine("hgx-h100", hosts)
+    found = places(topology)
+    assert [node.name for node in found.nodes] == list(topology.nodes)
+    spots = [(node.x, node.y) for node in found.nodes]
+    assert min(abs(a[0] - b[0]) + abs(a[1] - b[1]) for k, a in enumerate(spots) for b in spots[:k]) > found.size * 0.9
+    assert len(found.boxes) == (hosts + 1 if hosts > 1 else 0)
+    for k, a in enumerate(found.boxes):
+        for b in found.boxes[:k]:
+            assert abs(a.x - b.x) >= (a.width + b.width) / 2 or abs(a.y - b.y) >= (a.height + b.height) / 2
+    for node in found.nodes if hosts > 1 else ():
+        box = found.boxes[node.box]
+        assert abs(node.x - box.x) < box.width / 2
+        assert abs(node.y - box.y) < box.height / 2
+        assert box.name == (node.name.partition("/")[0] if "/" in node.name else "network")
+    for box in found.boxes:
+        wide, high = (
+            max(getattr(b, at) for b in found.boxes) - min(getattr(b, at) for b in found.boxes) for at in "xy"
+        )
+        assert wide < 2.2 * (high + box.height)
+
+
+def test_many_devices_of_one_host_stand_on_rings():
+    """256 devices around one switch are on several rings, so that their symbols can be read."""
+    found = places(Topology.star(256, gb_per_s=450))
+    assert found.size > 30
+    assert max(abs(node.x) for node in found.nodes) < 1000
+
+
+def test_a_plan_is_reported_by_the_package():
+    """``Plan.report`` has its writer as soon as the package is imported."""
+    assert Plan.reporter is not None
+
+
+def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
+    """The code and the command of docs/plan-explorer.md write one page; the document's numbers are the code's."""
+    text = (ROOT / "docs" / "plan-explorer.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+    page = Path("plan.html").read_text()
+    (command,) = re.findall(r"```\ncrossreduce (.*?)\n```", text)
+    Path("plan.html").unlink()
+    printed(*command.split())
+    assert Path("plan.html").read_text() == page
+    explorer = (Path(models.__file__).parent / "assets" / "explorer.js").read_text()
+    flat = " ".join(text.split())
+    assert [int(part) for part in re.findall(r"1/(\d+)", flat)] == list(dict.fromkeys(d.parts for d in pages._DETAILS))
+    assert f"more than {re.search(r'MOST_OPEN = ([0-9]+)', explorer)[1]} devices" in flat
+    assert re.search(r"SECONDS_TO_PLAY = ([0-9]+)", explorer)[1] == "10"
+    assert "ten seconds" in flat
+    assert pages.MOST_BYTES == 1_000_000
+    for library, version in re.findall(r"(Cytoscape.js|uPlot) (\d+\.\d+)", flat):
+        name = {"Cytoscape.js": "cytoscape.min.js", "uPlot": "uPlot.iife.min.js"}[library]
+        assert f"{version}." in pages._asset(name)
+        assert f"{library} {version}." in (ROOT / "NOTICE").read_text()
+
+
+def test_the_libraries_are_unchanged():
+    """The shipped libraries are the files of the versions that NOTICE names, with their licenses."""
+    due = {
+        "cytoscape.min.js": "71fa9ebec21a7ca2c40cff6aacc30d1f6464e363662ad4b2c197e1adc770cd94",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    assets = Path(models.__file__).parent / "assets"
+    for name, digest in due.items():
+        assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest
+        assert f"{name}" in (ROOT / "NOTICE").read_text()
+    for name in ("cytoscape", "uPlot"):
+        assert "Permission is hereby granted, free of charge" in (assets / f"{name}.LICENSE").read_text()
+
+
+def test_the_gallery(tmp_path, monkeypatch):
+    """The gallery of the documentation has ten different plans, and writes a picture and a page of each."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    gallery = importlib.import_module("gallery")
+    entries = gallery.GALLERY
+    assert len({entry.name for entry in entries}) == len({entry.title for entry in entries}) == 10
+    for entry in entries:
+        assert len(Topology.machine(entry.machine, entry.hosts).devices) > max(entry.devices, default=1)
+    part = entries[1]
+    monkeypatch.setattr(gallery, "GALLERY", (part,))
+    gallery.write(tmp_path, tmp_path / "new" / "pages")
+    text = (tmp_path / "gallery.md").read_text()
+    assert f"## {part.title}" in text
+    assert f'href="pages/{part.name}.html"' in text
+    assert "<svg" in (tmp_path / f"{part.name}.svg").read_text()
+    plan = PLANS["forest"]()
+    assert f"{plan.algbw:.4g} GB/s. The bound is {float(plan.bound.algbw):.4g} GB/s" in text
+    assert (tmp_path / "new" / "pages" / f"{part.name}.html").read_text("utf-8") == report_html(plan)

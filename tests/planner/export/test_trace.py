@@ -1,0 +1,393 @@
+"""to_chrome_trace: the events of a trace are the transfers of a simulation, at its times."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import algorithms, names, requests
+
+import crossreduce as cr
+from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
+from crossreduce.export import trace
+from crossreduce.export.trace import to_chrome_trace
+from crossreduce.lowering import lower
+from crossreduce.planning import PLANNERS, direct, one_device, ring
+from crossreduce.schedule import GeneratedSchedule, timeline
+from crossreduce.schedule.generated import rotations
+
+MICRO = Fraction(1, 10**6)
+
+
+def read(*args, **options):
+    """Return a trace's transfers (with the link of each), ticks, and other data."""
+    content = json.loads(to_chrome_trace(*args, **options))
+    events = content["traceEvents"]
+    process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    thread = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    transfers = [event for event in events if event.get("cat") == "transfer"]
+    for transfer in transfers:
+        transfer["link"] = process[transfer["pid"]].removesuffix(" sends"), thread[transfer["tid"]].removeprefix("to ")
+        transfer["end"] = transfer["ts"] + transfer["dur"]
+    return transfers, [event for event in events if event.get("cat") == "tick"], content["otherData"]
+
+
+@st.composite
+def runs(draw):
+    """Draw a planner's schedule in several pieces and a topology with its devices, with or without switches."""
+    ask = draw(requests(st.integers(1, 5), most_packs=2))
+    planner = PLANNERS[draw(algorithms)]
+    schedule = planner(ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    make = draw(st.sampled_from([Topology.full_mesh, Topology.ring, Topology.star]))
+    topology = make(ask.devices, draw(st.sampled_from([1, 25, 450])), draw(st.sampled_from([0, 1e-6, Fraction(1, 3)])))
+    return replace(schedule, pieces=draw(st.integers(1, 6))), topology
+
+
+@examples(100)
+@given(runs(), st.integers(0, 10**9))
+def test_events_have_the_times_of_the_simulation(run, nbytes):
+    """The ticks are those of the simulation. The transfers over a link take its busy time in total, do not overlap, and
+    are inside the times of ``timeline``, after the latency of the route. None ends after the simulation."""
+    schedule, topology = run
+    done = simulate(schedule, topology, nbytes)
+    transfers, ticks, other = read(schedule, topology, nbytes)
+    close = {"rel": 1e-9, "abs": 2e-6}  # microseconds, which are rounded to picoseconds
+    starts = [1e6 * start for start in accumulate(done.ticks, initial=0.0)]
+    assert [tick["ts"] for tick in ticks] == pytest.approx(starts[:-1], **close)
+    assert [tick["dur"] for tick in ticks] == pytest.approx([1e6 * tick for tick in done.ticks], **close)
+    busy, rows = Counter(), defaultdict(list)
+    for transfer in transfers:
+        busy[transfer["link"]] += transfer["dur"]
+        rows[transfer["tid"]].append(transfer)
+    moved = defaultdict(list)
+    for move in timeline(schedule, topology, nbytes):
+        for pair in move.links:
+            moved[pair, move.round, move.piece, move.chunk, move.src, move.dst].append(move)
+    for transfer in transfers:
+        facts = transfer["args"]
+        chunk = int(transfer["name"].removeprefix("chunk "))
+        (move,) = moved[transfer["link"], facts["round"], facts["piece"], chunk, facts["from"], facts["to"]]
+        slack = 1e-9 * 1e6 * move.end + 2e-6
+        assert transfer["ts"] >= 1e6 * (move.start + move.latency_s) - slack
+        assert transfer["end"] <= 1e6 * move.end + slack
+    assert busy == pytest.approx(
+        {link: 1e6 * seconds for link, seconds in done.busy.items() if seconds},
+        rel=1e-9,
+        abs=2e-6 * (len(transfers) + 1),
+    )
+    for row in rows.values():
+        for before, after in pairwise(row):  # transfers are listed in the order of time
+            assert after["ts"] >= before["end"] - 1e-6
+    assert max((transfer["end"] for transfer in transfers), default=0.0) <= 1e6 * done.seconds * (1 + 1e-9) + 2e-6
+    assert (other["seconds"], other["bytes"], other["pieces"]) == (done.seconds, nbytes, schedule.pieces)
+    assert other["pieces_left_out"] == 0
+
+
+@examples(60)
+@given(runs())
+def test_every_transfer_has_an_event(run):
+    """There is one event, with its bytes, for each piece of each chunk, round and link of the route."""
+    schedule, topology = run
+    nbytes = 1000 * len(schedule.chunks)
+    expected = Counter(
+        (link, f"chunk {chunk}", piece, r, schedule.devices[src], schedule.devices[dst])
+        for r, steps in enumerate(schedule.rounds)
+        for chunk, dst, srcs in steps
+        for src in srcs
+        if src != dst
+        for link in pairwise(topology.route(schedule.devices[src], schedule.devices[dst]))
+        for piece in range(schedule.pieces)
+    )
+    transfers, _, _ = read(schedule, topology, nbytes)
+    found = Counter()
+    for transfer in transfers:
+        what = transfer["args"]
+        found[transfer["link"], transfer["name"], what["piece"], what["round"], what["from"], what["to"]] += 1
+        assert what["bytes"] == pytest.approx(1000 / schedule.pieces)
+    assert found == expected
+
+
+def test_a_pipeline_of_two_pieces():
+    """In a chain of two links, the second piece is on the first link while the first piece is on the second link."""
+    devices = names(3)
+    chain = Schedule(
+        "broadcast",
+        "chain",
+        devices,
+        (Chunk(Fraction(1), (0,), (0, 1, 2)),),
+        ((Step(0, 1, (0,)),), (Step(0, 2, (1,)),)),
+        2,
+    )
+    topology = Topology(devices, [("cpu:0", "cpu:1", 1, MICRO), ("cpu:1", "cpu:2", 2, 2 * MICRO)])
+    transfers, ticks, _ = read(chain, topology, 8000)
+    times = [(*transfer["link"], transfer["args"]["piece"], transfer["ts"], transfer["dur"]) for transfer in transfers]
+    assert times == [
+        ("cpu:0", "cpu:1", 0, 1, 4),
+        ("cpu:0", "cpu:1", 1, 6, 4),
+        ("cpu:1", "cpu:2", 0, 7, 2),
+        ("cpu:1", "cpu:2", 1, 12, 2),
+    ]
+    assert [(tick["name"], tick["ts"], tick["dur"], tick["args"]) for tick in ticks] == [
+        ("tick 0", 0, 5, {"rounds": "0 to 0"}),
+        ("tick 1", 5, 5, {"rounds": "0 to 1"}),
+        ("tick 2", 10, 4, {"rounds": "1 to 1"}),
+    ]
+
+
+def test_transfers_that_share_a_link_follow_each_other():
+    """Seven devices send to one device through a switch, whose link carries the transfers one after the other."""
+    topology = Topology.star(8, 1)
+    transfers, _, _ = read(one_device(topology.devices, destinations=["cpu:0"]), topology, 1000)
+    last = [
+        (transfer["ts"], transfer["end"], transfer["args"]["from"])
+        for transfer in transfers
+        if transfer["link"] == ("switch", "cpu:0")
+    ]
+    assert last == [(k, k + 1, f"cpu:{k + 1}") for k in range(7)]
+
+
+def test_routes_are_followed():
+    """The transfers of a chunk with a route through a switch use that switch's links."""
+    schedule = direct(names(2))
+    topology = Topology(
+        names(2),
+        [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:0", "bus", 1), ("bus", "cpu:1", 1)],
+        ["bus"],
+    )
+    routed = replace(schedule, routes=(Route(1, 0, 1, ("bus",), 0),))
+    transfers, _, _ = read(routed, topology, 100)
+    assert {transfer["link"] for transfer in transfers if transfer["args"]["round"] == 0} == {
+        ("cpu:0", "bus"),
+        ("bus", "cpu:1"),
+        ("cpu:1", "cpu:0"),
+    }
+
+
+def test_it_is_the_trace_event_format():
+    """The text is one object with a list of events, each with the fields that its ``ph`` requires. Each row has its own
+    number and a name; rows are sorted in the order of the topology's nodes."""
+    topology = Topology.star(3, 25, MICRO)
+    text = to_chrome_trace(replace(ring(topology.devices), pieces=2), topology, 3000)
+    content = json.loads(text)
+    assert list(content) == ["traceEvents", "displayTimeUnit", "otherData"]
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    events = content["traceEvents"]
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "args"} <= event.keys()
+        assert event["ph"] in ("M", "X")
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+    rows = {event["tid"]: event["pid"] for event in events}
+    assert len(rows) == 1 + 6
+    assert not set(rows) & (set(rows.values()) - {1})
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert [named[pid] for pid in sorted(named, key=order.get)] == [
+        "schedule",
+        "cpu:0 sends",
+        "cpu:1 sends",
+        "cpu:2 sends",
+        "switch sends",
+    ]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        "ticks",
+        "to switch",
+        "to cpu:0",
+        "to cpu:1",
+        "to cpu:2",
+    }
+
+
+def test_only_the_first_pieces_are_shown(monkeypatch):
+    """If there are too many pieces, all transfers of the first pieces are shown; the other pieces are counted."""
+    topology = Topology.ring(4, 25, MICRO)
+    schedule = replace(ring(topology.devices), pieces=50)
+    every, ticks, other = read(schedule, topology, 10**6)
+    assert len(every) == 24 * 50
+    assert other["pieces_left_out"] == 0
+    monkeypatch.setattr(trace, "EVENTS", 24 * 7 + 23)
+    some, fewer, other = read(schedule, topology, 10**6)
+    assert some == [transfer for transfer in every if transfer["args"]["piece"] < 7]
+    assert fewer == ticks[: 6 + 7 - 1]
+    assert (other["pieces"], other["pieces_left_out"]) == (50, 43)
+    assert other["seconds"] == simulate(schedule, topology, 10**6).seconds
+    monkeypatch.setattr(trace, "EVENTS", 1)
+    least, _, other = read(schedule, topology, 10**6)
+    assert least == [transfer for transfer in every if transfer["args"]["piece"] == 0]
+    assert other["pieces_left_out"] == 49
+
+
+def test_the_size_of_a_trace_is_limited(monkeypatch):
+    """A schedule of very many pieces gives at most EVENTS transfers, which need less than 45 MB."""
+    topology = Topology.ring(2, 25, MICRO)
+    documented = trace.EVENTS / 45e6  # transfers per byte of a file of 45 MB
+    monkeypatch.setattr(trace, "EVENTS", 10_000)
+    text = to_chrome_trace(replace(ring(topology.devices), pieces=60_000), topology, 10**9)
+    assert text.count('"cat":"transfer"') == 10_000
+    assert 10_000 / len(text) > documented
+
+
+@pytest.mark.parametrize(
+    ("schedule", "topology", "nbytes"),
+    [
+        (ring(names(3)), Topology.ring(3), 0),
+        (ring(names(1)), Topology.ring(1), 100),
+        (Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ()), Topology.ring(2), 100),
+    ],
+)
+def test_a_trace_may_be_empty(schedule, topology, nbytes):
+    """Without bytes or rounds a trace has no transfers, and is still valid."""
+    transfers, ticks, other = read(schedule, topology, nbytes)
+    assert transfers == ticks == []
+    assert other["seconds"] == 0
+
+
+def test_empty_chunks_are_not_shown():
+    """A chunk with share 0 has no events."""
+    chunks = (Chunk(Fraction(1), (0,), (1,)), Chunk(Fraction(0), (0,), (1,)))
+    schedule = Schedule("broadcast", "custom", names(2), chunks, ((Step(0, 1, (0,)), Step(1, 1, (0,))),))
+    transfers, _, _ = read(schedule, Topology.ring(2), 100)
+    assert [transfer["name"] for transfer in transfers] == ["chunk 0"]
+
+
+def test_needless_transfers_are_not_shown():
+    """A transfer that no result depends on has no event, since lowering removes it."""
+    chunk = Chunk(Fraction(1), (0,), (1,))
+    schedule = Schedule("broadcast", "custom", names(3), (chunk,), ((Step(0, 1, (0,)), Step(0, 2, (0,))),))
+    transfers, _, _ = read(schedule, Topology.full_mesh(3), 100)
+    assert [transfer["link"] for transfer in transfers] == [("cpu:0", "cpu:1")]
+
+
+def test_invalid_arguments_are_refused():
+    """Arguments that ``simulate`` refuses are refused with the same errors."""
+    topology = Topology.ring(3)
+    for nbytes in (-1, 1.5, True, None):
+        with pytest.raises(ArgumentError, match="nbytes must be an integer"):
+            to_chrome_trace(ring(names(3)), topology, nbytes)
+    with pytest.raises(ArgumentError, match="this is not a topology"):
+        to_chrome_trace(topology, ring(names(3)), 8)
+    with pytest.raises(PlanError, match="no route from"):
+        to_chrome_trace(ring(names(3)), Topology(names(3), []), 8)
+
+
+PRINT = """
+from crossreduce import Topology
+from crossreduce.planning import direct
+from crossreduce.export.trace import to_chrome_trace
+topology = Topology.star(5, 25, 1e-6)
+print(to_chrome_trace(direct(topology.devices, packs=2), topology, 10**6))
+"""
+
+
+def test_the_same_bytes_under_every_hash_seed():
+    """The same arguments give the same text in processes with different hash seeds."""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) > 10_000
+
+
+def test_pieces_of_one_chunk_come_in_order():
+    """The pieces of a chunk are in order, on each link and in each round."""
+    topology = Topology.star(4, 25, MICRO)
+    transfers, _, _ = read(replace(direct(topology.devices), pieces=9), topology, 10**6)
+    for _, group in itertools.groupby(
+        sorted(
+            transfers,
+            key=lambda transfer: (
+                transfer["tid"],
+                transfer["args"]["round"],
+                transfer["name"],
+                transfer["args"]["to"],
+                transfer["ts"],
+            ),
+        ),
+        key=lambda transfer: (
+            transfer["tid"],
+            transfer["args"]["round"],
+            transfer["name"],
+            transfer["args"]["to"],
+            transfer["args"]["from"],
+        ),
+    ):
+        pieces = [transfer["args"]["piece"] for transfer in group]
+        assert pieces == sorted(pieces)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "collective"), [("forest", "all_reduce"), ("direct", "all_reduce"), ("forest", "broadcast")]
+)
+def test_the_trace_of_a_rank_has_the_events_of_its_links(algorithm, collective):
+    """The events of one rank are those of the links into and out of its device in the trace of all steps."""
+    hosts = Topology.machine("hgx-h100", hosts=5)
+    plan = cr.plan(hosts, collective, "40M", algorithm)
+    assert isinstance(plan.schedule, GeneratedSchedule)
+
+    def by_link(*args, **options):
+        transfers, ticks, other = read(*args, **options)
+        found = defaultdict(list)
+        for transfer in transfers:
+            found[transfer["link"]].append((transfer["name"], transfer["args"], transfer["ts"], transfer["dur"]))
+        return found, ticks, other
+
+    listed, ticks, about = by_link(plan.schedule.explicit, hosts, plan.nbytes)
+    for rank in (0, 13, 39):
+        device = plan.ranks[rank]
+        found, same_ticks, other = by_link(plan.schedule, hosts, plan.nbytes, rank=rank)
+        assert (other["rank"], other["device"], other["pieces_left_out"]) == (rank, device, about["pieces_left_out"])
+        assert len(same_ticks) == len(ticks)
+        assert found.keys() == {link for link in listed if device in link}
+        assert sum(map(len, found.values())) > 38
+        for link, events in found.items():
+            assert [event[:2] for event in events] == [event[:2] for event in listed[link]]
+            for event, other_event in zip(events, listed[link], strict=True):
+                assert event[2:] == pytest.approx(other_event[2:], rel=1e-9, abs=2e-6)
+
+
+def test_the_trace_of_a_rank_lists_no_other_steps():
+    """For one of 1,024 ranks no chunks, rounds or routes but those of the base are made."""
+    hosts = Topology.machine("hgx-h100", hosts=128)
+    schedule = cr.plan(hosts, nbytes="1M", algorithm="forest").schedule
+    transfers, _, _ = read(schedule, hosts, "1M", rank=1000)
+    assert {schedule.devices[1000]} < {node for transfer in transfers for node in transfer["link"]}
+    assert len(transfers) > 2 * 1023
+    assert not {"chunks", "rounds", "routes", "explicit"} & schedule.__dict__.keys()
+    assert not {"by_round", "transfers", "routes"} & {*vars(lower(schedule))}
+
+
+def test_needless_transfers_of_a_rank_are_not_shown():
+    """The images of a transfer that no destination needs have no event either."""
+    everyone = (0, 1, 2, 3)
+    rounds = ((Step(0, 0, everyone), Step(0, 3, (2, 3))), tuple(Step(0, dst, (0,)) for dst in (1, 2, 3)))
+    base = Schedule("all_reduce", "custom", names(4), (Chunk(Fraction(1), everyone, everyone),), rounds)
+    mesh = Topology.full_mesh(4, 25, MICRO)
+    schedule = GeneratedSchedule(base, rotations([4], 4), mesh.devices)
+    listed, _, _ = read(schedule.explicit, mesh, 4000)
+    assert len(listed) == 4 * 6
+    for rank in everyone:
+        transfers, _, _ = read(schedule, mesh, 4000, rank=rank)
+        mine = [transfer for transfer in listed if f"cpu:{rank}" in transfer["link"]]
+        assert Counter((t["name"], t["link"], t["args"]["round"]) for t in transfers) == Counter(
+            (t["name"], t["link"], t["args"]["round"]) for t in mine
+        )
+        assert len(transfers) == 12
+
+
+def test_there_must_be_such_a_rank():
+    """A rank that the schedule does not have raises an ArgumentError."""
+    with pytest.raises(ArgumentError, match="a rank must be the number of a device"):
+        to_chrome_trace(ring(names(3)), Topology.ring(3), 8, rank=3)

@@ -1,0 +1,381 @@
+"""Bounds on the rates of collectives equal the least rate that any cut allows, and the known rates of machines."""
+
+import itertools
+import re
+from fractions import Fraction
+
+import planning_oracle
+import pytest
+from budget import examples
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning_oracle import DIRECTED, LOOSE, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, wirings
+
+from crossreduce import ArgumentError, Bound, Link, PlanError, Topology, bound
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+ONE_WAY = COLLECTIVES[1:]
+ONE = Fraction(1)
+ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
+DGX_1V = Topology.machine("dgx-1v")
+
+
+def line(*speeds, back=False):
+    """Return devices in a line, linked in one direction or in both."""
+    devices = [f"cpu:{k}" for k in range(len(speeds) + 1)]
+    links = [Link(a, b, speed) for (a, b), speed in zip(itertools.pairwise(devices), speeds, strict=True)]
+    return Topology(devices, links + [Link(b, a, speed) for a, b, speed, _ in links] * back)
+
+
+def outward(collective):
+    return collective in ("broadcast", "all_gather")
+
+
+# Bounds of broadcasts, all-gathers and their reverses, compared with the least rate of all cuts (cut_bound).
+
+
+@st.composite
+def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
+    """Draw a topology, a one-way collective, its roots (None, one, or several with bytes) and the members."""
+    topology = Topology(*draw(wirings(kinds, speeds, reducing=(False, True))))
+    collective = draw(st.sampled_from(ONE_WAY))
+    members = draw(st.one_of(st.none(), st.lists(st.sampled_from(topology.devices), min_size=2, unique=True)))
+    roots = None
+    if collective in ("broadcast", "reduce"):
+        device = st.sampled_from(tuple(members or topology.devices))
+        bytes_ = st.one_of(st.integers(1, 9), st.sampled_from([Fraction(1, 3), Fraction(7, 10), 10**15]))
+        roots = draw(
+            st.one_of(device, st.dictionaries(device, bytes_, min_size=1), st.dictionaries(device, st.just(1)))
+        )
+        assume(roots)
+    return topology, collective, roots, members
+
+
+def even(topology):
+    """Return whether all switches that only forward have as much bandwidth in as out."""
+    forwarding = [switch.name for switch in topology.switches if not switch.reduces]
+    return all(planning_oracle.width(topology, {s}) == planning_oracle.width(topology, {s}, False) for s in forwarding)
+
+
+def weights(topology, roots, members):
+    """Return the bytes of each root."""
+    if roots is None:
+        return dict.fromkeys(members or topology.devices, ONE)
+    return {roots: ONE} if isinstance(roots, str) else {root: Fraction(weight) for root, weight in roots.items()}
+
+
+@examples(300)
+@given(requests())
+def test_one_way_bounds_are_what_every_cut_gives(ask):
+    """For any roots and members, on any wiring with any bandwidths, the bound is the least rate that a cut allows, or
+    less if a switch that only forwards has not as much bandwidth in as out; if the rate is 0, the error names the
+    cut."""
+    topology, collective, roots, members = ask
+    given_, needed = weights(topology, roots, members), members or topology.devices
+    wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
+    if not wanted:
+        with pytest.raises(PlanError, match="needs a route from") as caught:
+            bound(topology, collective, roots, members)
+        check_names_a_cut(topology, needed, given_, collective, str(caught.value))
+        return
+    found = bound(topology, collective, roots, members)
+    assert isinstance(found.algbw, Fraction)
+    found.check()
+    if not even(topology):
+        assert found.algbw <= wanted
+        return
+    assert found.algbw == wanted
+    (cut,) = found.cuts
+    assert found.tight_cut == cut.nodes
+    assert not set(needed) <= cut.nodes
+    inside = sum(weight for root, weight in given_.items() if root in cut.nodes)
+    assert sum(given_.values()) * planning_oracle.width(topology, cut.nodes, cut.outward) / inside == wanted
+
+
+def check_names_a_cut(topology, needed, roots, collective, text):
+    """Check that a message names a device, the nodes that it can reach, and the destinations that it cannot."""
+    src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
+    inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
+    reached = planning_oracle.reachable(topology, src)
+    assert inside in (reached, reached & set(topology.devices))
+    destinations = set(roots) if collective == "reduce" else set(needed)
+    assert beyond == destinations - inside
+    assert beyond
+
+
+def test_the_cut_that_is_named_has_its_switches():
+    """The set that an error names includes the switches that can be reached."""
+    topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 1), ("cpu:1", "cpu:0", 1)], ["s"])
+    with pytest.raises(PlanError, match=r"from cpu:0 to cpu:1, but no link leads out of {cpu:0, s}"):
+        bound(topology, "all_gather")
+
+
+@examples(60)
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(["broadcast", "reduce"]))
+def test_without_a_root_the_best_is_taken(wiring, collective):
+    """With root=None the bound is the greatest over all roots, and it names that root."""
+    topology = Topology(*wiring)
+    best = max(bound(topology, collective, root).algbw for root in topology.devices)
+    found = bound(topology, collective)
+    assert found.algbw == best
+    ((root, weight),) = found.roots
+    assert (bound(topology, collective, root).algbw, weight) == (best, 1)
+    found.check()
+
+
+@pytest.mark.parametrize(("collective", "root"), [("broadcast", "cpu:0"), ("reduce", "cpu:2")])
+def test_without_a_root_one_that_reaches_all_is_found(collective, root):
+    """On a line in one direction, only one device can be the root of a broadcast or a reduce, and it is chosen."""
+    topology = line(3, 2)
+    assert bound(topology, collective, root).algbw == 2
+    found = bound(topology, collective)
+    assert (found.algbw, found.roots) == (2, ((root, ONE),))
+
+
+# Properties of all bounds.
+
+
+@examples(50)
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
+def test_turned_links_turn_collectives(wiring):
+    """If all links are reversed, a reduce has the bound that a broadcast had, a reduce-scatter that of an all-gather,
+    and the bound of an all-reduce does not change."""
+    topology = Topology(*wiring)
+    back = topology.reversed()
+    for there, here in (("broadcast", "reduce"), ("all_gather", "reduce_scatter"), ("all_reduce", "all_reduce")):
+        for root in topology.devices if there == "broadcast" else [None]:
+            assert bound(topology, there, root).algbw == bound(back, here, root).algbw
+
+
+@examples(50)
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from([Fraction(1, 10**6), 7, 2**24]))
+def test_bounds_scale_with_bandwidth(wiring, factor):
+    """The bound is proportional to the bandwidths."""
+    topology = Topology(*wiring)
+    wide = Topology(topology.devices, [link._replace(bandwidth=link.bandwidth * factor) for link in topology.links],
+                    topology.switches)  # fmt: skip
+    for collective in COLLECTIVES:
+        found = bound(wide, collective)
+        assert found.algbw == bound(topology, collective).algbw * factor
+        found.check()
+
+
+@examples(50)
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.randoms(use_true_random=False))
+def test_bounds_do_not_depend_on_names(wiring, rng):
+    """Devices in another order, with other names, have the same bounds."""
+    topology = Topology(*wiring)
+    order = list(topology.devices)
+    rng.shuffle(order)
+    other = Topology(order, topology.links, topology.switches).renamed([f"cuda:{k}" for k in range(len(order))])
+    for collective in COLLECTIVES:
+        assert bound(other, collective).algbw == bound(topology, collective).algbw
+
+
+@examples(60)
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.data())
+def test_less_wiring_is_never_faster(wiring, data):
+    """A wider link, and a switch that can reduce, never lower a bound; fewer members never lower that of a
+    broadcast or a reduce."""
+    topology = Topology(*wiring)
+    which = data.draw(st.integers(0, len(topology.links) - 1))
+    wider = list(topology.links)
+    wider[which] = wider[which]._replace(bandwidth=wider[which].bandwidth * 3)
+    for better in (Topology(topology.devices, wider, topology.switches), topology.with_switches(reducing=True)):
+        if better.switches or better.links != topology.links:
+            base = topology if better.links != topology.links else topology.with_switches(reducing=False)
+            for collective in COLLECTIVES:
+                assert bound(better, collective).algbw >= bound(base, collective).algbw
+    root = topology.devices[0]
+    few = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(lambda d: [root, *d]))
+    few = list(dict.fromkeys(few))
+    for collective in ("broadcast", "reduce") if len(few) > 1 else ():
+        assert bound(topology, collective, root, few).algbw >= bound(topology, collective, root).algbw
+
+
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
+def test_an_all_reduce_lies_between(wiring):
+    """The bound of an all-reduce is at least the rate of a reduce-scatter followed by an all-gather, if each switch has
+    the same bandwidth in and out, and at most the bound of any broadcast or reduce."""
+    topology = Topology(*wiring)
+    rate = bound(topology, "all_reduce").algbw
+    alone = [bound(topology, collective).algbw for collective in ("reduce_scatter", "all_gather")]
+    plain = all(
+        planning_oracle.width(topology, frozenset({s.name})) == planning_oracle.width(topology, {s.name}, False)
+        for s in topology.switches
+    )
+    if plain:
+        assert rate >= 1 / sum(1 / one for one in alone)
+    for root in topology.devices:
+        assert rate <= bound(topology, "broadcast", root).algbw
+        assert rate <= bound(topology, "reduce", root).algbw
+
+
+# Values of known machines.
+
+TABLE = [
+    # machine, hosts, options, and the bounds of: all-gather and reduce-scatter; all-reduce; broadcast and reduce;
+    # all-reduce if switches can reduce
+    ("dgx-1p", 1, {}, Fraction(640, 7), Fraction(320, 7), 80, Fraction(320, 7)),
+    ("dgx-1v", 1, {}, Fraction(1200, 7), Fraction(600, 7), 150, Fraction(600, 7)),
+    ("pcie-8", 1, {"speeds": "effective"}, Fraction(96, 7), Fraction(48, 7), 10, 10),
+    ("nvlink-pairs-4", 1, {"speeds": "effective"}, 96, 48, 48, 48),
+    ("dgx-2", 1, {}, 160, 80, 150, 150),
+    ("dgx-a100", 1, {}, Fraction(2400, 7), Fraction(1200, 7), 300, 300),
+    ("hgx-h100", 1, {}, Fraction(3600, 7), Fraction(1800, 7), 450, 450),
+    ("hgx-b200", 1, {}, Fraction(7200, 7), Fraction(3600, 7), 900, 900),
+    ("mi250", 1, {}, Fraction(2400, 7), Fraction(1200, 7), 300, Fraction(1200, 7)),
+    ("mi300x", 1, {}, 512, 256, 448, 256),
+    ("ndv2", 2, {}, 25, Fraction(25, 2), Fraction(25, 2), Fraction(25, 2)),
+    ("dgx-a100", 2, {}, Fraction(1040, 3), Fraction(520, 3), 200, 200),
+    ("hgx-h100", 2, {}, Fraction(1600, 3), Fraction(800, 3), 400, 400),
+    ("ndv4", 4, {"nics": "hdr"}, Fraction(800, 3), Fraction(400, 3), 200, 200),
+    ("hgx-h100", 4, {}, Fraction(16000, 31), Fraction(8000, 31), 400, 400),
+    ("mi250", 2, {"nics": "16-per-gcd"}, Fraction(5312, 15), Fraction(2656, 15), 256, 182),
+    ("tpu-v4", 1, {}, Fraction(6400, 21), Fraction(3200, 21), 300, Fraction(3200, 21)),
+    ("gb200-nvl72", 1, {}, Fraction(64800, 71), Fraction(32400, 71), 900, 900),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
+def test_bounds_of_machines(row):
+    """On complete machines the bounds of reduce-scatter and all-gather are those of ForestColl's published search. An
+    all-reduce has half of them, or up to twice that half if switches reduce."""
+    name, hosts, options, gather, all_reduce, single, in_network = row
+    topology = Topology.machine(name, hosts, **options)
+    wanted = dict(zip(COLLECTIVES, (all_reduce, single, single, gather, gather), strict=True))
+    for collective, rate in wanted.items():
+        found = bound(topology, collective)
+        assert found.algbw == rate
+        found.check()
+    found = bound(topology.with_switches(reducing=True), "all_reduce")
+    assert found.algbw == in_network
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gather"), [(16, Fraction(1280, 3)), (32, Fraction(12800, 31)), (128, Fraction(51200, 127))]
+)
+def test_bounds_of_many_hosts(hosts, gather):
+    """On 16, 32 and 128 HGX H100 machines of 8 GPUs, the tight cut of an all-gather has a multiple of 8 GPUs."""
+    topology = Topology.machine("hgx-h100", hosts)
+    found = bound(topology, "all_gather")
+    assert found.algbw == gather
+    assert len(found.tight_cut.intersection(topology.devices)) % 8 == 0
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("topology", "rates"),
+    [
+        (Topology.ring(2, 5), (5, 5, 5, 10, 10)),
+        (Topology.ring(7, 3), (Fraction(7, 2), 6, 6, 7, 7)),
+        (Topology.full_mesh(5, 2), (5, 8, 8, 10, 10)),
+        (Topology.star(4, 6), (4, 6, 6, 8, 8)),
+        (Topology.mesh(4, 4), (Fraction(8, 5), 2, 2, Fraction(32, 15), Fraction(32, 15))),
+        (Topology.mesh(5, 5), (Fraction(5, 3), 2, 2, Fraction(25, 12), Fraction(25, 12))),
+        (line(3, 2, back=True), (2, 2, 2, Fraction(3), Fraction(3))),
+        # A ring of one-way links: each reduction and each broadcast uses all links but one.
+        (
+            Topology(
+                ["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 4), ("cpu:1", "cpu:2", 4), ("cpu:2", "cpu:0", 4)]
+            ),
+            (Fraction(3), 4, 4, 6, 6),
+        ),
+    ],
+)
+def test_bounds_by_hand(topology, rates):
+    """Small wirings have the bounds that can be computed on paper."""
+    for collective, rate in zip(COLLECTIVES, rates, strict=True):
+        assert bound(topology, collective).algbw == rate, collective
+
+
+def test_one_device_has_no_bound():
+    """If no data has to move, the rate is unlimited and needs no proof."""
+    for collective in COLLECTIVES:
+        for devices, topology in ((None, Topology(["cpu:0"], [])), (["cuda:3"], DGX_1V)):
+            found = bound(topology, collective, devices=devices)
+            assert (found.algbw, found.cuts, found.tight_cut) == (None, (), frozenset())
+            found.check()
+
+
+def test_members_may_have_others_between_them():
+    """Devices that are not members may forward and combine data, but are not roots."""
+    topology = line(3, 2, back=True)
+    found = bound(topology, "all_gather", devices=["cpu:0", "cpu:2"])
+    assert (found.algbw, found.devices) == (4, ("cpu:0", "cpu:2"))
+    assert found.roots == (("cpu:0", ONE), ("cpu:2", ONE))
+    star = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
+                    [link for k in "123" for link in (("cpu:0", f"cpu:{k}", 6), (f"cpu:{k}", "cpu:0", 6))])  # fmt: skip
+    assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines data, like NVLS
+    assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
+
+
+def test_weighted_roots():
+    """Roots may be given with their bytes: a single one has the bound of that root; a reduce to all devices with equal
+    bytes has the bound of a reduce-scatter."""
+    topology = Topology.ring(4, 10)
+    assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
+    even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))
+    assert even.algbw == bound(topology, "reduce_scatter").algbw == Fraction(80, 3)
+    assert bound(topology, "broadcast", {"cpu:0": 1, "cpu:2": 1, "cpu:3": 0}).algbw == 20
+    assert bound(topology, "reduce", {"CPU:0": 1, "cpu:0": 1}).roots == (("cpu:0", Fraction(2)),)
+
+
+def test_every_subset_of_a_dgx_1():
+    """On each connected subset of the GPUs, an all-reduce is at least as fast as a reduce-scatter followed by an
+    all-gather, and on some it is faster. If no link joins two parts of a subset, the error names the parts."""
+    faster = apart = 0
+    for count in range(2, 9):
+        for devices in itertools.combinations(DGX_1V.devices, count):
+            topology = DGX_1V.subset(devices)
+            try:
+                found = bound(topology, "all_reduce")
+            except PlanError as error:
+                needed = dict.fromkeys(devices, ONE)
+                assert planning_oracle.cut_bound(topology, needed, outward=True) == 0
+                check_names_a_cut(topology, devices, needed, "all_gather", str(error))
+                apart += 1
+                continue
+            found.check()
+            gather = bound(topology, "all_gather").algbw
+            assert found.algbw >= gather / 2
+            faster += found.algbw > gather / 2
+    assert (faster, apart) == (174, 50)
+
+
+# Invalid requests.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ring", "all_reduce"), "there is no machine of this name"),
+        ((DGX_1V, "gather"), r"no such collective.*\n.*'gather'"),
+        ((DGX_1V, "all_reduce", "cuda:0"), "all_reduce has no root"),
+        ((DGX_1V, "all_gather", {"cuda:0": 1}), "all_gather has no root"),
+        ((DGX_1V, "broadcast", "cuda:8"), r"root must be a device that takes part.*\n.*cuda:8"),
+        ((DGX_1V, "broadcast", "cuda:0", ["cuda:1", "cuda:2"]), "root must be a device that takes part"),
+        ((DGX_1V, "reduce", {"cuda:0": -1}), "must be an int or a Fraction, 0 or more"),
+        ((DGX_1V, "reduce", {"cuda:0": 0.5}), "must be an int or a Fraction, 0 or more"),
+        ((DGX_1V, "reduce", {"cuda:0": True}), "must be an int or a Fraction, 0 or more"),
+        ((DGX_1V, "reduce", {"cuda:0": 0}), "at least one root must have more than 0 bytes"),
+        ((DGX_1V, "reduce", {}), "at least one root must have more than 0 bytes"),
+        ((DGX_1V, "all_reduce", None, ["cuda:9"]), "no such device"),
+        ((DGX_1V, "all_reduce", None, []), "at least one device"),
+    ],
+)
+def test_invalid_requests(arguments, words):
+    """An invalid argument raises an ArgumentError that shows it."""
+    with pytest.raises(ArgumentError, match=words):
+        bound(*arguments)
+
+
+def test_bounds_are_frozen_values():
+    """Equal requests give equal bounds, which have equal hashes and cannot be changed."""
+    one, two = bound(DGX_1V, "all_reduce"), bound(Topology.machine("dgx-1v"), "all_reduce")
+    assert one == two
+    assert isinstance(one, Bound)
+    assert hash(one) == hash(two)
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        one.algbw = Fraction(1)

@@ -1,0 +1,642 @@
+"""Plans of several groups on shared links: their rates are the best ones, are proved, and are reached together."""
+
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from budget import examples
+from command_line import run_python
+from groups_oracle import Group, best_rates
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, carried_shares, wirings
+
+import crossreduce as cr
+from crossreduce import ArgumentError, Chunk, Costs, PlanError, Schedule, Step, Topology
+from crossreduce.planning.bounds.joint import RateLevel
+from crossreduce.planning.bounds.near_trees import NearTrees
+from crossreduce.planning.bounds.steiner import MANY, few_enough
+from crossreduce.planning.bounds.tree_prices import _raised, cheapest, joints_of, least_price
+from crossreduce.planning.separate import shared_rates
+from crossreduce.schedule import verify
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+LINE = Topology(
+    ["cpu:0", "cpu:1", "cpu:2"],
+    [("cpu:0", "cpu:1", 10), ("cpu:1", "cpu:0", 10), ("cpu:1", "cpu:2", 30), ("cpu:2", "cpu:1", 30)],
+)
+
+
+def mesh(topology, *shape):
+    """Return a topology and the groups of all dimensions of a mesh of its devices."""
+    return topology, cr.mesh_groups(topology.devices, shape)
+
+
+MACHINES = {
+    "dgx-1v 2 x TP4": (Topology.machine("dgx-1v"), [range(4), range(4, 8)], {75}),
+    "dgx-1v 4 x TP2": (Topology.machine("dgx-1v"), [(0, 1), (2, 3), (4, 5), (6, 7)], {Fraction(125, 2)}),
+    "dgx-1v 2 x 4": (*mesh(Topology.machine("dgx-1v"), 2, 4), {Fraction(75, 2), Fraction(200, 3)}),
+    "mi300x 2 x 4": (*mesh(Topology.machine("mi300x"), 2, 4), {Fraction(2560, 19)}),
+    "mi250 2 x 8": (*mesh(Topology.machine("mi250"), 2, 8), {Fraction(75, 2), 75}),
+    "torus 4 x 4": (*mesh(Topology.torus(4, 4, gb_per_s=25), 4, 4), {Fraction(100, 3)}),
+    "hgx-h100 x 2": (*mesh(Topology.machine("hgx-h100", 2), 2, 8), {50, Fraction(1800, 7)}),
+    "hgx-h100 x 4": (*mesh(Topology.machine("hgx-h100", 4), 4, 8), {Fraction(100, 3), Fraction(1800, 7)}),
+}
+
+
+def link_loads(plan):
+    """Return the GB/s that each link carries while all groups run at their rates, from the steps of the schedules."""
+    loads = Counter()
+    for one, rate in zip(plan.plans, plan.rates, strict=True):
+        for pair, share in carried_shares(one.schedule):
+            loads[pair] += share * rate
+    return loads
+
+
+def check(plan):
+    """Check the schedules, the proof, that all groups together fit the links, and that no separate plans are better."""
+    plan.check()
+    width = {(link.src, link.dst): link.bandwidth for link in plan.topology.links}
+    used = link_loads(plan)
+    assert all(load <= width[pair] for pair, load in used.items())
+    moving = [rate for rate in plan.rates if rate is not None]
+    assert not moving or max(load / width[pair] for pair, load in used.items()) == 1  # else all could be faster
+    for one, rate, group in zip(plan.plans, plan.rates, plan.groups, strict=True):
+        verify(one.schedule)
+        assert one.rate == rate
+        assert {*one.request.sources, *one.request.destinations} == set(group)
+        assert {source for chunk in one.schedule.chunks for source in chunk.sources} == {
+            one.schedule.devices.index(device) for device in one.request.sources
+        }
+    for separate in (plan.separate, plan.separate_without_helpers):
+        if separate is not None:
+            assert in_order(separate.rates, plan.weights) <= in_order(plan.rates, plan.weights)
+
+
+def in_order(rates, weights):
+    """Return rates / weights from the least to the greatest: the order in which plans are compared."""
+    return sorted(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_meshes_of_machines(name):
+    """Groups of common jobs: the rates are known, exactly proved and reached together."""
+    topology, groups, rates = MACHINES[name]
+    plan = cr.plan_groups(topology, groups)
+    check(plan)
+    assert plan.ratio == 1
+    assert set(plan.rates) == rates
+
+
+def test_hosts_and_meshes_are_planned_in_seconds():
+    """Ten groups on two hosts of eight take a few seconds of CPU time at most, with empty caches."""
+    topology, groups, _ = MACHINES["hgx-h100 x 2"]
+    weights = [Fraction(101 + k, 100) for k in range(len(groups))]  # no other test has these
+    start = time.process_time()
+    plan = cr.plan_groups(topology, groups, weights)
+    assert time.process_time() - start < 5
+    assert plan.ratio == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "rates", "levels"),
+    [
+        (None, (5, 25, 5), [(0, 2), (1,)]),
+        ((1, 1, 3), (Fraction(5, 2), Fraction(45, 2), Fraction(15, 2)), [(0, 2), (1,)]),
+        ((1, 0.1, 1), (5, 25, 5), [(0, 2), (1,)]),
+        ((4, 20, 1), (Fraction(60, 7), Fraction(200, 7), Fraction(10, 7)), [(1, 2), (0,)]),
+    ],
+)
+def test_two_links_and_three_groups(weights, rates, levels):
+    """A group over both links shares each with a group of its own: max-min rates, computed on paper.
+
+    The first link has 10 GB/s each way, so the groups that use it get 10 in all; the rest of the second one's 30 is
+    left to the group that uses it alone.
+    """
+    plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], weights)
+    check(plan)
+    assert plan.rates == rates
+    assert [level.groups for level in plan.bound.levels] == levels
+
+
+def test_rates_are_fixed_and_not_trees():
+    """The first two groups reach 10 GB/s by either of two ways; that which blocks the third group is not kept."""
+    links = [("cpu:0", "cpu:1", 10), ("cpu:0", "cpu:2", 40), ("cpu:2", "cpu:1", 10), ("cpu:2", "cpu:3", 20)]
+    both = Topology([f"cpu:{k}" for k in range(4)], [*links, *((b, a, width) for a, b, width in links)])
+    plan = cr.plan_groups(both, [(0, 1), (0, 1), (2, 3)], [1, 1, 1])
+    check(plan)
+    assert plan.rates == (10, 10, 20)
+    one_way = Topology(both.devices, [("cpu:0", "cpu:2", 10), ("cpu:2", "cpu:1", 10), ("cpu:0", "cpu:3", 10),
+                                      ("cpu:3", "cpu:1", 10), ("cpu:1", "cpu:0", 1)])  # fmt: skip
+    plan = cr.plan_groups(one_way, [(0, 1), (0, 2), (1, 0)], collective="broadcast", roots=[0, 0, 1])
+    check(plan)
+    assert plan.rates == (10, 10, 1)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 1000, 1), (1000, 1, 1000), (1, 1000, 30)])
+@pytest.mark.parametrize("wide", [10**4, 10**6])
+def test_uneven_links_and_weights(wide, weights):
+    """Rates that differ by a factor of millions are exact, too."""
+    links = [("cpu:0", "cpu:1", wide), ("cpu:1", "cpu:0", wide), ("cpu:1", "cpu:2", 1), ("cpu:2", "cpu:1", 1)]
+    plan = cr.plan_groups(Topology(LINE.devices, links), [(0, 1), (0, 2), (1, 2)], weights)
+    check(plan)
+    assert plan.ratio == 1
+    narrow = [Fraction(weight, weights[1] + weights[2]) for weight in weights[1:]]  # both share the narrow link
+    assert plan.rates == (wide - narrow[0], *narrow)
+
+
+def test_halves_of_a_switch():
+    """Two groups of four on a switch have the rate of one of them alone: no link is used by both."""
+    plan = cr.plan_groups("hgx-h100", [range(4), range(4, 8)])
+    check(plan)
+    assert plan.rates == (300, 300)  # 450 x 4 / (2 x 3)
+    assert plan.separate.plans[0].rate == 450
+    assert plan.separate.rates < (300, 300)
+    assert plan.separate_without_helpers.rates == (300, 300)
+
+
+@st.composite
+def several(draw, topology):
+    """Draw groups of a topology's devices, with collectives, roots and weights."""
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        members = draw(st.lists(st.sampled_from(topology.devices), min_size=1, max_size=3, unique=True))
+        collective = draw(st.sampled_from(COLLECTIVES))
+        root = draw(st.sampled_from(members)) if collective in ("broadcast", "reduce") else None
+        groups.append((collective, tuple(members), root, draw(st.sampled_from([1, 1, 2, Fraction(1, 3)]))))
+    return groups
+
+
+def planned(topology, groups):
+    collectives, members, roots, weights = zip(*groups, strict=True)
+    return cr.plan_groups(topology, members, weights, collective=collectives, roots=roots, nbytes="1M")
+
+
+@examples(60)
+@given(st.data())
+def test_rates_are_those_of_all_trees(data):
+    """The rates are the optimum of programs over all possible trees of all groups, and are reached together."""
+    topology = Topology(*data.draw(wirings((DIRECTED, SYMMETRIC), WHOLE, 4, 1, (True, False))))
+    groups = data.draw(several(topology))
+    plan = planned(topology, groups)
+    check(plan)
+    assert plan.ratio == 1
+    moving = [Group(*group[:3], float(group[3])) for group in groups if len(group[1]) > 1]
+    assume(moving)
+    try:
+        best = best_rates(topology, moving)
+    except TooManyTreesError:
+        assume(False)
+    assert [float(rate) for rate in plan.rates if rate is not None] == pytest.approx(best, rel=1e-6)
+
+
+@examples(40)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)), st.data())
+def test_one_group_has_the_rate_of_its_bound(wiring, data):
+    """A single group is planned as ``plan`` plans it, whatever its weight is."""
+    topology = Topology(*wiring)
+    members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=2, unique=True))
+    collective = data.draw(st.sampled_from(COLLECTIVES))
+    weight = data.draw(st.sampled_from([1, 7, 0.3]))
+    plan = cr.plan_groups(topology, [members], [weight], collective=collective)
+    check(plan)
+    limit = cr.bound(topology, collective, plan.plans[0].root, members)
+    if len(members) < len(topology.devices) or not topology.switches:
+        assert plan.rates[0] == limit.algbw  # where switches reduce, a bound counts cuts only
+    assert plan.plans[0].ratio == 1
+
+
+@examples(25)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 4, 1, (True, False)), st.data())
+def test_what_does_not_change_the_rates(wiring, data):
+    """The order of groups, a group of one device, and a common factor of weights do not matter; bandwidths scale."""
+    topology = Topology(*wiring)
+    groups = data.draw(several(topology))
+    rates = planned(topology, groups).rates
+    order = data.draw(st.permutations(range(len(groups))))
+    assert planned(topology, [groups[k] for k in order]).rates == tuple(rates[k] for k in order)
+    assert planned(topology, [*groups, ("all_gather", topology.devices[:1], None, 1)]).rates == (*rates, None)
+    assert planned(topology, [(*group[:3], group[3] * 5) for group in groups]).rates == rates
+    faster = Topology(topology.devices, [link._replace(bandwidth=link.bandwidth * 3) for link in topology.links],
+                      topology.switches)  # fmt: skip
+    assert planned(faster, groups).rates == tuple(None if rate is None else rate * 3 for rate in rates)
+
+
+def together(plan):
+    """Return one schedule that runs all groups at once; each group's chunks are its part of one buffer."""
+    whole = sum(rate for rate in plan.rates if rate is not None)
+    devices = plan.topology.devices
+    names = [*devices, *(node for one in plan.plans for node in one.schedule.devices if node not in devices)]
+    number = {name: k for k, name in enumerate(dict.fromkeys(names))}
+    chunks, rounds, routes = [], [], []
+    for one, rate in zip(plan.plans, plan.rates, strict=True):
+        if rate is None:
+            continue
+        start, schedule = len(chunks), one.schedule
+        place = [number[name] for name in schedule.devices]
+        chunks += [
+            Chunk(share * rate / whole, tuple(place[k] for k in sources), tuple(place[k] for k in destinations))
+            for share, sources, destinations in schedule.chunks
+        ]
+        for r, steps in enumerate(schedule.rounds):
+            rounds += [[]] * (r >= len(rounds))
+            moved = [Step(start + c, place[dst], tuple(place[src] for src in srcs)) for c, dst, srcs in steps]
+            rounds[r] = [*rounds[r], *moved]
+        routes += [
+            route._replace(chunk=start + route.chunk, src=place[route.src], dst=place[route.dst])
+            for route in schedule.routes
+        ]
+    steps = tuple(map(tuple, rounds))
+    return Schedule("all_reduce", "forest", tuple(number), tuple(chunks), steps, routes=tuple(routes)), whole
+
+
+@pytest.mark.parametrize("name", ["dgx-1v 2 x 4", "mi300x 2 x 4", "hgx-h100 x 2"])
+def test_all_groups_run_together_at_their_rates(name):
+    """Simulated at once, as one schedule on all links, the busiest link needs exactly the time that the rates allow.
+
+    The clock takes a little longer, since it moves pieces of all groups in the same ticks. A group on its part of the
+    links reaches its rate.
+    """
+    plan = cr.plan_groups(*MACHINES[name][:2], operation_s=0)
+    schedule, whole = together(plan)
+    verify(schedule)
+    nbytes, pieces = 1 << 36, 4000
+    found = cr.simulate(schedule.cut_into(pieces), plan.topology, nbytes, operation_s=0)
+    assert max(found.busy.values()) == pytest.approx(nbytes / float(whole) / 1e9, rel=1e-9)
+    assert 0.9 * float(whole) < nbytes / found.seconds / 1e9 < float(whole)
+    for one, rate in zip(plan.plans, plan.rates, strict=True):
+        alone = cr.simulate(one.schedule.cut_into(pieces), one.topology, nbytes, operation_s=0)
+        assert 0.95 * float(rate) < nbytes / alone.seconds / 1e9 <= float(rate)
+
+
+def test_rates_of_separate_plans():
+    """Max-min rates of plans with fixed shares of links, computed on paper; each weight counts."""
+    a, b, c = ("0", "1"), ("1", "2"), ("2", "3")
+    widths = {a: Fraction(10), b: Fraction(20), c: Fraction(9)}
+    one, two = Fraction(1), Fraction(2)
+    # The first link limits the first two plans to 10 / 3; the third plan then has the rest of the second link.
+    shares = [{a: one}, {a: two, b: one}, {b: one}]
+    assert shared_rates(widths, shares, [one] * 3) == (Fraction(10, 3), Fraction(10, 3), Fraction(50, 3))
+    assert shared_rates(widths, shares, [two, one, one]) == (5, Fraction(5, 2), Fraction(35, 2))
+    assert shared_rates(widths, [{}, {c: Fraction(1, 3)}], [one, one]) == (None, 27)
+    assert shared_rates(widths, [{a: one}, {c: one}], [one, one]) == (10, 9)
+
+
+def test_losses_compare_with_the_plans_of_each_group():
+    """``separate`` has the plans that ``plan`` makes, and their rates while all run."""
+    plan = cr.plan_groups("dgx-1v", [range(4), range(4, 8)])
+    alone = cr.plan("dgx-1v", participants=range(4), algorithm="forest")
+    assert plan.separate.plans[0].schedule.rounds == alone.schedule.rounds
+    assert plan.separate.plans[0].rate == alone.rate == Fraction(325, 3)
+    assert plan.separate.rates == (Fraction(325, 6), Fraction(325, 6))
+    assert plan.losses == (Fraction(5, 18), Fraction(5, 18))
+    assert plan.separate_without_helpers.rates == (75, 75)
+    apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)])
+    assert apart.separate_without_helpers is None  # 0 and 5 have no link
+    assert apart.rates == (75, 75)
+
+
+@pytest.fixture(scope="module")
+def two_levels():
+    """A plan whose groups are fixed at two levels, at different rates."""
+    plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], [1, 1, 3])
+    assert len(plan.bound.levels) == 2
+    return plan
+
+
+def test_forged_certificates_are_refused(two_levels):
+    """Prices prove the rates that they prove, and no others."""
+    bound = two_levels.bound
+    first, second = bound.levels
+    src, dst, price = first.prices[0]
+    others = first.prices[1:]
+
+    def with_first(**changes):
+        return replace(bound, levels=(first._replace(**changes), second))
+
+    for forged, text in (
+        (with_first(rate=first.rate * Fraction(101, 100)), "does not prove the rates"),
+        (with_first(rate=first.rate * Fraction(101, 100), most=first.most * Fraction(101, 100)), "does not prove"),
+        (with_first(most=first.most * 2), "does not prove the rates"),
+        (with_first(prices=(*first.prices, ("cpu:1", "cpu:2", price))), "does not prove the rates"),
+        (with_first(prices=((src, dst, -price), *others)), "0 or more"),
+        (with_first(prices=(("cpu:0", "cpu:2", price), *others)), "each link"),
+        (with_first(prices=((src, dst, price), *first.prices)), "each link"),
+        (with_first(prices=((src, dst, 0.5), *others)), "ints or Fractions"),
+        (with_first(rate=float(first.rate)), "ints or Fractions"),
+        (with_first(prices=()), "trees cost 0"),
+        (with_first(groups=(0, 1, 2)), "trees cost 0"),
+        (with_first(groups=()), "one or more groups"),
+        (with_first(groups=(0, 2, 7)), "one or more groups"),
+        (replace(bound, levels=(second, first)), "does not prove the rates"),
+        (replace(bound, levels=(first, second._replace(rate=first.rate / 2))), "not decrease"),
+        (replace(bound, levels=(first,)), "must have a level"),
+        (replace(bound, levels=(first, first)), "no earlier level has fixed"),
+        (replace(bound, levels=(RateLevel(Fraction(0), *first[1:]), second)), "above 0"),
+        (replace(bound, groups=(bound.groups[0]._replace(weight=Fraction(2)), *bound.groups[1:])), "does not prove"),
+        (replace(bound, groups=(bound.groups[0]._replace(weight=0), *bound.groups[1:])), "weight must be"),
+        (replace(bound, groups=(bound.groups[0]._replace(collective="gossip"), *bound.groups[1:])), "has this name"),
+        (replace(bound, groups=(bound.groups[0]._replace(members=("cpu:9",)), *bound.groups[1:])), "in the topology"),
+        (replace(bound, groups=(bound.groups[0]._replace(members=("cpu:0",) * 2), *bound.groups[1:])), "once"),
+        (replace(bound, groups=(bound.groups[0]._replace(root="cpu:0"), *bound.groups[1:])), "have no root"),
+        (replace(bound, groups=(bound.groups[0]._replace(collective="reduce"), *bound.groups[1:])), "must be in its"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            forged.check()
+
+
+def test_plans_that_do_not_fit_are_refused(two_levels):
+    """``check`` of a plan compares rates, links, schedules and the topology with the proof."""
+    plans = two_levels.plans
+    wide = plans[0].request._replace(topology=LINE)
+    narrow = Topology(LINE.devices, [link._replace(bandwidth=link.bandwidth / 2) for link in LINE.links])
+    for forged, text in (
+        (replace(two_levels, plans=(plans[1], plans[0], plans[2])), "another collective or rate"),
+        (replace(two_levels, plans=(replace(plans[0], request=wide), *plans[1:])), "another collective or rate"),
+        (replace(two_levels, topology=narrow), "more than the bandwidth of a link"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            forged.check()
+    other = replace(two_levels, topology=Topology(LINE.devices, [link._replace(latency_s=1) for link in LINE.links]))
+    with pytest.raises(PlanError, match="for another topology"):
+        other.check()
+    broken = replace(plans[0].schedule, rounds=plans[0].schedule.rounds[:-1])
+    with pytest.raises(cr.ScheduleError, match="is lost"):
+        replace(two_levels, plans=(replace(plans[0], schedule=broken), *plans[1:])).check()
+
+
+@examples(50)
+@given(st.lists(st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3)]), min_size=4, max_size=4))
+def test_no_prices_prove_less_than_a_plan_reaches(prices):
+    """Whatever the prices are, the rate that they prove is not below the planned one."""
+    plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], [1, 1, 3])
+    for number, level in enumerate(plan.bound.levels):
+        listed = tuple((a.src, a.dst, p) for a, p in zip(LINE.links, prices, strict=True) if p)
+        fixed = {k: plan.rates[k] for before in plan.bound.levels[:number] for k in before.groups}
+        try:
+            proved = plan.bound._proved(level._replace(prices=listed), fixed)
+        except PlanError:
+            continue  # they prove nothing
+        assert proved >= level.rate
+
+
+@examples(60)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 6, 2, (True, False)), st.integers(1, 4), st.randoms())
+def test_prices_of_many_members_are_never_too_high(wiring, count, drawn):
+    """The price that is proved for many members is not above that of the cheapest tree; cheap trees are not below."""
+    topology = Topology(*wiring)
+    ends, joints = topology.devices[:count], joints_of(topology)
+    priced = [(link.src, link.dst, drawn.randint(0, 5)) for link in topology.links]
+    exact, low = cheapest(priced, ends, set(joints)), _raised(priced, ends, joints, joints)
+    assert low.keys() == exact.keys() & set(joints)
+    assert all(low[root] <= exact[root] for root in low)
+    assert all(bool(low[root]) == bool(exact[root]) for root in low)
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    near = NearTrees(len(number), [(number[a], number[b]) for a, b, _ in priced], [number[e] for e in ends],
+                     [number[joint] for joint in joints])  # fmt: skip
+    near.price([price + 1.0 for *_, price in priced])
+    raised = [(src, dst, price + 1) for src, dst, price in priced]
+    exact = cheapest(raised, ends, set(joints))
+    for joint in joints:
+        if joint not in exact:
+            assert near.cost(number[joint]) == float("inf")
+            continue
+        cost = {(number[a], number[b]): price for a, b, price in raised}
+        total, reached = 0, {number[joint]}
+        for node, parent, through in near.parents(number[joint]):
+            assert parent in reached
+            reached.add(node)
+            total += sum(cost[pair] for pair in pairwise([parent, *through, node]))
+        assert {number[end] for end in ends} <= reached
+        assert exact[joint] <= total <= near.cost(number[joint])
+
+
+def test_cheap_trees_of_a_line():
+    """The nearest node is joined to the tree, not to the root: a line is joined by all of its links, once."""
+    line = [(k, k + 1) for k in range(13)] + [(k + 1, k) for k in range(13)]
+    trees = NearTrees(14, line, range(14), range(14))
+    trees.price([1.0] * 26)
+    assert [trees.cost(root) for root in range(14)] == [13.0] * 14
+
+
+def test_equal_directions_have_one_price():
+    """If links cost the same in both directions, a price for many members needs one root only; it is right."""
+    topology = Topology.machine("dgx-1v")
+    drawn = random.Random(3)
+    for _ in range(20):
+        cost = {frozenset(link[:2]): drawn.randint(0, 5) for link in topology.links}
+        priced = [(*link[:2], cost[frozenset(link[:2])]) for link in topology.links]
+        ends = tuple(drawn.sample(topology.devices, 5))
+        low = least_price(priced, topology.devices, ends, ends, topology.devices, exact=False)
+        assert low <= least_price(priced, topology.devices, ends, ends, topology.devices, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("topology", "groups", "least"),
+    [
+        (Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], 1),
+        (Topology.mesh(3, 6), [range(14), range(4, 18)], 1),
+        (Topology.machine("mi250"), [range(13), range(6, 16)], 1),
+    ],
+)
+def test_groups_of_many_members(topology, groups, least):
+    """Groups that are too large for exact trees have rates near those that are proved."""
+    assert not few_enough(len(groups[0]), len(topology.devices), MANY)
+    plan = cr.plan_groups(topology, groups)
+    check(plan)
+    assert least <= plan.ratio <= 1
+
+
+def test_links_that_share_a_limit():
+    """Groups divide a limit of several links in proportion to their loads; all parts are the limit."""
+    topology = Topology.machine("hgx-h100", 2)
+    groups = cr.mesh_groups(topology.devices, (2, 8))
+    shared = cr.both_directions(topology, 60)
+    free = cr.plan_groups(topology, groups, costs=Costs(operation_s=0))
+    limited = cr.plan_groups(topology, groups, costs=Costs(operation_s=0, shared=shared))
+    assert limited.rates == free.rates
+    total = sum(limit.gb_per_s for one in limited.plans for limit in one.request.costs.shared)
+    assert total == pytest.approx(60 * len(shared))
+    assert limited.seconds[0] > free.seconds[0] * 1.5  # 50 GB/s each way need 100
+    assert limited.seconds[8] == free.seconds[8]
+    pair = Topology.full_mesh(2, gb_per_s=10)
+    half = [(12, [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])]
+    twice = cr.plan_groups(pair, [(0, 1), (0, 1)], [1, 3], costs=Costs(shared=half))
+    assert [one.request.costs.shared[0].gb_per_s for one in twice.plans] == [3, 9]
+    with pytest.raises(ArgumentError, match="links of the topology"):
+        cr.plan_groups("hgx-h100", [range(8)], costs=Costs(shared=shared))
+
+
+def test_sizes_and_collectives_of_groups():
+    """Each group may have a collective, a root and a number of bytes of its own; a lone device moves nothing."""
+    plan = cr.plan_groups(
+        "mi300x", [range(4), (5, 4, 6), [7]], [1, 2, 1], collective=["all_gather", "broadcast", "reduce"],
+        nbytes=["1M", 1 << 20, 0], roots=[None, "cuda:4", 7],
+    )  # fmt: skip
+    check(plan)
+    assert [one.collective for one in plan.plans] == ["all_gather", "broadcast", "reduce"]
+    assert [one.nbytes for one in plan.plans] == [1 << 20, 1 << 20, 0]
+    assert [one.root for one in plan.plans] == [None, "cuda:4", "cuda:7"]
+    assert plan.rates[2] is None
+    assert plan.seconds[2] == 0
+    assert plan.losses[2] == 0
+    assert plan.groups[1] == ("cuda:5", "cuda:4", "cuda:6")
+    assert plan.weights == (1, 2, 1)
+    lone = cr.plan_groups("mi300x", [[3]])
+    check(lone)
+    assert lone.bound.levels == ()
+    assert "no data has to move" in lone.explain()
+    assert str(lone) == "1 group on 8 devices: - GB/s"
+    assert cr.plan_groups("mi300x", [range(4)], collective="broadcast").plans[0].root == "cuda:0"
+
+
+def test_the_same_request_is_planned_once():
+    """A plan is a value: the same request returns the same object, whatever the spelling of devices is."""
+    first = cr.plan_groups("mi300x", [range(4), range(4, 8)])
+    names = [[f"cuda:{k}" for k in range(4)], [f"GPU:{k}" for k in range(4, 8)]]
+    assert cr.plan_groups(Topology.machine("mi300x"), names, (1, 1.0), nbytes="64M") is first
+
+
+CODE = """
+import crossreduce as cr
+topology = cr.Topology.machine("hgx-h100", 2)
+plan = cr.plan_groups(topology, cr.mesh_groups(topology.devices, (2, 8)), nbytes="1M")
+print([one.schedule.to_json() for one in plan.plans], plan.bound.levels, plan.seconds, plan.explain())
+"""
+
+
+def test_plans_do_not_depend_on_the_hash_seed():
+    """Two processes with different hash seeds make the same plans and the same proof."""
+    first, second = (run_python(CODE, PYTHONHASHSEED=seed) for seed in ("1", "2"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout != ""
+
+
+APART = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:0", "cpu:2", 1)])
+UNEVEN = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 10**7), ("cpu:1", "cpu:0", 1)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "others", "text"),
+    [
+        ([], {}, "at least one group"),
+        ("0-3", {}, "list of lists"),
+        (3, {}, "list of lists"),
+        ([[0, 1], []], {}, "^group 1: at least one device"),
+        ([[0, 1], "01"], {}, "^group 1: devices must be a list"),
+        ([[0, 1], 2], {}, "^group 1: devices must be a list"),
+        ([[0, 0]], {}, "^group 0: each device may be listed only once"),
+        ([[0, "cpu:0"]], {}, "^group 0: each device may be listed only once"),
+        ([[0, 9]], {}, "^group 0: "),
+        ([[0, "cuda:1"]], {}, "^group 0: "),
+        ([[0, 1]], {"weights": [1, 1]}, "weights must have one entry per group"),
+        ([[0, 1]], {"weights": 1}, "weights must have one entry per group"),
+        ([[0, 1]], {"weights": "1"}, "weights must have one entry per group"),
+        ([[0, 1]], {"weights": [0]}, "finite number above 0"),
+        ([[0, 1]], {"weights": [-1]}, "finite number above 0"),
+        ([[0, 1]], {"weights": [float("nan")]}, "finite number above 0"),
+        ([[0, 1]], {"weights": [float("inf")]}, "finite number above 0"),
+        ([[0, 1]], {"weights": [True]}, "finite number above 0"),
+        ([[0, 1]], {"weights": ["1"]}, "finite number above 0"),
+        ([[0, 1], [1, 2]], {"weights": [1, 10**7]}, "factor of at most a million"),
+        ([[0, 1]], {"collective": "gossip"}, "no such collective"),
+        ([[0, 1]], {"collective": [3]}, "no such collective"),
+        ([[0, 1]], {"collective": 3}, "collective must have one entry per group"),
+        ([[0, 1]], {"collective": ["reduce", "reduce"]}, "collective must have one entry per group"),
+        ([[0, 1]], {"nbytes": -1}, "nbytes must be an integer"),
+        ([[0, 1]], {"nbytes": [1, 2]}, "nbytes must have one entry per group"),
+        ([[0, 1]], {"nbytes": 1.5}, "nbytes must have one entry per group"),
+        ([[0, 1]], {"roots": [0, 1], "collective": "reduce"}, "roots must have one entry per group"),
+        ([[0, 1]], {"roots": [0]}, "^group 0: all_reduce has no root"),
+        ([[0, 1]], {"roots": [2], "collective": "reduce"}, "^group 0: the root must be in its group"),
+        ([[0, 1]], {"roots": [9], "collective": "reduce"}, "^group 0: "),
+        ([[0, 1]], {"operation_s": -1}, "operation_s"),
+        ([[0, 1]], {"costs": 3}, "Costs"),
+    ],
+)
+def test_invalid_arguments(groups, others, text, monkeypatch):
+    """An invalid argument is reported with the number of its group, before anything is planned."""
+    monkeypatch.setattr("crossreduce.planning.groups.shared_links", None)
+    with pytest.raises(ArgumentError, match=text):
+        cr.plan_groups(LINE, groups, **others)
+
+
+def test_groups_that_cannot_be_planned():
+    """An unreachable device or bandwidths that differ too much are reported before anything is planned."""
+    with pytest.raises(PlanError, match=r"^group 1: all_reduce needs a route from cpu:2"):
+        cr.plan_groups(APART, [(0, 1), (1, 2)])
+    assert cr.plan_groups(APART, [(0, 1), (1, 2)], collective="broadcast", roots=[0, 1]).rates == (1, 1)
+    with pytest.raises(PlanError, match="differ by a factor of more than a million"):
+        cr.plan_groups(UNEVEN, [(0, 1)])
+    with pytest.raises(ArgumentError, match="no machine"):
+        cr.plan_groups("dgx-9", [(0, 1)])
+
+
+def test_groups_of_a_mesh():
+    """The groups of a dimension are the lines along it, as in PyTorch's DeviceMesh; sizes must fit the devices."""
+    names = [str(k) for k in range(8)]
+    assert cr.mesh_groups(names, (2, 2, 2)) == tuple(tuple(line) for line in (
+        "04", "15", "26", "37", "02", "13", "46", "57", "01", "23", "45", "67"))  # fmt: skip
+    assert cr.mesh_groups(names, [8]) == (tuple(names),)
+    assert cr.mesh_groups(names, (8, 1))[1:] == tuple((name,) for name in names)
+    for shape, text in (((2, 3), "one place for each device"), ((), "integers above 0"), ((0,), "above 0"),
+                        ((True, 8), "above 0"), ((2.0, 4), "above 0")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=text):
+            cr.mesh_groups(names, shape)
+
+
+def test_the_text_shows_rates_and_losses():
+    """``explain`` has the levels, each group, and what separate plans lose."""
+    plan = cr.plan_groups("dgx-1v", [range(4), range(4, 8)], weights=[1, 3])
+    lines = plan.explain().splitlines()
+    assert lines[0] == "all_reduce of 2 groups at the same time on 8 devices, which share the links"
+    assert lines[2:4] == [
+        "  level     36.11 GB/s (325/9) x weight: group 1",
+        "  level     41.67 GB/s (125/3) x weight: group 0",
+    ]
+    assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
+    assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
+    assert "cuda:7 x 3" in lines[8]
+    many = cr.plan_groups(Topology.ring(40), [(k, (k + 1) % 40) for k in range(40)])
+    assert "and 8 more" in many.explain()
+    apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
+    assert "some groups are not connected" in apart
+
+
+def test_the_command_line(printed, crossreduce):
+    """``--groups`` and ``--mesh`` plan groups, as text or JSON; invalid options are errors."""
+    text = printed("plan", "dgx-1v", "--groups", "0-3;4-7")
+    assert "level     75.00 GB/s (75): groups 0, 1" in text
+    found = json.loads(printed("plan", "hgx-h100", "--hosts", "2", "--mesh", "2x8", "--json"))
+    assert [group["rate"]["exact"] for group in found["groups"]] == ["50"] * 8 + ["1800/7"] * 2
+    assert found["groups"][0]["devices"] == ["host0/cuda:0", "host1/cuda:0"]
+    assert [level["groups"] for level in found["levels"]] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    assert found["ratio"]["exact"] == "1"
+    weighted = json.loads(printed("plan", "dgx-1v", "--groups", "0-3;4-7", "--weights", "1,2.5", "--json"))
+    assert [group["weight"]["exact"] for group in weighted["groups"]] == ["1", "5/2"]
+    line = ("plan", "dgx-1v")
+    for options, problem in (
+        (("--groups", "0-3;4-7", "--mesh", "2x4"), "cannot be given together"),
+        (("--groups", "0-3;4-9"), 'not one of the numbers 0 to 7'),
+        (("--groups", "0-3;3,3"), "only once"),
+        (("--groups", "0-3;"), "not one of the numbers"),
+        (("--mesh", "2y4"), "sizes such as 2x8"),
+        (("--mesh", "2x5"), "one place for each device"),
+        (("--mesh", "2x4", "--export", "plan.xml"), "without --export"),
+        (("--mesh", "2x4", "--algorithm", "ring"), "without --algorithm"),
+        (("--mesh", "2x4", "--root", "0"), "without --root"),
+        (("--mesh", "2x4", "--participants", "0-3"), "without --participants"),
+        (("--mesh", "2x4", "--bundle", "folder"), "--mesh cannot be given with it"),
+        (("--weights", "1,2"), "--weights requires groups"),
+        (("--mesh", "2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
+        (("--groups", "0-3;4-7", "--weights", "1,x"), "numbers above 0"),
+        (("--groups", "0-3;4-7", "--weights", "1,0"), "numbers above 0"),
+    ):  # fmt: skip
+        code, _, text = crossreduce(*line, *options)
+        assert code == 2
+        assert problem in text

@@ -1,0 +1,143 @@
+"""The null engine and framework count the cost of a schedule: the counts are those of its own steps and spans."""
+
+from collections import Counter
+
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from planned import planned
+from running import run_engine, run_on
+from strategies import FLOATS, INTEGERS, NAMED, named, names, ops, requests
+
+from crossreduce import (
+    AllReduceCrossDeviceOps,
+    IndexedSlices,
+    PerReplica,
+    ReductionToOneDevice,
+    UnsupportedError,
+)
+from crossreduce.frameworks.null import Counts, NullFramework
+from crossreduce.packing import itemsize
+from crossreduce.planning import PLANNERS
+
+WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int64": 8}
+
+
+def by_steps(schedule, size, width, after, final):
+    """Count a schedule's copies, additions and bytes from its steps and spans, step by step.
+
+    An element has ``width`` bytes in an input, ``after`` bytes in a partial sum and ``final`` bytes in the full sum.
+    """
+    spans = [(start, stop) for start, stop in schedule.spans(size)]
+    if size == 0:  # an empty buffer passes through one chunk
+        spans = [(0, 0)] + [None] * (len(spans) - 1)
+    base = len(schedule.devices) + 1
+    held = {(c, s): (base**s, width) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
+    copies, additions, nbytes = 0, 0, Counter()
+    for steps in schedule.rounds:
+        before = dict(held)
+        for chunk, dst, srcs in steps:
+            if spans[chunk] is None or (size and spans[chunk][0] == spans[chunk][1]):
+                continue
+            length = spans[chunk][1] - spans[chunk][0]
+            for src in srcs:
+                if src != dst:
+                    copies += 1
+                    nbytes[schedule.devices[src], schedule.devices[dst]] += length * before[chunk, src][1]
+            additions += (len(srcs) - 1) * length
+            total = sum(before[chunk, src][0] for src in srcs)
+            if len(srcs) == 1:
+                held[chunk, dst] = before[chunk, srcs[0]]
+            else:
+                due = sum(base**source for source in schedule.chunks[chunk].sources)
+                held[chunk, dst] = (total, final if total == due else after)
+    return Counts(copies, additions, nbytes)
+
+
+@examples(300)
+@given(named, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
+def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
+    """Copies, additions and bytes per pair of devices equal a count of the steps, spans and widths of the dtypes.
+
+    The engine "null", and ``run_on`` with the operations of the framework, both give these counts.
+    """
+    if algorithm == "forest":
+        schedule = planned(algorithm, ask.sources, ask.destinations)
+    else:
+        schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    null, looped = NullFramework(), NullFramework()
+    run_engine("null", schedule, op, [null.zeros((size,), dtype, source) for source in ask.sources], null)
+    flats = [looped.zeros((size,), dtype, source) for source in ask.sources]
+    run_on(looped, schedule, op, flats, size, dtype)
+    half, mean = dtype in ("float16", "bfloat16"), op == "mean"
+    after = 4 if half and op not in ("min", "max") else 8 if mean and dtype in INTEGERS else WIDTH[dtype]
+    final = 8 if mean and dtype in INTEGERS else WIDTH[dtype]
+    width = final if len(ask.sources) == 1 else WIDTH[dtype]
+    wanted = by_steps(schedule, size, width, after, final)
+    assert null.counts == wanted
+    assert looped.counts == wanted
+    assert null.counts.bytes_moved == sum(wanted.bytes.values())
+
+
+def test_counts_of_ops():
+    """The ops accept null arrays: ReductionToOneDevice of 4 devices moves 3 components in and 3 results out."""
+    null = NullFramework()
+    value = PerReplica([null.zeros((5, 2), "float64", f"cuda:{k}") for k in range(4)])
+    assert value.devices == tuple(f"cuda:{k}" for k in range(4))
+    result = ReductionToOneDevice().reduce("mean", value, value)
+    assert [(x.shape, x.dtype, x.device) for x in result] == [((5, 2), "float64", f"cuda:{k}") for k in range(4)]
+    assert null.counts == Counts(
+        6, 30, Counter({("cuda:0", f"cuda:{k}")[::step]: 80 for k in (1, 2, 3) for step in (1, -1)})
+    )
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_results_have_shape_dtype_and_device(algorithm):
+    """Results have the shape, dtype and device of real results: the mean of int32 is float64, on each destination."""
+    null = NullFramework()
+    value = PerReplica([null.zeros((2, 3), "int32", name) for name in names(5)])
+    for op, dtype in (("sum", "int32"), ("mean", "float64")):
+        result = AllReduceCrossDeviceOps(algorithm, num_packs=2).reduce(op, value, value)
+        assert [(x.shape, x.dtype, x.device) for x in result] == [((2, 3), dtype, name) for name in names(5)]
+
+
+@given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
+def test_a_copy_counts_its_bytes(dtype, size):
+    """A copy to another device is counted once, with its bytes; a copy to the same device is not counted."""
+    null = NullFramework()
+    x = null.zeros((size, 2), dtype, "cpu:0")
+    assert null.to_device(x, "cpu:0") is x
+    assert null.counts == Counts()
+    assert null.to_device(x, "cpu:1").device == "cpu:1"
+    assert null.counts == Counts(1, 0, Counter({("cpu:0", "cpu:1"): 2 * size * itemsize(dtype)}))
+
+
+def test_frameworks_count_separately():
+    """Each NullFramework has its own counts."""
+    one, other = NullFramework(), NullFramework()
+    one.to_device(one.zeros((3,), "int8", "cpu:0"), "cpu:1")
+    assert one.counts.bytes_moved == 3
+    assert other.counts == Counts()
+
+
+def test_sparse_values_are_counted_too():
+    """Slices are concatenated on one device: the bytes of the values and of the indices are counted."""
+    null = NullFramework()
+    value = PerReplica(
+        [
+            IndexedSlices(null.zeros((k + 1, 4), "float32", f"cuda:{k}"), null.zeros((k + 1,), "int32", f"cuda:{k}"))
+            for k in range(3)
+        ]
+    )
+    (result,) = AllReduceCrossDeviceOps("ring").reduce("sum", value, "cuda:0")
+    assert result.values.shape == (6, 4)
+    assert result.indices.shape == (6,)
+    assert null.counts.bytes == {("cuda:1", "cuda:0"): 2 * (16 + 4), ("cuda:2", "cuda:0"): 3 * (16 + 4)}
+
+
+@pytest.mark.parametrize("wrong", [3.0, [1], None, "x"])
+def test_only_null_arrays(wrong):
+    """A NullFramework refuses values other than null arrays, and the message names null.zeros."""
+    with pytest.raises(UnsupportedError, match=r"a NullFramework accepts only null arrays[\s\S]*null\.zeros"):
+        NullFramework().array(wrong)

@@ -1,0 +1,226 @@
+"""Routes of a schedule: the switches and devices that a chunk passes if it does not take the route of the topology."""
+
+import json
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from running import run_on
+from strategies import algorithms, names, requests
+
+from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, verify
+from crossreduce.frameworks.null import NullFramework
+from crossreduce.planning import PLANNERS, ring
+
+BARE = Schedule(
+    "all_reduce",
+    "custom",
+    names(2),
+    (Chunk(Fraction(1), (0, 1), (0, 1)),),
+    ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)),
+)
+BACK, FORTH = Route(0, 1, 0, ("nvswitch",)), Route(0, 0, 1, ("nic0", "spine", "nic1"))
+ROUTED = replace(BARE, routes=(BACK, FORTH))
+
+nodes = st.sampled_from(["nvswitch", "host0/nic3", "spine#1", "cpu:7"])
+
+
+@st.composite
+def routed(draw):
+    """Draw a planner's schedule with routes for some of its chunks."""
+    ask = draw(requests(st.integers(2, 6), most_packs=3))
+    planner = PLANNERS[draw(algorithms)]
+    schedule = planner(ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    n = len(schedule.devices)
+    ends = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda pair: pair[0] != pair[1])
+    when = st.none() | st.integers(0, max(0, len(schedule.rounds) - 1)) if schedule.rounds else st.none()
+    key = st.tuples(st.integers(0, len(schedule.chunks) - 1), ends, when)
+    keys = draw(st.lists(key, max_size=6, unique=True))
+    through = st.lists(nodes, min_size=1, max_size=3).map(tuple)
+    return replace(schedule, routes=tuple(Route(chunk, *pair, draw(through), r) for chunk, pair, r in keys))
+
+
+@given(routed())
+def test_json_round_trip(schedule):
+    """A schedule with routes that is written and read again is equal, has an equal hash and is written the same way
+    again."""
+    text = schedule.to_json()
+    again = Schedule.from_json(text)
+    assert again == schedule
+    assert again.routes == schedule.routes
+    assert all(type(route) is Route for route in again.routes)
+    assert hash(again) == hash(schedule)
+    assert again.to_json() == text
+    copy = pickle.loads(pickle.dumps(schedule))
+    assert copy == schedule
+    assert hash(copy) == hash(schedule)
+
+
+@given(routed())
+def test_routes_are_the_last_part_of_the_text(schedule):
+    """A schedule without routes is written without a list of routes; otherwise the list is the last part of the
+    text."""
+    text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
+    assert "routes" not in bare
+    routes = json.dumps(
+        [route if route.round is not None else route[:4] for route in schedule.routes], separators=(",", ":")
+    )
+    assert text == (bare[:-1] + f',"routes":{routes}}}' if schedule.routes else bare)
+    assert list(json.loads(bare)) == ["format", "collective", "algorithm", "devices", "chunks", "rounds", "pieces"]
+
+
+def test_json_is_this_text():
+    """The format is fixed: texts without a list of routes, as the first version wrote them, can still be read."""
+    old = (
+        '{"format":"crossreduce.schedule/1","collective":"all_reduce","algorithm":"custom",'
+        '"devices":["cpu:0","cpu:1"],"chunks":[["1",[0,1],[0,1]]],"rounds":[[[0,0,[0,1]]],[[0,1,[0]]]],"pieces":1}'
+    )
+    assert BARE.to_json() == old
+    assert Schedule.from_json(old) == BARE
+    new = old[:-1] + ',"routes":[[0,1,0,["nvswitch"]],[0,0,1,["nic0","spine","nic1"]]]}'
+    assert ROUTED.to_json() == new
+    assert Schedule.from_json(new) == ROUTED
+    assert Schedule.from_json(old[:-1] + ',"routes":[]}') == BARE
+
+
+def test_every_prefix_is_refused():
+    """A truncated text raises a ScheduleError, never another error and never a schedule."""
+    text = ROUTED.to_json()
+    for end in range(len(text)):
+        with pytest.raises(ScheduleError, match="this text is not a schedule in JSON"):
+            Schedule.from_json(text[:end])
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        None,
+        3,
+        True,
+        "x",
+        [3],
+        [None],
+        [[]],
+        [[0, 0, 1]],
+        [[0, 0, 1, ["x"], 0, 0]],
+        [[0, 0, 1, ["x"], None]],
+        [[0, 0, 1, ["x"], 2]],
+        [[0, 0, 1, ["x"], -1]],
+        [[0, 0, 1, ["x"], True]],
+        [[0, 0, 1, ["x"], "0"]],
+        [[0, 0, 1, "x"]],
+        [[0, 0, 1, {"x": 1}]],
+        [[0, 0, 1, None]],
+        [[0, 0, 1, [3]]],
+        [[0, 0, 1, [None]]],
+        [[0, 0, 1, [["x"]]]],
+        [[0, 0, 1, []]],
+        [[0, 0, 0, ["x"]]],
+        [[0, 0, 2, ["x"]]],
+        [[0, -1, 1, ["x"]]],
+        [[1, 0, 1, ["x"]]],
+        [[-1, 0, 1, ["x"]]],
+        [["0", 0, 1, ["x"]]],
+        [[0, 0.0, 1, ["x"]]],
+        [[0, False, True, ["x"]]],
+        [[0, None, 1, ["x"]]],
+        [[0, 0, 1, ["x"]], [0, 0, 1, ["x"]]],
+        [[0, 0, 1, ["x"]], [0, 0, 1, ["y"]]],
+        [[0, 0, 1, ["x"], 1], [0, 0, 1, ["y"], 1]],
+        {},
+        "",
+    ],
+)
+def test_malformed_routes_are_refused(routes):
+    """Malformed routes in a text raise a ScheduleError, never an error of Python's own."""
+    with pytest.raises(
+        ScheduleError,
+        match=r"this text is not a schedule in JSON|a route is malformed|only one route between two devices",
+    ):
+        Schedule.from_json(json.dumps(json.loads(BARE.to_json()) | {"routes": routes}))
+
+
+@pytest.mark.parametrize(
+    ("routes", "text"),
+    [
+        ((Route(1, 0, 1, ("x",)),), r"a route is malformed[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
+        ((Route(-1, 0, 1, ("x",)),), "a route is malformed"),
+        ((Route(0, 0, 2, ("x",)),), "a route is malformed"),
+        ((Route(0, -1, 0, ("x",)),), "a route is malformed"),
+        ((Route(0, 1, 1, ("x",)),), "a route is malformed"),
+        ((Route(0, 0, 1, ()),), "a route is malformed"),
+        ((Route(0, 0, 1, ("x",), 2),), r"a route is malformed[\s\S]*round=2"),
+        ((Route(0, 0, 1, ("x",), -1),), "a route is malformed"),
+        ((BACK, FORTH, BACK), "a chunk can have only one route between two devices in a round"),
+        ((BACK, BACK._replace(through=("other",))), r"only one route between two devices in a round[\s\S]*'other'"),
+        ((Route(0, 0, 1, "bus"),), "a route is malformed"),
+        ((Route(0, 0, 1, (3,)),), "a route is malformed"),
+    ],
+)
+def test_malformed_routes_cannot_be_made(routes, text):
+    """A Route from a device to itself, through no node, with a chunk, device or round that the schedule lacks, or a
+    second one for the same transfer raises a ScheduleError."""
+    with pytest.raises(ScheduleError, match=text):
+        replace(BARE, routes=routes)
+
+
+def test_routes_of_several_chunks():
+    """Each chunk may have its own route between the same two devices, one per direction."""
+    schedule = ring(names(3), packs=2)
+    routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(6) for ends in ((0, 1), (1, 0)))
+    assert replace(schedule, routes=routes).routes == routes
+
+
+def test_a_round_may_have_its_own_route():
+    """A route with a round applies to that round only; a route without one applies to all other rounds; a schedule may
+    have both."""
+    schedule = ring(names(3))
+    once, ever = Route(0, 1, 2, ("a",), 2), Route(0, 1, 2, ("b", "c"))
+    both = replace(schedule, routes=(once, ever))
+    assert [both.through(r, 0, 1, 2) for r in range(4)] == [("b", "c"), ("b", "c"), ("a",), ("b", "c")]
+    assert both.through(2, 0, 2, 1) is both.through(2, 1, 1, 2) is None
+    alone = replace(schedule, routes=(once,))
+    assert [alone.through(r, 0, 1, 2) for r in range(4)] == [None, None, ("a",), None]
+    assert both.to_json().endswith('"routes":[[0,1,2,["a"],2],[0,1,2,["b","c"]]]}')
+    assert both != alone
+
+
+def test_routes_count_for_equality():
+    """Schedules that differ in their routes, or in the order of the routes, are not equal."""
+    assert ROUTED != BARE
+    assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
+    assert replace(ROUTED, routes=()) == BARE
+    assert replace(BARE, routes=[list(BACK), [0, 0, 1, ["nic0", "spine", "nic1"]]]) == ROUTED
+    assert len({BARE, ROUTED, replace(BARE, routes=(BACK,)), replace(BARE, routes=(FORTH,))}) == 4
+
+
+def test_a_schedule_made_of_lists_does_not_change_with_them():
+    """Routes that are given as lists are copied."""
+    through = ["nvswitch"]
+    routes = [[0, 1, 0, through]]
+    schedule = replace(BARE, routes=routes)
+    through.append("other")
+    routes.clear()
+    assert schedule.routes == (BACK,)
+    assert str(schedule) == str(BARE)
+
+
+@examples(50)
+@given(routed())
+def test_results_do_not_depend_on_routes(schedule):
+    """A schedule with routes verifies, gives the right sums, and makes the same copies and additions as without
+    them."""
+    verify(schedule)
+    assert oracle.right(schedule)
+    counts = []
+    for one in (schedule, replace(schedule, routes=())):
+        null = NullFramework()
+        flats = [null.zeros((50,), "float32", one.devices[source]) for source in one.chunks[0].sources]
+        run_on(null, one, "sum", flats, 50, "float32")
+        counts.append(null.counts)
+    assert counts[0] == counts[1]

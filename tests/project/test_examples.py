@@ -1,0 +1,79 @@
+"""Each example, run in a new process, has the same losses with several replicas as with one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import fake_cuda
+import pytest
+from paths import ROOT
+
+ELASTIC = ROOT / "examples" / "elastic_digits.py"
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ELASTIC})
+
+
+def run(path, *args):
+    """Run an example in a new process, without the variables that conftest sets for the frameworks."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
+    return subprocess.run(
+        [sys.executable, str(path), *args], capture_output=True, text=True, timeout=200, check=False, env=inherited
+    )
+
+
+def test_each_framework_has_an_example():
+    """There is an example for Keras under tf.distribute, JAX under shard_map, and PyTorch under MirroredStrategy.
+
+    ``test_elastic_digits.py`` tests the one whose ranks die.
+    """
+    assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path):
+    """An example exits with 0, prints the two loss curves, which decrease, and reports that they agree; JAX's on 32
+    devices, of which each pass through the data has few steps."""
+    ran = run(path, *(["--devices", "32"] if path.stem == "jax_digits" else []))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    curves = [line.split() for line in ran.stdout.splitlines() if re.fullmatch(r" *\d+ +\d+\.\d+ +\d+\.\d+", line)]
+    assert len(curves) >= 8
+    for column in (1, 2):
+        assert float(curves[-1][column]) < 0.9 * float(curves[0][column])
+    assert ran.stdout.endswith("the curves agree\n")
+    if path.stem == "keras_digits":
+        assert "new plan: all_reduce hierarchical_copy: 3 devices" in ran.stderr
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_checks_its_options(path):
+    """``--help`` prints the options; an invalid number of replicas is rejected with an error and exit code 2."""
+    assert "--" in run(path, "--help").stdout
+    rejected = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
+    assert rejected.returncode == 2
+    assert "invalid choice: 0" in rejected.stderr
+
+
+def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path, tmp_path_factory):
+    """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing; the one of
+    the host's cost finds that the gradients of ResNet-50 are one launch."""
+    benchmarks = ROOT / "benchmarks"
+    fake = ["--driver", "fake", "--library", str(fake_cuda.built(fake_cuda.shared_folder(tmp_path_factory)))]
+    ran = run(benchmarks / "gpu_reduction.py", *fake)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "FAKE DRIVER: NO MEASUREMENT" in ran.stdout
+    assert re.findall(r"^  \[(\w+): \d+ s so far\]$", ran.stdout, re.M) == [
+        *("correctness", "large", "halves", "gradients", "many_small", "one_small", "several"),
+        *("grid", "kernels", "sanitizer"),
+    ]
+    assert set(re.findall(r"ours queues .*", ran.stdout)) == {"ours queues 1 launches and 0 copies"}
+    rejected = run(benchmarks / "gpu_reduction.py", *fake, "--json", str(tmp_path / "gpu.json"))
+    assert rejected.returncode == 2
+    assert "measures nothing" in rejected.stderr
+    assert not (tmp_path / "gpu.json").exists()
+
+    ran = run(benchmarks / "cuda_host_cost.py", "--quick", "--json", str(tmp_path / "cost.json"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    cases = json.loads((tmp_path / "cost.json").read_text())["cases"]
+    assert cases["161 gradients of ResNet-50, 8 to 8 on one GPU"]["queued"] == {"launches": 1, "copies": 0, "waits": 0}
+    assert all(row["median_s"] > 0 for case in cases.values() for row in case["rows"].values())

@@ -1,0 +1,125 @@
+"""The files around the code: versions, workflows, and lists of files agree with each other and with the code."""
+
+import re
+import tomllib
+
+import pytest
+from conftest import LINUX_ONLY
+from paths import ROOT
+
+import crossreduce
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("CITATION.cff", r"^version: (\S+)$"), ("conda/recipe.yaml", r'^  version: "(\S+)"$')],
+)
+def test_files_have_the_version_of_the_package(file, pattern):
+    """The citation and the conda recipe have the package's version."""
+    assert re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE) == [crossreduce.__version__]
+
+
+def test_the_conda_recipe_has_the_requirements_of_the_package():
+    """The conda recipe requires what the package and its extra "cli" require, except scikit-learn."""
+    run = (ROOT / "conda" / "recipe.yaml").read_text().partition("  run:\n")[2].partition("\n\n")[0]
+    found = {line.split("- ")[1].replace(" >=", ">=").replace("_", "-") for line in run.splitlines() if "- " in line}
+    extra = [each for each in PROJECT["project"]["optional-dependencies"]["cli"] if "scikit" not in each]
+    assert found == {"python", *PROJECT["project"]["dependencies"], *extra}
+
+
+def test_pre_commit_runs_the_pinned_ruff():
+    """.pre-commit-config.yaml has the version of ruff that the extra "test" installs."""
+    (pinned,) = [each for each in PROJECT["project"]["optional-dependencies"]["test"] if each.startswith("ruff==")]
+    assert f"rev: v{pinned.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_workflows_test_every_supported_version_of_python():
+    """The tests run with every version of Python that wheels are built or tested for; the first is the oldest one."""
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    built = re.findall(r"cp3(\d+t?)-", PROJECT["tool"]["cibuildwheel"]["build"])
+    assert {f"3.{minor}" for minor in built} <= set(re.findall(r'3\.\d+t?(?=["\]\s,])', text))
+    assert PROJECT["project"]["requires-python"] == f">=3.{built[0]}"
+    stated = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert stated == [minor for minor in built if minor.isdigit()]
+
+
+def test_wheels_with_kernels_require_them():
+    """Every environment in which cibuildwheel builds sets CROSSREDUCE_REQUIRE_KERNELS."""
+    settings = PROJECT["tool"]["cibuildwheel"]
+    environments = [part["environment"] for part in (settings, *(v for v in settings.values() if isinstance(v, dict)))
+                    if "environment" in part]  # fmt: skip
+    assert len(environments) == 2
+    assert all(each["CROSSREDUCE_REQUIRE_KERNELS"] == "1" for each in environments)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_have_few_rights(path):
+    """A workflow may only read the repository, has a time limit for each job, and uses no secret.
+
+    Only the job that publishes may ask for a token of OpenID Connect.
+    """
+    text = path.read_text()
+    assert "\npermissions:\n  contents: read\n\n" in text
+    jobs = re.split(r"\n  (?=[\w-]+:\n    name:)", text.partition("\njobs:")[2])[1:]
+    assert len(jobs) == text.count("runs-on:") >= 3
+    assert all("\n    timeout-minutes: " in job for job in jobs)
+    assert [job.split(":")[0] for job in jobs if "permissions:" in job] == ["publish"] * (path.stem != "tests")
+    assert "secrets." not in text
+    assert "password" not in text
+    assert text.count("actions/checkout@") == text.count("persist-credentials: false")
+
+
+def test_listed_files_exist():
+    """Each file that MANIFEST.in, conftest.py, scripts/test_wheel or CONTRIBUTING.md lists exists."""
+    manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    named = [name for command, *names in manifest if command in ("graft", "include") for name in names]
+    named += [f"tests/{name}" for name in LINUX_ONLY]
+    lists = re.findall(r"names\+?=\((.*?)\)", (ROOT / "scripts" / "test_wheel").read_text())
+    assert len(lists) == 3
+    tests = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    named += [str(tests[f"test_{name}.py"]) for names in lists for name in names.split()]
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    named += [name for name in re.findall(r"`([\w./-]+)`", guide) if name.startswith(("scripts/", "tests/", "docs/"))]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert len(set(named)) > 40
+
+
+def test_every_license_is_in_the_distributions():
+    """LICENSE and NOTICE are license files of the package, so every wheel and source distribution has them."""
+    assert PROJECT["project"]["license-files"] == ["LICENSE", "NOTICE"]
+    notice = (ROOT / "NOTICE").read_text()
+    assert "kernels.bin" in notice
+    assert "topology/data" in notice
+
+
+def files_of_others(folder):
+    """Return the names of files that state a copyright, or that have the long lines of minified code."""
+    code = re.compile(rb"copyright|@license|[^\n]{2000}", re.IGNORECASE)
+    ignored = {".bin", ".pyc", ".so"}
+    return {
+        path.name
+        for path in folder.rglob("*")
+        if path.is_file()
+        and path.suffix not in ignored
+        and ".egg-info" not in str(path)
+        and code.search(path.read_bytes())
+    }
+
+
+def test_the_notice_names_the_files_of_other_projects(tmp_path):
+    """NOTICE names each file of another project in the package, and each such file has the text of its license.
+
+    Such a file is minified or states a copyright, so the test finds one that is added without a line in NOTICE.
+    """
+    (tmp_path / "bundled.min.js").write_text("/*! (c) Somebody */" + "var a=1;" * 1000)
+    (tmp_path / "plain.css").write_text("/* Copyright (c) Somebody */\n")
+    (tmp_path / "ours.js").write_text("const a = 1;\n")
+    assert files_of_others(tmp_path) == {"bundled.min.js", "plain.css"}
+    notice = (ROOT / "NOTICE").read_text()
+    found = files_of_others(ROOT / "src")
+    assert [name for name in sorted(found) if name not in notice] == []
+    licenses = {path.name.partition(".")[0] for path in (ROOT / "src").rglob("*.LICENSE")}
+    assert {name.partition(".")[0] for name in found} == licenses

@@ -1,0 +1,157 @@
+"""The wheel: two builds of the same files are equal, and without compiled modules it is for every platform."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+
+import pytest
+from paths import ROOT
+
+SOURCES = ("src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+VARIABLES = ("CFLAGS", "CXXFLAGS", "SOURCE_DATE_EPOCH", "CROSSREDUCE_REQUIRE_KERNELS", "CROSSREDUCE_NO_KERNELS")
+# Stand-in for a C++ compiler that supports no instruction set beyond the baseline, and "compiles" all else to nothing.
+OLD_COMPILER = """#!/bin/sh
+case "$*" in
+  *-mavx*) echo "unknown option" >&2; exit 1;;
+esac
+while [ $# -gt 0 ]; do
+  if [ "$1" = -o ]; then : > "$2"; fi
+  shift
+done
+"""
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the modules are built as on Linux")
+
+
+def copy(folder):
+    """Copy what a wheel is built from; each file of the kernels only has its own name, which compiles in seconds."""
+    folder.mkdir(parents=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in SOURCES:
+        path = ROOT / name
+        (shutil.copytree(path, folder / name, ignore=ignored) if path.is_dir() else shutil.copy(path, folder / name))
+    for path in folder.glob("src/crossreduce/kernels/native/*.cpp"):
+        path.write_text(f"const char *name_of_{path.stem} = __FILE__;\n")
+    return folder
+
+
+def run_build(folder, environment):
+    """Build the wheel of a folder; return the finished process."""
+    kept = {name: text for name, text in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", "wheels"],
+        cwd=folder, capture_output=True, text=True, timeout=250, check=False, env={**kept, **environment},
+    )  # fmt: skip
+
+
+def build(folder, **environment):
+    """Build the wheel of a folder and return its file."""
+    done = run_build(folder, environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (folder / "wheels").iterdir()
+    return wheel
+
+
+def old_compiler(folder):
+    """Write the stand-in for a compiler; return the variables that select it."""
+    compiler = folder / "compiler"
+    compiler.write_text(OLD_COMPILER)
+    compiler.chmod(0o755)
+    return dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
+def test_two_builds_give_the_same_wheel(tmp_path):
+    """Wheels built from the same files, in folders of other names and at other times, are equal byte by byte; compiled
+    modules have neither paths nor debug information."""
+    first, second = copy(tmp_path / "one"), copy(tmp_path / "another" / "folder")
+    for path in second.rglob("*"):
+        os.utime(path, (time.time() - 1e6,) * 2)
+    wheels = [build(folder) for folder in (first, second)]
+    assert wheels[0].name == wheels[1].name
+    assert wheels[0].name.endswith(".whl")
+    version = f"cp3{sys.version_info.minor}"  # the stable ABI does not support free-threaded interpreters
+    tag = f"-{version}-{version}t-linux" if sysconfig.get_config_var("Py_GIL_DISABLED") else "-cp311-abi3-linux"
+    assert tag in wheels[0].name
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        modules = [name for name in wheel.namelist() if name.endswith(".so")]
+        assert len(modules) == 4
+        for name in modules:
+            content = wheel.read(name)
+            for trace in (tmp_path, sys.base_prefix, ROOT):
+                assert f"{trace}/".encode() not in content, (name, trace)
+            assert b".debug_info" not in content, name
+
+
+def test_a_wheel_without_compiled_modules_is_for_every_platform(tmp_path):
+    """If nothing can be compiled, the wheel is tagged py3-none-any; its files have the date SOURCE_DATE_EPOCH."""
+    date = int(time.mktime((2001, 2, 3, 4, 5, 6, 0, 0, 0))) - time.timezone
+    wheel = build(copy(tmp_path / "folder"), CC="false", CXX="false", SOURCE_DATE_EPOCH=str(date))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        assert {item.date_time[:3] for item in content.infolist()} == {(2001, 2, 3)}
+        (metadata,) = (name for name in names if name.endswith("/WHEEL"))
+        assert "Root-Is-Purelib: true\nTag: py3-none-any\n" in content.read(metadata).decode()
+        (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
+        assert "[torch.backends]\ncrossreduce = _crossreduce_torch:register\n" in content.read(entry_points).decode()
+    assert {"crossreduce/__init__.py", "_crossreduce_torch.py"} <= set(names)
+    assert not [name for name in names if name.endswith(".so") or "purelib" in name or "platlib" in name]
+
+
+def test_a_build_that_requires_the_kernels_fails_without_them(tmp_path):
+    """With CROSSREDUCE_REQUIRE_KERNELS=1, a build without a working compiler fails and makes no wheel."""
+    folder = copy(tmp_path / "folder")
+    done = run_build(folder, {"CC": "false", "CXX": "false", "CROSSREDUCE_REQUIRE_KERNELS": "1"})
+    assert done.returncode == 1
+    assert "setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: " in done.stderr
+    assert not (folder / "wheels").exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no further instruction sets")
+def test_a_build_that_requires_the_kernels_requires_every_instruction_set(tmp_path):
+    """If the compiler lacks an instruction set, the set is left out; with CROSSREDUCE_REQUIRE_KERNELS=1 this fails."""
+    tools = old_compiler(tmp_path)
+    assert "-none-any" not in build(copy(tmp_path / "one"), **tools).name
+    done = run_build(copy(tmp_path / "two"), {**tools, "CROSSREDUCE_REQUIRE_KERNELS": "1"})
+    assert done.returncode == 1
+    assert "setup.py: CROSSREDUCE_REQUIRE_KERNELS is 1, but a module cannot be compiled: " in done.stderr
+
+
+def test_a_build_for_another_processor_has_no_instruction_sets_of_this_one(tmp_path):
+    """A cross-compilation for arm64 requires no instruction set of x86-64, and the wheel is for arm64."""
+    tools = old_compiler(tmp_path)
+    tools |= {"_PYTHON_HOST_PLATFORM": "linux-aarch64", "CROSSREDUCE_REQUIRE_KERNELS": "1"}
+    assert build(copy(tmp_path / "folder"), **tools).name.endswith("-linux_aarch64.whl")
+
+
+def test_a_build_can_omit_the_kernels(tmp_path):
+    """With CROSSREDUCE_NO_KERNELS=1 nothing is compiled, and the wheel is for every platform."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\n: > "{tmp_path}/was_called"\n')
+    compiler.chmod(0o755)
+    wheel = build(copy(tmp_path / "folder"), CC=str(compiler), CXX=str(compiler), CROSSREDUCE_NO_KERNELS="1")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not (tmp_path / "was_called").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"CROSSREDUCE_REQUIRE_KERNELS": "yes"}, "CROSSREDUCE_REQUIRE_KERNELS must be 0 or 1, but is 'yes'"),
+        (
+            {"CROSSREDUCE_REQUIRE_KERNELS": "1", "CROSSREDUCE_NO_KERNELS": "1"},
+            "only one of CROSSREDUCE_REQUIRE_KERNELS and CROSSREDUCE_NO_KERNELS can be 1",
+        ),
+    ],
+)
+def test_invalid_variables_end_the_build(tmp_path, variables, problem):
+    """A build ends with an error if a variable is neither 0 nor 1, or if the variables contradict each other."""
+    done = run_build(copy(tmp_path / "folder"), variables)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"setup.py: {problem}\n")

@@ -1,0 +1,229 @@
+"""Links that ranks measure: the topology, which is the same on all ranks, and plans on it."""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import namespaces
+import numpy as np
+import pytest
+from members import memory
+from ranks import Store, ranks
+from test_multi_host import joined, on
+
+import crossreduce as cr
+from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks import measurement
+from crossreduce.ranks.measurement import Speeds, host_topology, measure, rank_topology
+
+
+def measured(rendezvous, seconds):
+    comm, transport = joined(rendezvous)
+    found = measure(comm, seconds)
+    x = np.arange(1000, dtype="int64") + comm.rank
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    comm.close()
+    transport.close()
+    return found, x
+
+
+def test_all_ranks_return_the_same_topology():
+    """The measured topology is the same on all ranks, has devices in the order of the ranks, and can be planned on."""
+    found = ranks(5, measured, 0.2, environment=on(*"abcba"))
+    assert len({topology for topology, _ in found}) == 1
+    topology = found[0][0]
+    assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0", "host1/cpu:1", "host0/cpu:1")
+    for link in topology.links:
+        assert link.bandwidth > 0
+        assert len(f"{float(link.bandwidth):.10g}".replace(".", "").strip("0")) <= 3
+    assert cr.plan(topology, nbytes=1 << 20).seconds > 0
+    for _, x in found:
+        assert (x == 5 * np.arange(1000) + 10).all()
+
+
+def test_ranks_of_one_host_measure_its_memory_only():
+    """Ranks of one host measure no links between hosts; in the topology one switch joins them."""
+    (topology, x), _ = ranks(2, measured, 0.1)
+    assert [switch.name for switch in topology.switches] == ["host0"]
+    assert len(topology.links) == 4
+    assert x[0] == 1
+
+
+def test_every_two_hosts_are_paired_once():
+    """Every two hosts are a pair in exactly one turn, and no host is in two pairs of a turn."""
+    for count in range(2, 12):
+        turns = measurement._pairings(count)
+        pairs = [pair for turn in turns for pair in turn]
+        assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+        for turn in turns:
+            hosts = [host for pair in turn for host in pair]
+            assert len(hosts) == len(set(hosts))
+
+
+def test_a_host_that_receives_less_from_all_has_one_cable():
+    """If a host receives much less from all hosts at once than the sum of its links, they share a cable, which is at
+    least as fast as the fastest of them."""
+    apart = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
+    late = ((0, 1e-4, 1e-4),) * 3
+    speeds = Speeds(apart, late, (0, 0, 0), (10, 10, 10))
+    assert measurement._cables(speeds, [(0.95, 1.9), (0.52, 1.04), (0.2, 0.4)]) == (0.0, 1.04, 1.0)
+    topology = host_topology(speeds._replace(cables=(0.0, 1.04, 1.0)))
+    assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0")
+    assert topology.route("host1/cpu:0", "host2/cpu:0") == ("host1/cpu:0", "host1.out", "host2.in", "host2/cpu:0")
+    assert topology.link("host1.in", "host1/cpu:0").bandwidth == Fraction("1.04")
+    assert topology.link("host1/cpu:0", "host1.out").bandwidth == Fraction("1.04")
+    assert topology.out_links("host1.in") == (topology.link("host1.in", "host1/cpu:0"),)  # it forwards nothing else
+    for collective in ("all_reduce", "reduce", "broadcast"):
+        assert cr.plan(topology, collective, 1 << 20).seconds > 0
+    every = rank_topology(speeds._replace(cables=(0.0, 1.04, 1.0)), ((0, 3), (1,), (2,)))
+    assert every.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0", "host0/cpu:1")
+    assert cr.plan(every, nbytes=1 << 20).seconds > 0
+
+
+def test_a_link_has_the_speed_of_its_own_direction():
+    """A link has the bandwidth that its receiver measured; a latency is the mean of both directions."""
+
+    class Recorded:
+        hosts = ((0, 2), (1,))
+
+        class rendezvous:  # noqa: N801 - an attribute
+            @staticmethod
+            def all_gather(_):
+                first = {"memory": 9.0, "in": [0, 0.12345], "latency": [0, 1e-4]}
+                second = {"memory": 5.0, "in": [0.5, 0], "latency": [3e-4, 0]}
+                return [json.dumps(one).encode() for one in (first, second, {"memory": 7.0})]
+
+    speeds = measurement._gathered(Recorded, {})
+    assert speeds.gb_per_s == ((0, 0.5), (0.123, 0))  # host 1 received 0.5 from host 0
+    assert speeds.latency_s == ((0, 2e-4), (2e-4, 0))
+    assert speeds.memory == (8.0, 5.0)
+    topology = rank_topology(speeds, Recorded.hosts)
+    assert topology.link("host0", "host1").bandwidth == Fraction(1, 2)
+    assert topology.link("host1", "host0").bandwidth == Fraction("0.123")
+
+
+def without_time(rendezvous):
+    comm, transport = joined(rendezvous)
+    with pytest.raises(ArgumentError, match="seconds"):
+        measure(comm, 0)
+    comm.close()
+    transport.close()
+
+
+def test_a_time_of_zero_raises():
+    """Measuring for 0 seconds raises an ArgumentError."""
+    ranks(1, without_time)
+
+
+def deserted(rendezvous):
+    comm, transport = joined(rendezvous, 3.0)
+    if comm.rank == 1:
+        comm.require_same("measure_topology 1 s")
+        transport.abort()
+        return None
+    with pytest.raises((PeerLostError, CollectiveTimeout), match="rank 1 ") as error:
+        measure(comm)
+    return error.value.ranks
+
+
+def test_a_host_that_is_lost_during_a_measurement_is_named():
+    """If a rank is lost during a measurement, the error of the other host's rank names it."""
+    found = ranks(2, deserted, environment=on("a", "b"))
+    assert list(found[0]) == [1]
+
+
+def for_different_times(rendezvous):
+    comm, transport = joined(rendezvous, 8.0)
+    with pytest.raises(MismatchError, match=r"measure_topology 0\.2 s") as error:
+        measure(comm, 0.2 if comm.rank == 2 else 0.1)
+    measure(comm, 0.1)
+    comm.close()
+    transport.close()
+    return str(error.value)
+
+
+def test_ranks_must_measure_for_the_same_time():
+    """If one rank measures for another time, which would give messages of different sizes, all ranks raise."""
+    texts = ranks(3, for_different_times, environment=on(*"abc"))
+    assert len(set(texts)) == 1
+    assert "rank 2 differs from ranks 0, 1" in texts[0]
+
+
+def interrupted(rendezvous):
+    comm, transport = joined(rendezvous, 20.0)
+    if comm.rank == 1:
+
+        def pair(probe, other, seconds):
+            probe._receive(other, 8, 0)
+            raise KeyboardInterrupt("for the test")
+
+        measurement._Probe.pair = pair
+        with pytest.raises(KeyboardInterrupt, match="for the test"):
+            measure(comm)
+        assert transport.closed, "late messages would be written to freed memory"
+    with pytest.raises(PeerLostError, match="was interrupted") as error:
+        comm.barrier() if comm.rank == 1 else measure(comm)
+    return error.value.ranks
+
+
+def test_an_interrupt_during_a_measurement_aborts_the_group():
+    """After Ctrl-C during a measurement the transport is closed, and all ranks raise before the timeout."""
+    found = ranks(3, interrupted, environment=on(*"abb"), timeout_s=15)
+    assert [list(one) for one in found] == [[1]] * 3
+
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from ranks import SocketRendezvous, SocketTransport
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.communicator import ArrayView, Communicator
+from crossreduce.ranks.measurement import measure
+path, rank, size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+rendezvous = SocketRendezvous(path, rank, size)
+transport = SocketTransport(rendezvous, address)
+comm = Communicator(rendezvous, transport, name="bed", timeout_s=30)
+found = measure(comm)
+x = np.full(100_000, 4.0**rank, "float32")
+comm.all_reduce(ReduceOp.SUM, *[ArrayView(x.ctypes.data, x.size, "float32", x.shape)] * 2)
+assert (x == sum(4.0**k for k in range(size))).all()
+if rank == 0:
+    print(json.dumps([comm.hosts, found.to_json()]))
+comm.close()
+transport.close()
+"""
+
+
+@pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
+def test_on_real_links_the_slow_one_is_found():
+    """Of three hosts' links one is five times slower. The measurement shows it, and sums over it are correct."""
+    store = Store()
+    store.start()
+    try:
+        with namespaces.hosts(3, rate="1gbit", slower={(0, 2): "200mbit"}) as bed:
+            running = [
+                bed.run(
+                    host,
+                    [sys.executable, "-c", PROGRAM, store.path, str(rank), "4", bed.addresses[host]],
+                    stdout=subprocess.PIPE,
+                )
+                for rank, host in enumerate((0, 1, 2, 2))
+            ]
+            outputs = [process.communicate(timeout=60)[0] for process in running]
+            assert [process.returncode for process in running] == [0] * 4
+    finally:
+        store.close()
+    hosts, text = json.loads(outputs[0])
+    assert hosts == [[0], [1], [2, 3]]
+    topology = cr.Topology.from_json(text)
+    between = {
+        (link.src, link.dst): float(link.bandwidth) * 8
+        for link in topology.links
+        if link.src.startswith("host") and link.dst.startswith("host") and "cpu" not in link.src + link.dst
+    }
+    for (src, dst), gbit_per_s in between.items():
+        due = 0.2 if {src[:5], dst[:5]} == {"host0", "host2"} else 1.0
+        if src[:5] != dst[:5]:
+            assert 0.7 * due < gbit_per_s < 1.15 * due, (src, dst)

@@ -1,0 +1,532 @@
+"""The rank compiler without processes: the instructions of all ranks run on plain arrays, in any order that the
+barriers allow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from planned import planned
+
+from crossreduce.errors import UnsupportedError
+from crossreduce.lowering import lower
+from crossreduce.ops import Numbers, ReduceOp
+from crossreduce.packing import itemsize
+from crossreduce.planning import PLANNERS
+from crossreduce.ranks import one_host, programs
+from crossreduce.ranks.instructions import reduction_numbers
+from crossreduce.ranks.one_host import HostCollective, host_collective, rank_names
+from crossreduce.ranks.programs import analyze, line_shares, rank_stages
+
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED)
+DTYPES = ("uint8", "int16", "float32", "int64", "float64", "complex128")
+POISON = 113
+
+
+class Op(NamedTuple):
+    """A collective of ``size`` elements per buffer.
+
+    ``algorithm``: the planner of an all-reduce or reduce; ``None``: the one that groups use.
+    """
+
+    collective: str
+    size: int
+    dtype: str
+    root: int | None = None
+    algorithm: str | None = None
+
+
+@contextlib.contextmanager
+def limits(piece, small=one_host.SMALL_BYTES, slot=programs.SLOT_BYTES):
+    """Set the bytes of a piece, of a small array and of a slot, so that few elements make many pieces."""
+    before = programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES
+    programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES = piece, small, slot
+    try:
+        yield
+    finally:
+        programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES = before
+
+
+def numbers(dtype, op=ReduceOp.SUM, ranks=1):
+    return reduction_numbers(op, dtype, ranks)
+
+
+@functools.cache
+def scheduled(algorithm, ranks, root):
+    names = rank_names(ranks)
+    destinations = names if root is None else (names[root],)
+    schedule = planned(algorithm, names, destinations)
+    assert schedule.devices == names, "devices are ranks"
+    return HostCollective(lower(schedule), (0,), (1,))
+
+
+def chosen(op, ranks):
+    """Return the program of an op, and the numbers of its input and output buffers."""
+    if op.algorithm is not None:
+        return scheduled(op.algorithm, ranks, op.root)
+    return host_collective(op.collective, ranks, op.root, op.size * itemsize(op.dtype))
+
+
+def compiled(op, ranks):
+    """Return the stages of every rank."""
+    program, inputs, outputs = chosen(op, ranks)
+    return [rank_stages(program, inputs, outputs, op.size, numbers(op.dtype), rank) for rank in range(ranks)]
+
+
+def inputs(op, ranks, draw):
+    """Return the buffers of every rank before an op, in the order in which ``Communicator`` passes them, and after it.
+
+    This follows the definition of each collective and uses no schedule.
+    """
+    dtype = oracle.dtype_of(op.dtype)
+
+    def random():
+        if op.algorithm is not None:  # small integers: their sums have the same bits in any order
+            return draw.integers(0, 1 << 3, op.size).astype(dtype)
+        found = draw.integers(0, 256, op.size * dtype.itemsize).astype(np.uint8)
+        if dtype.kind in "fc":
+            wide = draw.standard_normal(op.size) * 10.0 ** draw.integers(-3, 4, op.size)
+            return wide.astype(dtype)
+        return found.view(dtype)
+
+    def blank():
+        return np.full(op.size * dtype.itemsize, POISON, np.uint8).view(dtype)
+
+    def total(arrays):
+        return functools.reduce(np.add, arrays)  # in the order of the ranks
+
+    everyone, root, name = range(ranks), op.root, op.collective
+    own = [random() for _ in everyone]
+    parts = [[random() for _ in everyone] for _ in everyone]
+    if name == "all_reduce":
+        return [[own[r], blank()] for r in everyone], [[own[r], total(own)] for r in everyone]
+    if name == "reduce":
+        return (
+            [[own[r], *([blank()] * (r == root))] for r in everyone],
+            [[own[r], *([total(own)] * (r == root))] for r in everyone],
+        )
+    if name == "broadcast":
+        return [[own[r]] for r in everyone], [[own[root]] for r in everyone]
+    if name == "all_gather":
+        return [[own[r], *(blank() for _ in everyone)] for r in everyone], [[own[r], *own] for r in everyone]
+    if name == "reduce_scatter":
+        return (
+            [[*parts[r], blank()] for r in everyone],
+            [[*parts[r], total([parts[s][r] for s in everyone])] for r in everyone],
+        )
+    if name == "gather":
+        return (
+            [[own[r], *(blank() for _ in everyone if r == root)] for r in everyone],
+            [[own[r], *(own if r == root else ())] for r in everyone],
+        )
+    if name == "scatter":
+        return (
+            [[blank(), *(parts[root] if r == root else ())] for r in everyone],
+            [[parts[root][r], *(parts[root] if r == root else ())] for r in everyone],
+        )
+    assert name == "all_to_all"
+    return (
+        [[*parts[r], *(blank() for _ in everyone)] for r in everyone],
+        [[*parts[r], *(parts[s][r] for s in everyone)] for r in everyone],
+    )
+
+
+class Accesses:
+    """The bytes of slots that each rank reads and writes between two barriers."""
+
+    def __init__(self):
+        self.spans = []  # of each access: (region, start, stop, rank, written)
+
+    def add(self, region, start, stop, rank, written):
+        if stop > start:
+            self.spans.append((region, start, stop, rank, written))
+
+    def races(self):
+        spans = sorted(self.spans)
+        for k, (region, _, stop, rank, written) in enumerate(spans):
+            for other in spans[k + 1 :]:
+                if other[0] != region or other[1] >= stop:
+                    break
+                if other[3] != rank and (written or other[4]):
+                    yield spans[k], other
+
+
+def computed(instruction, operands):
+    """Return the value of an instruction, computed by NumPy."""
+    _, dtype, accumulator, result, divisor, _ = instruction.numbers
+    arrays = [operand.view(oracle.dtype_of(dtype)) for operand in operands]
+    if len(arrays) == 1:
+        return arrays[0].astype(oracle.dtype_of(result))
+    assert instruction.numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
+    value = functools.reduce(np.add, [x.astype(oracle.dtype_of(accumulator)) for x in arrays])
+    return (value if divisor == 1 else value / divisor).astype(oracle.dtype_of(result))
+
+
+class Machine:
+    """Runs instructions of the ranks of one host on plain arrays, and records which bytes of slots they access.
+
+    Args:
+      slots: of shape ``(ranks, 2, bytes)``; ops of even and odd number use one half each.
+      memories: for each op, for each rank its buffers as bytes.
+    """
+
+    def __init__(self, slots, memories):
+        self.slots, self.memories, self.accesses = slots, memories, Accesses()
+
+    def run(self, number, rank, instruction):
+        """Run an instruction of a rank's op."""
+
+        def at(place, dtype, written):
+            nbytes = instruction.size * itemsize(dtype)
+            if place.region < 0:
+                memory = self.memories[number][rank][~place.region]
+            else:
+                memory = self.slots[place.region, number % 2]
+                self.accesses.add((place.region, number % 2), place.offset, place.offset + nbytes, rank, written)
+            assert 0 <= place.offset <= place.offset + nbytes <= memory.size, f"{place} is out of range"
+            return memory[place.offset : place.offset + nbytes]
+
+        operands = [at(place, instruction.numbers.dtype, written=False) for place in instruction.operands]
+        value = np.ascontiguousarray(computed(instruction, operands)).view(np.uint8)
+        for place in instruction.results:
+            at(place, instruction.numbers.result, written=True)[:] = value
+        to_caller = all(place.region < 0 for place in instruction.results)
+        assert not instruction.streaming or to_caller, "a streaming store into a slot, which others read at once"
+
+    def barrier(self):
+        """Raise if two ranks accessed the same bytes since the last barrier, and one of them wrote."""
+        races = list(self.accesses.races())
+        assert not races, f"(slot, half), start, stop, rank, written: {races[:3]}"
+        self.accesses = Accesses()
+
+
+def execute(stretches, slots, memories, draw):
+    """Run the instructions of each stretch of time between two barriers, in a random order of the ranks.
+
+    ``stretches``: for each stretch, for each rank its instructions, each with the number of its op.
+    """
+    machine = Machine(slots, memories)
+    for stretch in stretches:
+        for rank in draw.permutation(len(slots)):
+            for number, instruction in stretch[rank]:
+                machine.run(number, int(rank), instruction)
+        machine.barrier()
+
+
+def run(ops, ranks, draw, in_place=False):
+    """Run ops one after the other on all ranks and compare all memory with the oracle's.
+
+    Ranks are synchronized only by the barrier after each stage of an op but its last. So the last stage of an op and
+    the first stage of the next are one stretch of time, in which ranks may run in any order.
+    """
+    memories, wanted, stretches = [], [], []
+    for number, op in enumerate(ops):
+        before, after = inputs(op, ranks, draw)
+        if in_place and op.collective == "all_reduce":
+            for buffers, results in zip(before, after, strict=True):
+                buffers[1], results[0] = buffers[0], results[1]
+        memories.append([[b.view(np.uint8) if b.size else np.zeros(0, np.uint8) for b in bs] for bs in before])
+        wanted.append(after)
+        stages = compiled(op, ranks)
+        (count,) = {len(each) for each in stages}
+        assert count >= 2, "the ranks pass no barrier"
+        for stage in range(count):
+            if stage or not number:
+                stretches.append([[] for _ in range(ranks)])
+            for rank in range(ranks):
+                stretches[-1][rank] += [(number, instruction) for instruction in stages[rank][stage]]
+    execute(stretches, np.zeros((ranks, 2, programs.SLOT_BYTES // 2), np.uint8), memories, draw)
+    for op, buffers, results in zip(ops, memories, wanted, strict=True):
+        for rank in range(ranks):
+            for k, (found, right) in enumerate(zip(buffers[rank], results[rank], strict=True)):
+                assert found.tobytes() == right.tobytes(), f"{op}: buffer {k} of rank {rank} is wrong"
+
+
+def drawn_ops(ranks):
+    def made(name, size, dtype, root, algorithm):
+        reduces = name in ("all_reduce", "reduce")
+        return Op(name, size, dtype, root if name in ROOTED else None, algorithm if reduces else None)
+
+    return st.builds(
+        made,
+        st.sampled_from(COLLECTIVES),
+        st.one_of(st.integers(0, 40), st.integers(0, 700)),
+        st.sampled_from(DTYPES),
+        st.integers(0, ranks - 1),
+        st.sampled_from([None, None, *PLANNERS]),
+    )
+
+
+@examples(150)
+@given(st.data())
+def test_successive_ops_give_the_results_of_the_oracle_without_races(data):
+    """One to three ops of any kinds in a row give the oracle's bits on every rank and write nothing else; no byte of a
+    slot is written by one rank while another may read or write it."""
+    ranks = data.draw(st.integers(1, 9), "ranks")
+    ops = data.draw(st.lists(drawn_ops(ranks), min_size=1, max_size=3), "ops")
+    piece = data.draw(st.sampled_from([128, 512, 1024, 1 << 12]), "piece bytes")
+    small = data.draw(st.sampled_from([0, 64, 1 << 10]), "small bytes")
+    seed = data.draw(st.integers(0, 1 << 20), "seed")
+    with limits(piece, small):
+        run(ops, ranks, np.random.default_rng(seed), in_place=data.draw(st.booleans(), "in place"))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_count_of_ranks_and_every_root(collective):
+    """For 1 to 9 ranks and any root, at sizes near multiples of cache lines, shares and pieces, results are right."""
+    draw = np.random.default_rng(5)
+    for ranks in range(1, 10):
+        for root in range(ranks) if collective in ROOTED else [None]:
+            sizes = {0, 1, 15, 16, 17, ranks * 16 - 1, ranks * 16, 128, 129, int(draw.integers(2, 400))}
+            some = sorted(sizes) if root in (None, 0, ranks - 1) else [1, 129]
+            with limits(512, int(draw.choice([0, 64]))):
+                run([Op(collective, size, "float32", root) for size in some], ranks, draw)
+
+
+GENERAL = ("ring", "halving_doubling", "recursive_doubling", "hierarchical_copy", "forest", "one_device")
+
+
+@pytest.mark.parametrize("algorithm", GENERAL)
+def test_the_compiler_runs_every_schedule(algorithm):
+    """Schedules with partial results, forwarding and many rounds give the oracle's results, in pieces, in place, with
+    slots that have room only for small pieces, and also where inputs and partial results have different dtypes."""
+    draw = np.random.default_rng(7)
+    for ranks in (1, 2, 3, 4, 5, 7, 8) if algorithm != "forest" else (2, 3, 4, 6):
+        for dtype in ("int64", "float16", "bfloat16"):
+            ops = [Op("all_reduce", size, dtype, None, algorithm) for size in (0, 1, 33, 1000, 2300)]
+            ops.append(Op("reduce", 1000, dtype, ranks - 1, algorithm))
+            for in_place in (False, True):
+                with limits(1 << 12, 0, 1 << 15):
+                    run(ops, ranks, draw, in_place)
+
+
+@pytest.mark.parametrize("algorithm", GENERAL)
+def test_the_compiler_loses_doubles_and_misplaces_nothing(algorithm):
+    """With the oracle's data, in which every lost, doubled or swapped contribution shows, sums are exact."""
+    for ranks in (2, 3, 6, 9) if algorithm != "forest" else (2, 3, 5):
+        size = 150
+        arrays = [x + 7 * np.arange(size) for x in oracle.contributions(ranks, "int64", (size,))]
+        memories = [[[x.view(np.uint8), np.zeros(size * 8, np.uint8)] for x in arrays]]
+        with limits(512):
+            stages = compiled(Op("all_reduce", size, "int64", None, algorithm), ranks)
+            stretches = [[[(0, i) for i in each[k]] for each in stages] for k in range(len(stages[0]))]
+            execute(
+                stretches,
+                np.zeros((ranks, 2, programs.SLOT_BYTES // 2), np.uint8),
+                memories,
+                np.random.default_rng(ranks),
+            )
+        due = oracle.reduce("sum", arrays)
+        for _, result in memories[0]:
+            assert result.view(np.int64).tolist() == due.tolist()
+
+
+def test_means_are_divided_once_where_they_are_final():
+    """Only the instruction that makes the fully reduced chunk divides and rounds."""
+    for algorithm in ("ring", "direct", "recursive_doubling"):
+        program = scheduled(algorithm, 4, None).program
+        divided = [
+            instruction
+            for rank in range(4)
+            for stage in rank_stages(program, [0], [1], 64, numbers("float16", ReduceOp.MEAN, 4), rank)
+            for instruction in stage
+            if instruction.numbers.divisor == 4
+        ]
+        assert divided
+        assert all(i.numbers.result == "float16" and len(i.operands) > 1 for i in divided)
+        assert sum(i.size for i in divided) == 64 * (4 if algorithm == "recursive_doubling" else 1)
+
+
+def test_only_mixed_combinations_widen_inputs():
+    """Inputs of a half type are not converted, unless they are combined with partial results, which are wider."""
+    for algorithm, wide in (("direct", False), ("one_shot", False), ("ring", True), ("hierarchical_copy", False)):
+        program = scheduled(algorithm, 4, None).program
+        first = rank_stages(program, [0], [1], 640, numbers("float16"), 1)[0]
+        assert {i.numbers.result for i in first} == {"float32" if wide else "float16"}, algorithm
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_to_all", "broadcast"])
+def test_pieces_of_real_size(collective):
+    """With the real limits, arrays of one piece, and of an element less or more, fit into slots; with smaller pieces
+    they also give the oracle's results."""
+    draw = np.random.default_rng(6)
+    root = 1 if collective in ROOTED else None
+    for ranks in (2, 3):
+        step = piece_size(collective, ranks, root, "float64")
+        assert 0 < step * 8 <= programs.PIECE_BYTES
+        for size in (step - 1, step, step + 1, 2 * step + 1):
+            for stages in compiled(Op(collective, size, "float64", root), ranks):
+                assert used(stages) <= programs.SLOT_BYTES // 2
+        with limits(1 << 16):
+            step = piece_size(collective, ranks, root, "float64")
+            run([Op(collective, size, "float64", root) for size in (step - 1, step, step + 1)], ranks, draw)
+
+
+def test_pieces_of_ranks_that_only_wait_are_small():
+    """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, and 256 KiB where data is only
+    copied; others, and very large arrays, use pieces of 1 MiB."""
+    for ranks, overlapping, combined, copied in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
+        engine = one_host.OneHostEngine(0, ranks, overlapping=overlapping)
+        for collective, stages in (("all_reduce", combined + 2), ("broadcast", copied + 1)):
+            made = engine.compile(
+                collective, 1 << 20, numbers("float32"), 0 if collective == "broadcast" else None, b""
+            )
+            assert made.stages == stages, (collective, ranks, overlapping)
+    large = one_host.OneHostEngine(0, 8, overlapping=False).compile(
+        "all_reduce", 1 << 28, numbers("float32"), None, b""
+    )
+    assert large.stages == (1 << 30) // programs.PIECE_BYTES + 2
+
+
+def piece_size(collective, ranks, root, dtype, algorithm=None):
+    op = Op(collective, 1 << 24, dtype, root, algorithm)
+    program, arrays, _ = chosen(op, ranks)
+    return analyze(program, numbers(dtype), len(arrays)).piece_size(op.size, programs.SLOT_BYTES // 2)
+
+
+def used(stages):
+    """Return the bytes of a slot that instructions use."""
+    ends = [
+        place.offset + instruction.size * itemsize(dtype)
+        for stage in stages
+        for instruction in stage
+        for dtype, places in (
+            (instruction.numbers.dtype, instruction.operands),
+            (instruction.numbers.result, instruction.results),
+        )
+        for place in places
+        if place.region >= 0
+    ]
+    return max(ends, default=0)
+
+
+@examples(100)
+@given(st.data())
+def test_slots_are_large_enough(data):
+    """No instruction reaches beyond half of a slot, for any collective and schedule, for up to 300 ranks
+    (40 in an all-to-all or with a named algorithm)."""
+    collective = data.draw(st.sampled_from(COLLECTIVES), "collective")
+    algorithm = None
+    if collective == "all_reduce":
+        algorithm = data.draw(st.sampled_from([None, None, *PLANNERS]), "algorithm")
+    many = 40 if collective == "all_to_all" or algorithm else 300
+    ranks = data.draw(st.one_of(st.integers(1, 9), st.integers(1, many)), "ranks")
+    dtype = data.draw(st.sampled_from([*DTYPES, "float16"]), "dtype")
+    root = data.draw(st.integers(0, ranks - 1), "root") if collective in ROOTED else None
+    step = piece_size(collective, ranks, root, dtype, algorithm)
+    size = data.draw(st.sampled_from([step - 1, step, step + 1, 3 * step + 7]), "size")
+    op = Op(collective, size, dtype, root, algorithm)
+    program, arrays, results = chosen(op, ranks)
+    counts = set()
+    for rank in {0, ranks - 1, data.draw(st.integers(0, ranks - 1), "rank")}:
+        stages = rank_stages(program, arrays, results, size, numbers(dtype), rank)
+        assert used(stages) <= programs.SLOT_BYTES // 2
+        counts.add(len(stages))
+    assert len(counts) == 1
+
+
+@given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([1, 2, 4, 8, 16]))
+def test_shares_begin_at_lines(size, count, nbytes):
+    """Shares cover all elements in order, begin at multiples of a cache line, and differ by two lines at most."""
+    ends = line_shares(size, count, nbytes)
+    assert ends[0] == 0
+    assert ends[-1] == size
+    assert len(ends) == count + 1
+    assert list(ends) == sorted(ends)
+    line = 64 // nbytes
+    assert all(end % line == 0 or end == size for end in ends)
+    lengths = np.diff(ends)
+    assert lengths.max() - lengths.min() <= 2 * line
+
+
+def test_every_element_is_combined_in_the_order_of_the_ranks():
+    """The operands of each element are those of rank 0 to the last rank, in one instruction, for any size."""
+    for collective, size in (("all_reduce", 5), ("all_reduce", 300), ("reduce", 300), ("reduce_scatter", 77)):
+        for ranks in (2, 3, 8):
+            op = Op(collective, size, "float32", 1 if collective == "reduce" else None)
+            with limits(512, 64):
+                for rank, stages in enumerate(compiled(op, ranks)):
+                    for instruction in (i for stage in stages for i in stage if len(i.operands) > 1):
+                        owners = [rank if place.region < 0 else place.region for place in instruction.operands]
+                        assert owners == list(range(ranks))
+
+
+def copied(op, ranks):
+    """Return the bytes that all instructions of all ranks read and write."""
+    return sum(
+        i.size * (len(i.operands) * itemsize(i.numbers.dtype) + len(i.results) * itemsize(i.numbers.result))
+        for stages in compiled(op, ranks)
+        for stage in stages
+        for i in stage
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_least_stages_and_bytes(ranks):
+    """An all-reduce or reduce of p pieces takes p + 2 stages, a one-round collective, or a single rank, p + 1;
+    only a result that others need is copied a second time."""
+    n, size = ranks, 1 << 20
+    pieces = size * 4 // programs.PIECE_BYTES
+    nbytes = size * 4
+    for collective, stages, moved in (
+        # Each rank copies the others' shares of its input, combines its own share of all inputs, copies that to its
+        # slot, and copies the results of the others.
+        ("all_reduce", pieces + 2, n * (2 * (n - 1) / n + (n + 3) / n + 2 * (n - 1) / n)),
+        ("reduce", pieces + 2, 2 * (n - 1) + n + 1 + 2 * (n - 1) / n),
+        ("broadcast", pieces + 1, 2 + 2 * (n - 1)),
+        ("all_gather", pieces + 1, n * 2 + n * 2 * n),
+        ("gather", pieces + 1, 2 * (n - 1) + 2 * n),
+    ):
+        op = Op(collective, size, "float32", 0 if collective in ROOTED else None)
+        if ranks > 1:
+            assert {len(each) for each in compiled(op, ranks)} == {stages}
+            assert copied(op, ranks) == pytest.approx(moved * nbytes, rel=1e-3)
+        else:
+            assert {len(each) for each in compiled(op, ranks)} == {pieces + 1}
+            assert copied(op, ranks) == (0 if collective == "broadcast" else 2 * nbytes)
+    small = compiled(Op("all_reduce", 256, "float32"), ranks)
+    assert {len(each) for each in small} == {2}
+
+
+def test_neighbouring_chunks_are_copied_at_once():
+    """One instruction on each side of a rank's own share copies its input into its slot, for 2, 4 and 16 ranks."""
+    for ranks in (2, 4, 16):
+        for rank, stages in enumerate(compiled(Op("all_reduce", 1 << 15, "float32"), ranks)):
+            assert len(stages[0]) == (1 if rank in (0, ranks - 1) else 2)
+
+
+def test_streaming_stores_bypass_the_cache_only_for_large_results_of_the_caller():
+    """Streaming stores are for large copies into the caller's memory, not for slots, which other ranks read soon."""
+    for collective in ("all_reduce", "all_gather"):
+        for size, streaming in ((1 << 10, False), (1 << 20, True)):
+            stages = compiled(Op(collective, size, "float32"), 2)[0]
+            instructions = [instruction for stage in stages for instruction in stage]
+            assert any(i.streaming for i in instructions) == streaming
+            assert not any(i.streaming for i in instructions if any(place.region >= 0 for place in i.results))
+
+
+def test_programs_of_many_ranks_are_compiled_quickly():
+    """An all-to-all of 64 ranks, which has 4096 chunks, is planned, verified and compiled within seconds."""
+    began = time.perf_counter()
+    one_host._host_collective.cache_clear()
+    stages = rank_stages(*host_collective("all_to_all", 64, None, 4000), 1000, numbers("float32"), 3)
+    assert sum(map(len, stages)) == 63 + 64
+    assert time.perf_counter() - began < 10
+
+
+def test_numbers_of_ranks():
+    """Results have the inputs' dtype, in which integers are also added; a mean is divided by the number of ranks."""
+    found = numbers("bfloat16", ReduceOp.MEAN, 3)
+    assert found == Numbers(ReduceOp.MEAN, "bfloat16", "float32", "bfloat16", 3)
+    assert numbers("int32", ReduceOp.MEAN, 3) == Numbers(ReduceOp.MEAN, "int32", "int32", "int32", 3)
+    with pytest.raises(UnsupportedError, match="the mean of bools is not defined"):
+        numbers("bool", ReduceOp.MEAN)

@@ -1,0 +1,82 @@
+"""The programs on the page "When a rank dies" do what the page says, if a rank is killed."""
+
+import re
+import signal
+import stat
+import time
+
+from paths import ROOT
+from test_torch_storm import free_port
+from torch_running import finish, start
+
+PAGE = (ROOT / "docs" / "how-to" / "when-a-rank-dies.md").read_text()
+SECONDS = 200  # on a machine with other work
+
+
+def program_of(heading, folder):
+    """Write the first program below a heading of the page to a file, and return its path."""
+    program = folder / "train.py"
+    program.write_text(re.search(r"```py\n(.*?)```", PAGE.partition(f"# {heading}\n")[2], re.DOTALL)[1])
+    return program
+
+
+def killed_at_first(program, address):
+    """Run a program on three ranks, kill rank 0 in its first step, and return what the others have ended with."""
+    running = start(["-u", program], 3, lambda rank: address)
+    deadline = time.monotonic() + SECONDS
+    first = running[0].stdout.readline()
+    while "step 0" not in first:
+        assert time.monotonic() < deadline, first
+        assert running[0].poll() is None, first
+        first = running[0].stdout.readline()
+    running[0].send_signal(signal.SIGKILL)
+    (killed, _), *others = finish(running, SECONDS)
+    assert killed == -signal.SIGKILL
+    for status, text in others:
+        assert status == 0, text
+        assert text.count("ranks (1, 2) continue") == 1
+    return [text for _, text in others]
+
+
+def new_address():
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def test_the_program_of_the_page_goes_on(tmp_path):
+    """Of three ranks, rank 0 is killed, which also serves the store. The others continue, to the same loss as alone."""
+    program, address = program_of("A loop that continues", tmp_path), new_address()
+    others = killed_at_first(program, address)
+    alone = finish(start([program], 1, lambda rank: address), SECONDS)
+    assert alone[0][0] == 0, alone[0][1]
+    (want,) = re.findall(r"step 1900: loss ([\d.]+)", alone[0][1])
+    means = [float(re.findall(r"step 1900: loss ([\d.]+)", text)[0]) for text in others]
+    assert abs(sum(means) / 2 - float(want)) < 2e-6, (means, want)
+
+
+def test_the_numpy_program_of_the_page_goes_on(tmp_path):
+    """Of three NumPy ranks, rank 0 is killed, at whose address they met. The others continue to the right weights."""
+    for text in killed_at_first(program_of("NumPy, without PyTorch", tmp_path), new_address()):
+        assert re.search(r"^step 1800, 2 ranks: [\d.]+e-1\d$", text, re.MULTILINE), text
+
+
+def test_the_numpy_program_of_the_page_lets_a_process_in(tmp_path):
+    """A process that reads the invitation of two NumPy ranks joins them, and all three end with the same weights. Only
+    this user can read the invitation."""
+    program = program_of("New NumPy processes", tmp_path)
+    text = program.read_text()
+    assert text.count("while step < 2000:") == 1
+    program.write_text(text.replace("while step < 2000:", "while is_new or group.size < 3 or step % 500:"))
+    address = new_address()
+    running = start(["-u", program], 2, lambda rank: address)
+    deadline = time.monotonic() + SECONDS
+    while not (invitation := tmp_path / "invitation").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
+    running += start(["-u", program, "new"], 1, lambda rank: {})
+    ended = finish(running, SECONDS)
+    for status, output in ended:
+        assert status == 0, output
+    last = {output.splitlines()[-1] for _, output in ended}
+    assert len(last) == 1, last
+    assert re.fullmatch(r"step \d+, 3 ranks: [\d.]+e-\d+", last.pop())

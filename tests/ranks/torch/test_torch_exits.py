@@ -1,0 +1,82 @@
+"""How processes of ranks end: under each launcher, with and without failures, nothing of this library is written."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from torch_running import HERE, finish, start
+
+PROGRAM = HERE / "torch_exits.py"
+OURS = re.compile(r"Exception ignored|terminate called|Fatal Python|NoneType|leaked|resource_tracker")
+STATUSES = {"exit": 7, "exception": 1, "one_fails": 1}
+
+
+def status_of(ending):
+    return STATUSES.get(ending.removesuffix("_over_hosts"), 0)
+
+
+@pytest.mark.parametrize(
+    "ending", ["kept", "exit", "exception", "one_fails", "pending", "one_fails_over_hosts", "exit_over_hosts"]
+)
+def test_processes_that_a_launcher_starts(tmp_path, monkeypatch, ending):
+    """Ranks that are programs of their own exit as the program says, with its errors and no others; in a global they
+    keep groups that they have not destroyed."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))  # an older dump would be reported
+    outputs = finish(start(["-W", "error", PROGRAM, "itself", ending, tmp_path / "store"], 2), 60)
+    for rank, (status, text) in enumerate(outputs):
+        assert status == status_of(ending), f"rank {rank}:\n{text}"
+        assert not OURS.search(text), f"rank {rank}:\n{text}"
+        tracebacks = re.findall(r"^\[rank\d\]: ([\w.]*Error): .*", text, re.M)
+        if ending.startswith("one_fails") and rank == 1:
+            assert tracebacks[-1] == "crossreduce.errors.PeerLostError", text
+        else:
+            assert tracebacks == ["ArithmeticError"] * (status == 1), f"rank {rank}:\n{text}"
+        if status in (0, 7):
+            assert text == "", f"rank {rank}:\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ending"), [("spawn", "one_fails"), ("fork", "kept_over_hosts"), ("torchrun", "exit")]
+)
+def test_launchers(tmp_path, monkeypatch, launcher, ending):
+    """Ranks that torch.multiprocessing or torchrun starts write nothing when they end, except their own errors."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+    command = [sys.executable]
+    if launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(PROGRAM), "itself" if launcher == "torchrun" else launcher, ending, str(tmp_path / "store")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert (ran.returncode != 0) == (status_of(ending) != 0), ran.stderr
+    assert not OURS.search(ran.stderr), ran.stderr
+    if ending.startswith("kept"):
+        assert ran.stderr == ""
+
+
+ENDS_LAST = """
+import ctypes, sys
+import crossreduce.ranks.communicator as module
+from crossreduce.ranks import shared_memory
+from members import member
+from ranks import SocketRendezvous, Store
+
+for each in (module, shared_memory):  # other libraries keep modules, too, so that Python has to clear them
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+store = Store()
+store.start()
+kept = member(SocketRendezvous(store.path, 0, 1))
+if sys.argv[1] == "closed":
+    kept.close()
+store.close()
+module.kept = kept  # it is released when most names of the module are None
+del kept
+"""
+
+
+@pytest.mark.parametrize("state", ["open", "closed"])
+def test_a_group_that_python_releases_last(state):
+    """A group that still exists when Python clears its modules is released silently."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ENDS_LAST, state], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

@@ -1,0 +1,144 @@
+"""Collectives of torch tensors that overlap, in every form, compared with an oracle on copies."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from budget import examples
+from fleets import Fleet
+from hypothesis import given
+from hypothesis import strategies as st
+from overlaps import FORMS, cases, check, places
+from ranks import ranks as forked
+from torch_running import HERE
+
+from crossreduce.torch import memory
+from crossreduce.torch.collectives import Collectives
+
+
+@pytest.fixture(scope="module", params=["AA", "AAA", "AB", "AAB"])
+def ranks(request, tmp_path_factory):
+    """Start a group of ranks on one host, or on two simulated ones; return its ``Fleet`` and its size."""
+    folder, n = tmp_path_factory.mktemp("ranks"), len(request.param)
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "CROSSREDUCE_HOST": request.param[rank]}
+        for rank in range(n)
+    ]
+    command = [sys.executable, str(HERE / "torch_overlap.py"), str(folder)]
+    fleet = Fleet([command] * n, environments, folder / "log")
+    yield fleet, n
+    statuses = fleet.finish()
+    assert not any(statuses), (folder / "log").read_text()
+
+
+@examples(600)
+@given(data=st.data())
+def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
+    """Each collective gives what it gives on copies; if results share memory, all ranks raise before any writes."""
+    fleet, n = ranks
+    case = data.draw(cases(n, FORMS))
+    check(case, fleet.run(case))
+
+
+def exchanged_in_place(rendezvous, store):
+    """Exchange rows of several sizes in place, in both forms."""
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    rank, n = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=n)
+    for size in [100, 5000, 20_000] * 8:
+        right = torch.arange(n).repeat_interleave(size) * n + rank
+        single = torch.arange(n).repeat_interleave(size) + rank * n
+        rows = list(single.clone().split(size))
+        dist.all_to_all_single(single, single)
+        dist.all_to_all(rows, rows)
+        assert torch.equal(single, right), size
+        assert torch.equal(torch.cat(rows), right), size
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_large_all_to_alls_in_place(tmp_path, n):
+    """Ranks that read each other's memory do not read a row that its rank has already overwritten."""
+    forked(n, exchanged_in_place, tmp_path / "store")
+
+
+STARTS = st.lists(st.integers(0, 20), min_size=1) | st.builds(range, st.integers(0, 20), st.just(21), st.integers(1, 7))
+DIMENSIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=3)
+
+
+@given(st.lists(st.tuples(STARTS, DIMENSIONS), max_size=5), st.randoms())
+def test_shared_memory_is_found_exactly(drawn, order):
+    """share_memory is true if and only if two elements have the same position, whatever the strides."""
+    views = [(at, [size for size, _ in each], [stride for _, stride in each]) for ats, each in drawn for at in ats]
+    order.shuffle(views)
+    base = torch.zeros(300, dtype=torch.float16)
+    tensors = [torch.as_strided(base, shape, strides, offset) for offset, shape, strides in views]
+    at = places(views)
+    shared = len(np.unique(at)) < len(at)
+    assert memory.share_memory(tensors) == shared
+    if memory.are_apart(tensors):
+        assert not shared
+        assert all(x.is_contiguous() for x in tensors)
+
+
+@pytest.mark.parametrize("count", [16, 1024])
+def test_columns_of_one_tensor_are_compared_at_once(count, monkeypatch):
+    """Whether columns of one tensor share memory is found in at most 12 comparisons, however many columns there are."""
+    compared, real = [], np.shares_memory
+    monkeypatch.setattr(np, "shares_memory", lambda *pair: compared.append(pair) or real(*pair))
+    whole = torch.zeros(8, count)
+    assert not memory.share_memory(list(whole.T))
+    assert memory.share_memory([*whole.T, whole[:, count // 2]])
+    assert memory.share_memory([*whole.T, whole[3, 1:2]])
+    assert len(compared) <= 12
+
+
+class Recorder:
+    """A communicator of one of several ranks that records the addresses of its calls, and does nothing."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.used = rank, size, []
+        self.hosts = ((0,), tuple(range(1, size)))  # of several hosts no call is prepared
+
+    def supports(self, *_):
+        return True
+
+    def agree(self, text):
+        pass
+
+    def __getattr__(self, name):
+        def record(*arguments):
+            given = [
+                each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])
+            ]
+            self.used.append([each.address for each in given if isinstance(each, memory.ArrayView)])
+
+        return record
+
+
+def test_own_parts_are_not_copied():
+    """Inputs are copied only if they overlap results otherwise than in place, or as the rank's own part."""
+    recorder = Recorder(1, 3)
+    collectives, kind = Collectives(recorder, None), dist.AllreduceOptions().reduceOp
+    x = torch.zeros(3, 4)
+    rows = list(x)
+    at = [row.data_ptr() for row in rows]
+    collectives.all_reduce(x, kind)
+    collectives.all_gather(rows, rows[1])
+    collectives.all_gather_single(x, rows[1])
+    collectives.reduce_scatter(rows[1], rows, kind)
+    collectives.reduce_scatter_single(rows[1], x, kind)
+    collectives.gather(rows, rows[1], 1)
+    collectives.scatter(rows[1], rows, 1)
+    own_first, own_last = [at[1], *at], [*at, at[1]]
+    assert recorder.used == [at[:1] * 2, own_first, own_first, own_last, own_last, own_first, own_last]
+    recorder.used.clear()
+    collectives.all_gather_single(x, rows[0])
+    collectives.reduce_scatter(rows[0], rows, kind)
+    gathered, reduced = recorder.used
+    assert gathered[1:] == at
+    assert gathered[0] not in at
+    assert reduced[1:] == [at[1], at[2], at[0]]
+    assert reduced[0] not in at

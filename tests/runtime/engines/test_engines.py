@@ -1,0 +1,409 @@
+"""The engines: each computes what the oracle computes, for any schedule, and runs nothing that was not verified."""
+
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import oracle
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from planned import planned
+from running import ENGINES, bounds, only, run, run_engine, run_on
+from strategies import NAMED, arrays, device_counts, named, names, op_and_dtype, requests
+
+import crossreduce as cr
+from crossreduce import Chunk, Schedule, ScheduleError, Step
+from crossreduce.engines.base import Layout, LoweredBuffer, OverlapError, ProgramRange, engine_named
+from crossreduce.frameworks import get
+from crossreduce.frameworks.null import Counts, NullFramework
+from crossreduce.lowering import lower
+from crossreduce.packing import Buffer, Span
+from crossreduce.pipeline import select
+from crossreduce.planning import PLANNERS
+
+sizes = st.integers(0, 40)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def plan(algorithm, ask):
+    if algorithm == "forest":
+        return planned(algorithm, ask.sources, ask.destinations)
+    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+
+
+def all_reduce(algorithm, n, packs=1):
+    return planned(algorithm, names(n), names(n), packs)
+
+
+# ---- every engine ---------------------------------------------------------------------------------------------------
+
+
+@each_engine
+def test_results_are_the_oracles(engine):
+    """For any plan, op, dtype and size, each destination gets the oracle's result; integers to the bit."""
+
+    @examples(200)
+    @given(named, requests(most_packs=4), op_and_dtype(), sizes, st.data())
+    def law(algorithm, ask, pair, size, data):
+        op, dtype = pair
+        schedule = plan(algorithm, ask)
+        xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
+        before = [x.copy() for x in xs]
+        with np.errstate(all="ignore"):
+            results = run_engine(engine, schedule, op, xs)
+        assert len(results) == len(ask.destinations)
+        for result in results:
+            oracle.check(result, op, before, oracle.depth(schedule))
+            assert result.tobytes() == results[0].tobytes()  # every destination has the same bits
+        assert all(x.tobytes() == old.tobytes() for x, old in zip(xs, before, strict=True))  # no input was written
+        for k, result in enumerate(results):
+            assert not any(np.shares_memory(result, other) for other in [*xs, *results[:k]])
+
+    law()
+
+
+@given(named, requests(most_packs=3), op_and_dtype(), sizes, st.data())
+def test_all_engines_give_the_same_bits(algorithm, ask, pair, size, data):
+    """One schedule gives the same bits on every engine, since the lowered program fixes the order of combination."""
+    op, dtype = pair
+    xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
+    schedule = plan(algorithm, ask)
+    with np.errstate(all="ignore"):
+        found = [run_engine(engine, schedule, op, xs) for engine in ENGINES]
+    first = [x.tobytes() for x in found[0]]
+    assert all([x.tobytes() for x in results] == first for results in found)
+
+
+def chance(rng):
+    """Return a random schedule of one chunk; it may be wrong."""
+    n = rng.choice([2, 3, 3, 4])
+    everyone = tuple(range(n))
+    rounds = [[(0, rng.randrange(n), tuple(rng.sample(everyone, rng.randint(1, n))))] for _ in range(rng.randint(1, 4))]
+    root = rng.randrange(n)
+    if rng.random() < 0.8:  # collect along a chain of devices, with up to two random steps in between
+        chain = rng.sample(everyone, n)
+        rounds = [[(0, chain[k], (chain[k - 1], chain[k])[:: rng.choice([1, -1])])] for k in range(1, n)]
+        root = chain[-1]
+        for _ in range(rng.randint(0, 2)):
+            step = (0, rng.randrange(n), tuple(rng.sample(everyone, rng.randint(1, min(2, n)))))
+            rounds.insert(rng.randrange(len(rounds) + 1), [step])
+    rounds += [[(0, dst, (root,)) for dst in everyone if dst != root]]
+    steps = tuple(tuple(Step(*step) for step in steps) for steps in rounds)
+    return Schedule("all_reduce", "chance", names(n), (Chunk(Fraction(1), everyone, everyone),), steps)
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", ["int64", "float16"])
+def test_any_right_schedule_gives_the_right_sum(engine, dtype):
+    """Not only planned schedules: any steps that verify accepts give exact sums and do not write the inputs.
+
+    No engine reuses the memory of an intermediate value that a later step reads.
+    """
+    done = 0
+    for seed in range(4_000 if engine == "loop" else 1_000):
+        schedule = chance(random.Random(seed))
+        if not oracle.right(schedule):
+            continue
+        done += 1
+        n = len(schedule.devices)
+        xs = [x.astype(dtype) for x in oracle.contributions(n, "int64", (3,))]
+        results = run_engine(engine, schedule, "sum", xs)
+        due = sum((n + 1) ** k for k in range(n))
+        assert all(result.tolist() == [due] * 3 for result in results), str(schedule)
+        assert [x.tolist() for x in xs] == [[(n + 1) ** k] * 3 for k in range(n)], str(schedule)
+        for k, result in enumerate(results):
+            assert not any(np.shares_memory(result, other) for other in [*xs, *results[:k]]), str(schedule)
+    assert done > 100
+
+
+@each_engine
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_contributions_all_arrive_once(engine, algorithm):
+    """The sum of (n + 1) ** device is exact on every device: no contribution is lost, doubled or replaced."""
+    for n in range(1, 16):
+        xs = oracle.contributions(n, "int64", (11,))
+        for result in run_engine(engine, all_reduce(algorithm, n, packs=2), "sum", xs):
+            assert result.tolist() == [sum((n + 1) ** k for k in range(n))] * 11
+
+
+@each_engine
+def test_half_types_are_rounded_once(engine):
+    """The mean of equal large float16 or bfloat16 numbers is that number: they are summed in float32."""
+
+    @examples(40)
+    @given(named, device_counts, st.sampled_from(["float16", "bfloat16"]))
+    def law(algorithm, n, dtype):
+        large = oracle.dtype_of(dtype).type(3e4 if dtype == "float16" else 1e37)
+        largest = np.full(3, large)
+        for result in run_engine(engine, all_reduce(algorithm, n), "mean", [largest] * n):
+            assert result.tobytes() == largest.tobytes()
+
+    law()
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_nan_and_inf_propagate(engine, dtype):
+    """A NaN of any one device is in the result; infinities follow the rules of arithmetic."""
+    n = 5
+    for algorithm in NAMED:
+        for op in ("sum", "mean", "min", "max", "product"):
+            for special in (np.nan, np.inf, -np.inf):
+                xs = [np.arange(1, n + 3).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+                for device in range(n):
+                    xs[device][device] = special
+                xs[0][n] = np.inf
+                xs[1][n] = -np.inf
+                with np.errstate(invalid="ignore"):
+                    results = run_engine(engine, all_reduce(algorithm, n), op, xs)
+                for result in results:
+                    oracle.check(result, op, xs)
+
+
+@each_engine
+def test_the_same_input_gives_the_same_bits(engine):
+    """With a fixed schedule, repeated runs give the same bits."""
+    rng = np.random.default_rng(0)
+    for algorithm in NAMED:
+        xs = [rng.normal(size=9).astype("float32") for _ in range(6)]
+        once, again = (run_engine(engine, all_reduce(algorithm, 6), "sum", xs) for _ in range(2))
+        assert [x.tobytes() for x in once] == [x.tobytes() for x in again]
+
+
+@each_engine
+def test_results_are_written_into_out(engine):
+    """An engine writes its results into the arrays of ``out`` and returns these, also if they are the inputs."""
+    schedule = all_reduce("ring", 3)
+    xs = oracle.contributions(3, "float32", (7,))
+    out = [np.empty(7, "float32") for _ in range(3)]
+    results = run_engine(engine, schedule, "sum", xs, out=out)
+    assert all(result is target for result, target in zip(results, out, strict=True))
+    assert all(x.tolist() == [21.0] * 7 for x in out)
+    run_engine(engine, schedule, "sum", xs, out=xs)
+    assert all(x.tolist() == [21.0] * 7 for x in xs)
+
+
+def custom(chunks, *rounds):
+    return Schedule(
+        "all_reduce", "custom", names(2), chunks, tuple(tuple(Step(*step) for step in steps) for steps in rounds)
+    )
+
+
+WHOLE = (Chunk(Fraction(1), (0, 1), (0, 1)),)
+HALF = Fraction(1, 2)
+REFUSED = [
+    (custom(WHOLE, [(0, 0, (0, 1))]), "the contribution of device cpu:0 is lost"),
+    (custom(WHOLE, [(0, 0, (0, 1))], [(0, 1, (0, 1))]), "a second time"),
+    (custom(WHOLE, [(0, 0, (0, 1)), (0, 1, (0,))]), "stale"),
+    # only the last chunk, whose share is 0, is wrong
+    (custom((Chunk(Fraction(1), (0,), (0,)), Chunk(Fraction(0), (0,), (1,)))), "no step brings chunk 1"),
+    # a reduce-scatter: its chunks have different destinations
+    (
+        custom((Chunk(HALF, (0, 1), (0,)), Chunk(HALF, (0, 1), (1,))), [(0, 0, (0, 1)), (1, 1, (0, 1))]),
+        "same sources and destinations",
+    ),
+    # an all-gather: its chunks have different sources
+    (
+        custom((Chunk(HALF, (0,), (0, 1)), Chunk(HALF, (1,), (0, 1))), [(0, 1, (0,)), (1, 0, (1,))]),
+        "same sources and destinations",
+    ),
+]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "null"])
+@pytest.mark.parametrize(("schedule", "text"), REFUSED)
+def test_wrong_schedules_are_refused_before_anything_runs(engine, schedule, text):
+    """A schedule that verify rejects, or with chunks of different sources or destinations, raises before any step."""
+    null = NullFramework()
+    framework = null if engine == "null" else get("numpy")
+    xs = [null.zeros((4,), "float32", name) for name in names(2)]
+    if engine != "null":
+        xs = [np.ones(4, "float32") for _ in range(2)]
+    for _ in range(2):  # the second call is refused, too
+        with pytest.raises(ScheduleError, match=text):
+            run_engine(engine, schedule, "sum", xs, framework)
+    assert null.counts == Counts()
+
+
+def test_empty_chunks_are_verified_too():
+    """A schedule is refused if it lacks a step of a chunk, even if that chunk is empty at this buffer size."""
+    chunk = Chunk(HALF, (0, 1), (0,))
+    schedule = custom((chunk, chunk), [(1, 0, (0, 1))])
+    assert schedule.spans(1) == ((0, 0), (0, 1))
+    with pytest.raises(ScheduleError, match="chunk 0"):
+        run_engine("loop", schedule, "sum", [np.ones(1)] * 2)
+
+
+# ---- which engine ---------------------------------------------------------------------------------------------------
+
+
+def layout_of(framework, xs, n=2, mixed=False, size=4, devices=None):
+    program = lower(all_reduce("one_device", n) if devices is None else planned("one_device", devices, devices))
+    buffer = Buffer("float32", size, (Span(0, 0, size or 0, (size or 0,)),), 1, 0)
+    lowered = LoweredBuffer(buffer, (ProgramRange(program, 0, size or 0),))
+    return Layout(framework, (0,), (lowered,), program.devices, program.devices, mixed), [list(xs)]
+
+
+def test_the_host_engine_is_selected_for_plain_host_arrays():
+    """NumPy arrays in host memory run on the engine "host"; its operands are the arrays themselves."""
+    xs = [np.ones(4, "float32") for _ in range(2)]
+    engine, operands = select(*layout_of(get("numpy"), xs))
+    assert engine is engine_named("host")
+    assert operands[0][0] is xs[0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"mixed": True}, {"size": None}, {"devices": ("cpu:0", "cuda:1")}, {"devices": ("cpu:0", "host1/cpu:0")}]
+)
+def test_the_loop_runs_what_the_host_engine_cannot(change):
+    """The engine "loop" runs mixed sparse and dense values, unknown sizes, and devices outside this host's memory."""
+    xs = [np.ones(4, "float32") for _ in range(2)]
+    engine, operands = select(*layout_of(get("numpy"), xs, **change))
+    assert engine is engine_named("loop")
+    assert operands[0][0] is xs[0]
+
+
+def test_the_null_engine_counts_null_arrays():
+    """Arrays of the null framework, which have shapes but no elements, run on the null engine."""
+    null = NullFramework()
+    engine, _ = select(*layout_of(null, [null.zeros((4,), "float32", name) for name in names(2)]))
+    assert engine is engine_named("null")
+
+
+def test_traced_arrays_run_on_the_loop(jax_):
+    """Traced arrays, which the kernels of the engine "host" cannot read, run on the engine "loop"."""
+    import jax
+
+    seen = []
+
+    def traced(x, y):
+        seen.append(select(*layout_of(get("jax"), [x, y]))[0].name)
+        return x
+
+    jax.make_jaxpr(traced)(np.ones(4, "float32"), np.ones(4, "float32"))
+    assert seen == ["loop"]
+
+
+def test_a_new_engine_runs_whole_calls():
+    """A registered engine runs the calls that it supports, with or without ``out``, once for each dtype."""
+    grads = [{"w": np.full((2, 3), float(k)), "b": np.arange(3) * k} for k in range(4)]
+    with only("recording") as engine:
+        engine.runs.clear()
+        reduced = cr.all_reduce(grads, "mean")
+        assert reduced[3]["w"].tolist() == [[1.5] * 3] * 2
+        assert reduced[0]["b"].tolist() == [0.0, 1.5, 3.0]
+        assert [(run.shapes, run.with_out) for run in engine.runs] == [(((3,),), False), (((2, 3),), False)]
+        value = cr.PerReplica([np.ones(3), np.ones(3)])
+        assert cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=value)[1] is value[1]
+        assert engine.runs[-1] == (("ring",), ((3,),), True)
+        assert value[0].tolist() == [2.0] * 3
+    cr.all_reduce(grads)
+    assert len(engine.runs) == 3  # outside ``only`` the engine is not selected
+
+
+def test_overlapping_out_is_refused_for_every_engine():
+    """Arrays of ``out`` that share memory are refused before any write, whether or not the engine checks for it."""
+    for name in ENGINES:
+        with only(name):
+            value = cr.PerReplica([np.ones(3), np.ones(3)])
+            block = np.zeros(4)
+            out = cr.PerReplica([block[:3], block[1:]])
+            with pytest.raises(cr.ArgumentError, match="arrays that share memory"):
+                cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=out)
+            assert block.tolist() == [0.0] * 4
+
+
+def test_the_host_engine_reports_overlap_itself():
+    """The host engine's kernel finds overlapping results and writes nothing."""
+    block = np.zeros(4)
+    with pytest.raises(OverlapError) as caught:
+        run_engine("host", all_reduce("ring", 2), "sum", [np.ones(3), np.ones(3)], out=[block[:3], block[1:]])
+    assert (caught.value.tensor, caught.value.result) in ((0, 0), (0, 1))
+    assert block.tolist() == [0.0] * 4
+
+
+# ---- engine "loop" --------------------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(
+    named,
+    requests(most_packs=3),
+    st.sampled_from(["sum", "mean", "max"]),
+    st.sampled_from(["float16", "float32", "int32"]),
+    sizes,
+)
+def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
+    """A part of a result that "loop" marks as fresh shares no memory with inputs or other results' fresh parts."""
+    xs = [np.ones(size, dtype) for _ in ask.sources]
+    results = run(plan(algorithm, ask), op, xs, size)
+    fresh = [(number, part) for number, (parts, is_fresh) in enumerate(results) if is_fresh for part in parts]
+    for number, part in fresh:
+        assert not any(np.shares_memory(part, x) for x in xs)
+        assert not any(np.shares_memory(part, other) for k, other in fresh if k != number)
+
+
+@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
+def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
+    """If the size is None, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk."""
+    xs = [np.full(shape, 6.0**k) for k in range(5)]
+    for parts, _ in run(PLANNERS[algorithm](names(5)), "sum", xs, None):
+        (part,) = parts
+        oracle.check(part, "sum", xs)
+
+
+def test_arrays_of_unknown_size_need_one_chunk():
+    """A schedule of several chunks raises for arrays of unknown size, since the engine "loop" cannot cut them."""
+    with pytest.raises(ScheduleError, match=r"unknown size need a schedule of one chunk[\s\S]*all_reduce by ring, 3"):
+        run(PLANNERS["ring"](names(3)), "sum", [np.ones(3)] * 3, None)
+
+
+@given(named, requests(most_packs=6), sizes)
+def test_bounds_cover_the_buffer(algorithm, ask, size):
+    """A result's parts follow each other and cover the buffer; none is empty, unless the buffer is."""
+    found = bounds(plan(algorithm, ask), size)
+    assert found[0][0] == 0
+    assert found[-1][1] == size
+    assert all(before[1] == after[0] for before, after in pairwise(found))
+    assert all(stop > start for start, stop in found) or found == ((0, 0),)
+
+
+def test_the_loop_runs_a_frameworks_own_operations():
+    """The engine "loop" copies and adds by calls of the framework, which the null framework counts."""
+    null = NullFramework()
+    run_on(null, all_reduce("one_device", 3), "sum", [null.zeros((5,), "float32", d) for d in names(3)], 5, "float32")
+    assert (null.counts.copies, null.counts.additions) == (4, 10)
+
+
+def test_the_loop_adds_the_parts_of_complex_numbers_separately(framework):
+    """NaN or infinity in the real part of a complex number leaves the imaginary part of a sum or mean finite."""
+    for special in (np.nan, np.inf):
+        xs = [np.complex64([complex(special, 2), 4 + 4j]), np.complex64([1 + 2j, 4 + 4j])]
+        for op, imaginary in (("sum", 4), ("mean", 2)):
+            outputs = run_on(get(framework.name), all_reduce("one_device", 2), op, framework.arrays(xs), 2, "complex64")
+            for (part,), _ in outputs:
+                first, second = framework.to_numpy(part)
+                assert str(first.real) == str(special)
+                assert first.imag == imaginary
+                assert second == complex(2 * imaginary, 2 * imaginary)
+
+
+def test_the_loop_propagates_nan_and_inf_in_every_framework(framework):
+    """In the engine "loop" every framework's operations give NaN for NaN and follow arithmetic for infinities."""
+    n = 3
+    for op in ("sum", "mean", "min", "max", "product"):
+        for special in (np.nan, np.inf, -np.inf):
+            xs = [np.arange(1, n + 3).astype("float32") for _ in range(n)]
+            for device in range(n):
+                xs[device][device] = special
+            xs[0][n], xs[1][n] = np.inf, -np.inf
+            with np.errstate(invalid="ignore"):
+                outputs = run_on(
+                    get(framework.name), all_reduce("direct", n), op, framework.arrays(xs), n + 2, "float32"
+                )
+            for parts, _ in outputs:
+                oracle.check(np.concatenate([framework.to_numpy(part) for part in parts]), op, xs)

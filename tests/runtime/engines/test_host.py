@@ -1,0 +1,350 @@
+"""The host engine: for a whole batch, the kernels give the bits that the loop engine gives with the same programs."""
+
+import contextlib
+import itertools
+import threading
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from budget import examples
+from engine_runs import engine_runs, on_devices
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planned import planned
+from running import only
+
+import crossreduce as cr
+from crossreduce import PerReplica, PlanError, ReduceOp, kernels, pipeline
+from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange
+from crossreduce.engines.host import HostExecutable, array_memory, kernel
+from crossreduce.frameworks import get
+from crossreduce.frameworks.null import NullFramework
+from crossreduce.lowering import fused, lower
+from crossreduce.packing import Buffer, Packing, Span
+from crossreduce.values import TensorSpec
+
+# ---- The law: kernels, loop and reference agree -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_kernels(name):
+    """Compile layouts anew for the named kernels, and discard them at the end."""
+    pipeline._compiled.cache_clear()
+    with mock.patch.object(kernels, "instruction_set", return_value=name):
+        yield
+    pipeline._compiled.cache_clear()
+
+
+def equal(a, b, op):
+    """Return whether two results have the same bits, with one exception.
+
+    0 and -0 are equal, so either is the minimum of both: the kernels keep the first, and NumPy keeps it for halves and
+    returns the second of wider floats, as the processor's own minimum does.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return a.tobytes() == b.tobytes() or (op in ("min", "max") and (a == b).all())
+
+
+@st.composite
+def batches(draw, most=9, rows=4):
+    """Draw an op and a batch: arrays, their devices, and the destinations; rows often have the same devices."""
+    op = draw(strategies.ops)
+    asks = draw(st.lists(strategies.requests(st.integers(1, most), most_packs=4), min_size=1, max_size=2))
+    batch = []
+    for _ in range(draw(st.integers(1, rows))):
+        ask = draw(st.sampled_from(asks))
+        dtype = draw(strategies.dtypes.filter(lambda dtype: op in strategies.ops_for(dtype)))
+        xs = draw(strategies.arrays(dtype, draw(strategies.shapes), len(ask.sources)))
+        if xs[0].dtype.kind in "fc" or dtype == "bfloat16":
+            rng = np.random.default_rng(draw(st.integers(0, 99)))
+            xs = [np.where(rng.random(x.shape) < 0.2, x * 0, x).astype(x.dtype) for x in xs]  # zeros of both signs
+        batch.append((xs, ask))
+    return op, batch
+
+
+def check_law(op, batch, ops, options):
+    """Check that the compiled kernels, the reference kernels in NumPy, and the loop engine give the same results."""
+    values = [PerReplica(xs, ask.sources) for xs, ask in batch]
+    pairs = [(value, on_devices(ask.destinations)) for value, (_, ask) in zip(values, batch, strict=True)]
+    try:
+        with only("loop"), engine_runs() as runs:
+            looped = ops.batch_reduce(op, pairs, options)
+    except PlanError:
+        assume(False)  # not every algorithm has routes on every topology
+    assert {*runs} == {"loop"}
+    with engine_runs() as runs:
+        found = ops.batch_reduce(op, pairs, options)
+    assert {*runs} == {"host"}
+    with on_kernels("numpy"):
+        reference = ops.batch_reduce(op, pairs, options)
+    for (xs, _), result, other, third in zip(batch, found, looped, reference, strict=True):
+        for y, loop, numpy in zip(result, other, third, strict=True):
+            assert equal(y, loop, op)
+            assert y.tobytes() == numpy.tobytes()
+            if op == "product" and y.dtype.kind == "c":
+                oracle.check(y, op, xs)
+
+
+@examples(120)
+@given(batch=batches(), packing=strategies.packings(), algorithm=st.one_of(strategies.algorithms, st.just("auto")))
+def test_kernels_give_the_bits_of_the_loop(batch, packing, algorithm):
+    """For any batch, algorithm and packing, kernels give the bits of the loop engine and of the reference kernels."""
+    ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, packing.small_bytes, packing.small_group)
+    check_law(*batch, ops, cr.CommunicationOptions(packing.bytes_per_pack))
+
+
+@examples(25)
+@given(
+    data=st.data(), packing=strategies.packings(most_packs=4), algorithm=st.one_of(strategies.named, st.just("auto"))
+)
+def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorithm):
+    """On schedules that follow the links of a topology, the kernels give the bits of the loop engine, too."""
+    op, batch = data.draw(batches(most=4, rows=3))
+    names = tuple(dict.fromkeys(d for _, ask in batch for d in (*ask.sources, *ask.destinations)))
+    ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, topology=data.draw(strategies.wired(names)))
+    check_law(op, batch, ops, cr.CommunicationOptions(packing.bytes_per_pack))
+
+
+@pytest.mark.parametrize("algorithm", strategies.NAMED)
+@pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
+def test_17_devices(algorithm, op, dtype):
+    """With 17 sources, too many for one pass, the kernels give the bits of the loop engine ("forest" has only 5)."""
+    n = 5 if algorithm == "forest" else 17
+    rng = np.random.default_rng(17)
+    rows = []
+    for shape in ((1000,), (3, 5), (), (0,), (2, 4097)):
+        xs = [np.asarray(rng.normal(size=shape) * 2.0**k).astype(dtype) for k in range(-n // 2, n // 2 + 1)][:n]
+        rows.append((xs, strategies.DeviceRequest(*[strategies.names(n)] * 3, 0, 0)))
+    check_law(op, rows, cr.AllReduceCrossDeviceOps(algorithm, num_packs=3), None)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_special_numbers(op, dtype):
+    """Infinities, NaN and subnormals appear in the results where the loop engine has them."""
+    if op not in strategies.ops_for(dtype):
+        return
+    few = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 1e-40, -3e-39, 6e-8], "float64")
+    with np.errstate(all="ignore"):
+        columns = [
+            np.array(column).astype(oracle.dtype_of(dtype))
+            for column in zip(*itertools.product(few, repeat=3), strict=True)
+        ]
+    value = PerReplica(columns)
+    with only("loop"):
+        looped = cr.AllReduceCrossDeviceOps("ring").reduce(op, value, value)[1]
+    found = cr.AllReduceCrossDeviceOps("ring").reduce(op, value, value)[1]
+    wide = "complex128" if dtype == "complex64" else "float64"
+    np.testing.assert_array_equal(found.astype(wide), looped.astype(wide))
+
+
+# ---- Layouts and kernels --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batch_layouts(draw):
+    """Draw arguments of ``pipeline.layouts``: algorithm, sources, destinations, specs and packing."""
+    ask = draw(strategies.requests(st.integers(1, 9), most_packs=1))
+    dtypes = draw(st.sampled_from([["float32"], ["float32", "int8"], ["float16", "float64", "bool"]]))
+    some = st.builds(TensorSpec, strategies.shapes, st.sampled_from(dtypes))
+    specs = tuple(draw(st.lists(some, min_size=1, max_size=12)))
+    return draw(strategies.algorithms), ask.sources, ask.destinations, specs, draw(strategies.packings())
+
+
+@examples(150)
+@given(batch_layouts())
+def test_segments_cover_each_element_once(drawn):
+    """For any packing, each element of each tensor is in one segment, with the program of its chunk."""
+    algorithm, sources, to, specs, packing = drawn
+    found = pipeline.layouts(get("numpy"), algorithm, sources, to, specs, packing, None, None)
+    assert sorted(tensor for layout in found for tensor in layout.tensors) == list(range(len(specs)))
+    for layout in found:
+        assert layout.on_host
+        assert layout.shapes == [specs[tensor].shape for tensor in layout.tensors]
+        dtype = specs[layout.tensors[0]].dtype
+        assert {specs[tensor].dtype for tensor in layout.tensors} == {dtype}
+        numbers = get("numpy").numbers(ReduceOp.MAX, dtype, len(sources))
+        with mock.patch.object(kernels, "compile_kernel", lambda *args: args):
+            made_of = kernel(layout, numbers, len(to))
+        _, _, _, count, results, sizes, programs, segments = made_of
+        assert (count, results) == (len(sources), len(to))
+        assert sizes == tuple(int(np.prod(shape)) for shape in layout.shapes)
+        assert len(set(programs)) == len(programs)
+        made = [[None] * size for size in sizes]
+        for tensor, start, stop, number in segments:
+            assert start < stop
+            assert made[tensor][start:stop] == [None] * (stop - start)
+            made[tensor][start:stop] = [number] * (stop - start)
+        tensors = iter(made)
+        for buffer, ranges in layout.buffers:
+            flat = list(itertools.chain.from_iterable(next(tensors) for _ in buffer.spans))
+            due = []
+            for program, low, high in ranges:
+                assert low == len(due)
+                spans = zip(program.chunks, program.spans(high - low), strict=True)
+                due += [programs.index(fused(c, len(to))) for c, (start, stop) in spans for _ in range(start, stop)]
+            assert flat == due
+        for a, b in itertools.pairwise(segments):
+            assert (a.tensor, a.stop, a.program) != (b.tensor, b.start, b.program), "one segment in two"
+
+
+def test_a_batch_is_one_run():
+    """However many tensors and buffers there are, the kernels run once for each (dtype, sources, destinations)."""
+    values = [PerReplica([np.full(k % 7, 1.0) for _ in range(4)]) for k in range(160)]
+    ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0)
+    with engine_runs() as runs:
+        results = ops.batch_reduce("sum", [(value, value) for value in values])
+    assert runs == ["host"]
+    assert all(y.tolist() == [4.0] * (k % 7) for k, result in enumerate(results) for y in result)
+    mixed = [PerReplica([np.full(3, 1, dtype) for _ in range(2)]) for dtype in ("int8", "float32", "int8", "bool")]
+    with engine_runs() as runs:
+        ops.batch_reduce("max", [(value, value) for value in mixed])
+    assert runs == ["host"] * 3
+    with engine_runs() as runs:
+        ops.batch_reduce("sum", [(value, "cpu:1" if k % 2 else value) for k, value in enumerate(values)])
+    assert runs == ["host"] * 2
+
+
+class CountingKernel:
+    """A kernel that computes nothing and records the settings of its runs."""
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, sources, results, threads, streaming, check_overlap):
+        self.runs.append((threads, streaming, check_overlap))
+
+
+def executable(size, n, op="sum", dtype="float32", framework="numpy"):
+    """Return the executable of a direct all-reduce of one tensor."""
+    found = get(framework)
+    names = strategies.names(n)
+    buffer = Buffer(dtype, size, (Span(0, 0, size, (size,)),), 1, 0)
+    lowered = LoweredBuffer(buffer, (ProgramRange(lower(planned("direct", names, names, 1, 0)), 0, size),))
+    layout = Layout(found, (0,), (lowered,), names, names)
+    return HostExecutable(layout, found.numbers(ReduceOp(op), dtype, n), False)
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "threads"), [(1 << 19, None, 6), (1 << 19, 4, 4), (1 << 19, 64, 6), (9, None, 1), (9, 4, 1)]
+)
+def test_the_number_of_threads(monkeypatch, size, limit, threads):
+    """The number of threads is the lesser of the framework's and the environment's limit; small arrays get one."""
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
+    made = executable(size, 2)
+    made.kernel = counting = CountingKernel()
+    with mock.patch.object(array_memory("numpy"), "threads", return_value=limit):
+        made.run([[np.ones(size, "float32")] * 2], None)
+    assert [run[0] for run in counting.runs] == [threads]
+
+
+def test_large_arrays_use_threads_and_streaming_stores(torch_):
+    """Kernels use threads if they move 1 MiB, and streaming stores if they write 4 MiB; torch limits the threads."""
+
+    def settings_of(*args):
+        made = executable(*args)
+        return made.threaded, made.streaming
+
+    assert settings_of(kernels.THREADED_BYTES // 16, 2) == (True, False)
+    assert settings_of(kernels.THREADED_BYTES // 16 - 1, 2) == (False, False)
+    assert settings_of(kernels.STREAMING_BYTES // 8, 2) == (True, True)
+    assert settings_of(kernels.STREAMING_BYTES // 8 - 1, 2) == (True, False)
+    assert settings_of(kernels.STREAMING_BYTES // 16, 2, "mean", "int8") == (True, True)
+    assert array_memory("torch").threads() == torch_.torch.get_num_threads()
+    assert array_memory("numpy").threads() is None
+
+
+def test_only_host_memory_runs_on_the_kernels():
+    """The kernels run a layout only if all devices of all its programs are this host's memory."""
+    null = NullFramework()
+
+    def on_host(sources, to, root=None):
+        specs = (TensorSpec((5,), "float32"), TensorSpec((2, 3), "float32"))
+        (layout,) = pipeline.layouts(null, "one_device", sources, to, specs, Packing(1), None, root)
+        return layout.on_host
+
+    assert on_host(("cpu:0", "cpu:3"), ("cpu:3",), "cpu:7")
+    for other in ("cuda:0", "host1/cpu:0", "tpu:0", "mps:0"):
+        assert not on_host(("cpu:0", other), ("cpu:0",))
+        assert not on_host(("cpu:0", "cpu:1"), ("cpu:0", other))
+        assert not on_host(("cpu:0", "cpu:1"), ("cpu:0",), other)
+
+
+# ---- Threads ------------------------------------------------------------------------------------------------------
+
+
+def test_results_do_not_depend_on_the_callers_mode(torch_):
+    """A thread that flushes subnormals to zero gets the same results, and keeps its mode."""
+    torch = torch_.torch
+    tiny = torch.tensor([1e-40, -3e-39, 1e-38, 2.0**-149])
+    wanted = [(2 * x).item() for x in tiny.double()]
+    for size in (4, 1 << 19):  # one thread, and several
+        x = tiny.repeat(size // 4)
+        out = [torch.ones(size), torch.ones(size)]
+        torch.set_flush_denormal(True)
+        try:
+            found = cr.all_reduce([x, x])
+            cr.all_reduce([x, x], out=out)
+            halves = cr.all_reduce([torch.full((size,), 2.0**-24, dtype=torch.float16)] * 2)
+            flushed = (torch.tensor([1e-40]) + torch.tensor([1e-40])).view(torch.int32).item()
+        finally:
+            torch.set_flush_denormal(False)
+        assert flushed == 0
+        for y in (*found, *out):
+            assert [z.item() for z in y[-4:].double()] == pytest.approx(wanted, rel=2.0**-10)
+            assert (y.view(torch.int32) == y[:4].view(torch.int32).repeat(size // 4)).all()
+        assert all((y.double() == 2.0**-23).all() for y in halves)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    """The results have the same bits, however many threads share the work."""
+    rng = np.random.default_rng(5)
+    values = [
+        PerReplica([(rng.normal(size=size) * 2.0 ** rng.integers(-9, 9, size)).astype(dtype) for _ in range(5)])
+        for size, dtype in ((300_001, "float32"), (70_000, "float16"), (3, "float64"), (123_457, "complex64"))
+    ]
+    bits = set()
+    for count in ("1", "2", "5"):
+        monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", count)
+        results = cr.AllReduceCrossDeviceOps("ring", num_packs=3).batch_reduce("mean", [(v, v) for v in values])
+        bits.add(b"".join(y.tobytes() for result in results for y in result))
+    assert len(bits) == 1
+
+
+def test_a_wrong_number_of_threads_is_refused_before_the_first_run(monkeypatch):
+    """A batch of several runs writes nothing if the environment's number of threads is invalid."""
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "many")
+    small, large = (PerReplica([np.ones(size, dtype)] * 2) for size, dtype in ((3, "int8"), (1 << 19, "float32")))
+    outs = [PerReplica([np.zeros_like(x) for x in value]) for value in (small, large)]
+    with pytest.raises(cr.ArgumentError, match="CROSSREDUCE_NUM_THREADS must be an integer"):
+        cr.AllReduceCrossDeviceOps("auto").batch_reduce("sum", [(small, small), (large, large)], out=outs)
+    assert not any(x.any() for out in outs for x in out)
+
+
+def test_many_threads_at_once(framework):
+    """Threads that reduce different values through one op get their own results."""
+    ops, failures = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=2), []
+    start = threading.Barrier(8)
+
+    def work(number):
+        try:
+            start.wait()
+            for k in range(6):
+                size = (5, 1000, 50_000)[k % 3]
+                xs = [np.full(size, 100 * number + 10 * k + replica, "float32") for replica in range(4)]
+                value = PerReplica(framework.arrays(xs), strategies.names(4))
+                for y in ops.reduce("sum", value, value):
+                    assert (framework.to_numpy(y) == sum(x[0] for x in xs)).all()
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failures == []

@@ -1,0 +1,249 @@
+"""Exact sums of the kernels have the bits of rational arithmetic, on every instruction set."""
+
+import itertools
+
+import exact_reference
+import ml_dtypes
+import numpy as np
+import pytest
+from budget import examples
+from exact_cases import KINDS, UNSIGNED, broken_ties, edges, exact_sums, large, terms_of
+from exact_oracle import FORMATS, exact_sum
+from exact_reference import random_terms, reference_sums
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import SETS, Case, Setup, check, setups
+from pairs import pairs
+
+from crossreduce.kernels import FusedProgram, Segment
+
+DTYPES = tuple(UNSIGNED)
+# Sources and results: partial sums of other processes are float64.
+CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dtype in DTYPES[:3])]
+
+
+def named(value):
+    """Return the name of a parameter, the same in every process."""
+    return value.__name__ if callable(value) else str(value)
+
+
+def exact_case(dtypes, divisor, n, size, results=1):
+    """Return the case that adds ``n`` sources exactly."""
+    program = FusedProgram(1, ((0, *range(n)),), (~0,) * results)
+    source, result = dtypes
+    segments = (Segment(0, 0, size, 0),)
+    return Case("exact_sum", (source, source, result), divisor, n, results, (size,), (program,), segments)
+
+
+def stored(array, dtype):
+    """Return bits as an array that a kernel accepts."""
+    return array if dtype == "bfloat16" else array.view(dtype)
+
+
+def summed(kernel, terms, dtypes, **arguments):
+    """Return the bits of one result of a kernel."""
+    source, result = dtypes
+    out = np.zeros(terms.shape[1], UNSIGNED[result])
+    given = {"threads": 1, "streaming": False, "check_overlap": False} | arguments
+    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], *given.values())
+    return out
+
+
+def assert_same(got, right, terms):
+    """Compare bits; the message has the first element that differs."""
+    wrong = np.flatnonzero(got != right)
+    if wrong.size:
+        at = wrong[0]
+        given = ", ".join(f"{int(x):#x}" for x in terms[:, at])
+        message = f"{wrong.size} of {right.size} differ, first {at}: {int(got[at]):#x} instead of {int(right[at]):#x}"
+        raise AssertionError(f"{message}; terms {given}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_rounds_as_the_formats_do(dtype):
+    """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
+    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
+    numbers = bits.astype(UNSIGNED[dtype]).view(kind)
+    finite = bits[np.isfinite(numbers.astype("float64"))].astype(UNSIGNED[dtype])
+    assert [exact_sum([x], dtype) for x in finite] == finite.tolist()
+    with np.errstate(all="ignore"):
+        right = finite.view(kind) + finite[::-1].view(kind)  # IEEE addition rounds the exact sum of two
+    got = [exact_sum(pair, dtype) for pair in zip(finite, finite[::-1], strict=True)]
+    assert got == right.view(UNSIGNED[dtype]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(KINDS, CONVERTED, SETS), ids=named)
+def test_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
+    """Sums and quotients of every kind of data are rounded once, for any number of terms."""
+    kernel_sizes = zip(itertools.count(), (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64), itertools.cycle((3, 64, 101, 37)))
+    for seed, n, size in kernel_sizes:
+        terms = terms_of(kind, seed, dtypes[0], n, size)
+        for divisor in {1, n, n + 3}:
+            got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
+            assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
+def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
+    """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
+
+    Six terms add up to a tie. The last two differ by the unit of the smaller one, which breaks the tie; but a sum of
+    all terms in order loses that unit, because it has one bit more than ``digits``.
+    """
+    stored, bias = FORMATS[dtype][1], (1 << (FORMATS[dtype][0] - 1)) - 1
+    precision = stored + 1
+    largest = digits - precision - 3  # of 8 terms, whose sum may need 3 bits more than a term
+    sign = 1 << sum(FORMATS[dtype])
+    columns = []
+    for spread, tie in itertools.product((largest, largest + 1), range(4, 84, 16)):
+        total = (4 << precision) + tie
+        mantissas = [total // 6 + (k < total % 6) for k in range(6)]
+        exponent, low = bias + 20, bias + 20 - spread
+        terms = [exponent << stored | mantissa - (1 << stored) for mantissa in mantissas]
+        terms += [low << stored | (1 << stored) - 3, sign | low << stored | (1 << stored) - 4]
+        columns.append(terms)
+    terms = np.array(columns * 8, UNSIGNED[dtype]).T.copy()
+    got = summed(exact_case((dtype, dtype), 1, 8, terms.shape[1]).native(isa), terms, (dtype, dtype))
+    assert_same(got, exact_sums(terms, dtype), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_quotients_next_to_ties(isa):
+    """Quotients of a bfloat16 that are as near to a point between two bfloat16s as any, without being equal to it, are
+    right: s / n differs from m by 1 / n, for an odd number m of 9 bits. Also subnormal quotients are rounded once."""
+    draw, found = np.random.default_rng(0), []
+    for k in range(9, 26):
+        s = draw.permutation(np.arange(128, 256))[:, None] << k
+        m = np.arange(257, 512, 2)
+        for step in (-1, 1):
+            rows, columns = np.nonzero(((s + step) % m == 0) & ((s + step) // m <= 1 << 24))
+            found += [
+                (int(s[i, 0]), (int(s[i, 0]) + step) // int(m[j])) for i, j in zip(rows[:4], columns[:4], strict=True)
+            ]
+    assert {k for k in range(9, 24) for _, n in found if n >> k == 1} == {*range(9, 24)}
+    for s, n in found:
+        bits = [
+            np.float32(s * 2.0**exponent).view("u4") >> 16
+            for exponent in (0, -30, -133 - s.bit_length() + n.bit_length())
+        ]
+        terms = np.array([[bits[0], bits[1], bits[2], bits[0] | 0x8000] * 12], "u2")
+        got = summed(exact_case(("bfloat16", "bfloat16"), n, 1, terms.shape[1]).native(isa), terms, ("bfloat16",) * 2)
+        assert_same(got, exact_sums(terms, "bfloat16", n), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_quotients_of_float16_next_to_ties(isa):
+    """Quotients that are equal to a point between two float16s, or differ from it by very little, are right: a sum that
+    is a multiple of the divisor, or next to one, of up to 28 bits."""
+    middles = np.arange(2049, 4096, 2)  # odd numbers of 12 bits
+    for n, shift, step in itertools.product((1, 3, 7, 1023, 2047, 4095, 8191), range(6), (-1, 0, 1)):
+        sums = (middles * n << shift) + step
+        sums = sums[sums < 1 << 28]
+        digits = np.stack([sums & 0x7FF, sums >> 11 & 0x7FF, sums >> 22])
+        terms = (digits * np.array([[2.0**-24], [2.0**-13], [2.0**-2]])).astype("float16").view("u2")
+        got = summed(exact_case(("float16", "float16"), n, 3, sums.size).native(isa), terms, ("float16",) * 2)
+        assert_same(got, reference_sums(terms, "float16", n, "float16"), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_float16_next_to_the_limit_of_sums_in_integers(isa):
+    """Sums of 31 and 32 bits are right, for both signs, also next to elements whose terms are small."""
+    for n in (1, 2, 3, 4, 5, 8, 9, 64):
+        exponents = 22 - (n - 1).bit_length() + np.arange(-1, 2)
+        few = exponents[:, None, None] << 10 | np.array([[0], [1], [0x3FF]]) | np.array([0, 0x8000])
+        terms = np.tile(np.repeat(few, 32), (n, 1)).astype("u2")
+        terms[-1, 2::3] = 1  # breaks ties
+        terms[:, np.arange(terms.shape[1]) % 32 < 16] &= 0x83FF
+        for divisor in (1, 3, n):
+            got = summed(
+                exact_case(("float16", "float16"), divisor, n, terms.shape[1]).native(isa), terms, ("float16",) * 2
+            )
+            assert_same(got, reference_sums(terms, "float16", divisor, "float16"), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_remainder_that_underflows_breaks_a_tie(isa):
+    """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number is zero."""
+    terms = np.array([3 + 3 * 2.0**-24, 2.0**-1074, 0.0]).reshape(3, 1).repeat(40, axis=1)
+    got = summed(exact_case(("float64", "float32"), 3, 3, 40).native(isa), terms.view("u8"), ("float64", "float32"))
+    assert (got.view("float32") == np.float32(1 + 2.0**-23)).all()
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_tiny_number_breaks_the_tie_of_a_subnormal_result(isa):
+    """Half of the smallest bfloat16 and something tiny are rounded up, although a float32 cannot hold the tiny part."""
+    terms = np.array([2.0**-134, 2.0**-170]).reshape(2, 1).repeat(40, axis=1)
+    got = summed(exact_case(("float64", "bfloat16"), 1, 2, 40).native(isa), terms.view("u8"), ("float64", "bfloat16"))
+    assert (got == 1).all()
+
+
+@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=named)
+def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
+    """The kernels in NumPy give the same bits."""
+    for n, divisor in ((1, 1), (2, 3), (5, 5), (8, 8), (33, 1)):
+        terms = terms_of(kind, n, dtypes[0], n, 41)
+        got = summed(exact_case(dtypes, divisor, n, 41).reference(), terms, dtypes)
+        assert_same(got, exact_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
+
+
+@pytest.mark.parametrize(("dtypes", "isa"), pairs(EVERY, SETS), ids=named)
+@examples(15)
+@given(
+    setup=setups(in_place=True),
+    n=st.integers(1, 20),
+    results=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    mean=st.booleans(),
+)
+def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
+    """Arrays may have any layout and alignment, results may be sources; no byte outside the results is written."""
+    case = exact_case(dtypes, n if mean else 1, n, 0, results)
+    in_place = tuple((r, s) for r, s in setup.in_place if s < n and r < results and dtypes[0] == dtypes[1])
+    segments = tuple(Segment(k, size // 5, size, 0) for k, size in enumerate(sizes))
+    case = case._replace(sizes=tuple(sizes), segments=segments)
+    check(case, setup._replace(in_place=in_place), case.native(isa))
+
+
+@pytest.mark.parametrize(("dtype", "isa"), pairs([*DTYPES, "complex64"], SETS))
+def test_large_arrays_and_threads(isa, dtype):
+    """Several threads and streamed cache lines leave no gap, whatever the offset of the arrays in a cache line."""
+    case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
+    for offsets in ((0,), (16, 64, 16), (1, 3)):
+        check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))
+
+
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
+def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
+    """The reference in fixed point, which is used for many elements, gives the bits of fractions."""
+    source, result = dtypes
+    for seed, (kind, n) in enumerate(itertools.product(exact_reference.KINDS, (1, 2, 7, 64))):
+        terms = random_terms(source, kind, seed, n, 40)
+        for divisor in {1, n, 3}:
+            got = reference_sums(terms, source, divisor, result)
+            assert_same(got, exact_sums(terms, source, divisor, result), terms)
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "isa"), pairs(exact_reference.KINDS, CONVERTED, SETS), ids=named)
+def test_many_sums_have_the_bits_of_the_reference(isa, dtypes, kind):
+    """On tens of thousands of elements per case the kernels give the bits of the reference in fixed point."""
+    for seed, n in enumerate((2, 3, 8, 17, 64)):
+        terms = random_terms(dtypes[0], kind, seed + 100, n, 20_000)
+        for divisor in {1, n}:
+            got = summed(exact_case(dtypes, divisor, n, 20_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
+def test_ties_and_overflows_of_thousands_of_sums(isa, dtypes):
+    """Ties that much smaller numbers break, and partial sums that overflow, are right on every instruction set."""
+    for kind, (seed, n) in itertools.product((broken_ties, edges, large), enumerate((3, 5, 8, 9))):
+        terms = terms_of(kind, seed + 50, dtypes[0], n, 4_000)
+        for divisor in (1, n):
+            got = summed(exact_case(dtypes, divisor, n, 4_000).native(isa), terms, dtypes)
+            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)

@@ -1,0 +1,261 @@
+"""``CommunicationOptions(exact=True)``: sums and means with the bits of rational arithmetic, in every framework."""
+
+import itertools
+import os
+import sys
+from fractions import Fraction
+from unittest import mock
+
+import numpy as np
+import pytest
+from budget import examples
+from exact_cases import KINDS, UNSIGNED, any_bits, cancelling, exact_sums, large, near, subnormal, terms_of, wide
+from exact_oracle import FORMATS, nearest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import SETS
+from oracle import dtype_of
+from pairs import pairs
+
+import crossreduce as cr
+from crossreduce import ArgumentError, CommunicationOptions, UnsupportedError, kernels, pipeline
+from crossreduce.options import ALGORITHMS
+
+EXACT = CommunicationOptions(exact=True)
+DTYPES = tuple(UNSIGNED)
+
+
+def parts_of(seed, kind, dtype, n, size):
+    """Return the components of n replicas, and their exact sum and mean."""
+    bits = terms_of(kind, seed, dtype, n, size)
+    sums = {"sum": exact_sums(bits, dtype), "mean": exact_sums(bits, dtype, n)}
+    return list(bits.view(dtype_of(dtype))), {op: x.view(dtype_of(dtype)) for op, x in sums.items()}
+
+
+def bits_of(framework, arrays):
+    return [framework.to_numpy(x).tobytes() for x in arrays]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_every_framework_gives_the_bits_of_rational_arithmetic(framework, op, dtype):
+    """Results are correctly rounded, in the first call and in prepared ones, for one tensor and for a batch."""
+    for n, kind in ((1, near), (2, wide), (3, any_bits), (8, cancelling), (5, large)):
+        for size in (1, 50):
+            xs, right = parts_of(n, kind, dtype, n, size)
+            given = framework.arrays(xs)
+            for _ in range(2):
+                got = cr.all_reduce(given, op, options=EXACT)
+                assert bits_of(framework, got) == [right[op].tobytes()] * n
+            trees = [{"a": x, "b": [x[:1], x]} for x in given]
+            for tree in cr.all_reduce(trees, op, options=EXACT):
+                found = bits_of(framework, [tree["a"], *tree["b"]])
+                assert found == [right[op].tobytes(), right[op][:1].tobytes(), right[op].tobytes()]
+
+
+@pytest.mark.parametrize(("algorithm", "packs", "dtype"), pairs(ALGORITHMS, (0, 1, 3), (*DTYPES, "complex64")))
+@examples(10)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(2, 9), kind=st.sampled_from(KINDS), order=st.randoms())
+def test_the_order_the_algorithm_and_the_packs_do_not_matter(algorithm, packs, dtype, seed, n, kind, order):
+    """Any order of replicas, any algorithm and any packs give the same bits."""
+    part = "float32" if dtype == "complex64" else dtype
+    xs, right = parts_of(seed, kind, part, n, 60)
+    kept = order.sample(range(n), n)
+    arrays = [xs[k].view(dtype) if dtype == "complex64" else xs[k] for k in kept]
+    ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
+    options = CommunicationOptions(bytes_per_pack=order.choice([0, 64, 100]), exact=True)
+    for op in ("sum", "mean"):
+        for result in cr.all_reduce([[x, x[:7]] for x in arrays], op, cross_device_ops=ops, options=options):
+            assert result[0].tobytes() == right[op].tobytes()
+            assert result[1].tobytes() == right[op][: result[1].nbytes // right[op].itemsize].tobytes()
+
+
+@pytest.mark.parametrize(("name", "threads"), pairs([*SETS, "numpy"], (1, 2)))
+def test_instruction_sets_and_threads_give_the_same_bits(name, threads, monkeypatch):
+    """All instruction sets, the kernels in NumPy, and any number of threads give the bits of rational arithmetic."""
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", str(threads))
+    monkeypatch.setattr(kernels, "THREADED_BYTES", 1)
+    pipeline._compiled.cache_clear()
+    with mock.patch.object(kernels, "instruction_set", return_value=name):
+        for dtype in DTYPES:
+            xs, right = parts_of(0, cancelling, dtype, 6, 3000)
+            ops = cr.HierarchicalCopyAllReduce()  # a new one, without prepared calls
+            for op in ("sum", "mean"):
+                value = cr.PerReplica(xs)
+                result = ops.reduce(op, value, value, EXACT)
+                assert [x.tobytes() for x in result.values] == [right[op].tobytes()] * 6
+    pipeline._compiled.cache_clear()
+
+
+def test_reduce_and_batch_reduce_to_other_destinations():
+    """``reduce`` and ``batch_reduce`` are exact for any destinations, in place, and on a root that is not a replica."""
+    xs, right = parts_of(3, cancelling, "float32", 5, 40)
+    value = cr.PerReplica(xs)
+    for ops in (cr.ReductionToOneDevice(), cr.ReductionToOneDevice("cpu:7"), cr.AllReduceCrossDeviceOps("ring")):
+        (one,) = ops.reduce("sum", value, "cpu:9", EXACT).values
+        assert one.tobytes() == right["sum"].tobytes()
+        two = ops.batch_reduce("mean", [(value, value), (value, "cpu:1")], EXACT)
+        assert {x.tobytes() for result in two for x in result.values} == {right["mean"].tobytes()}
+        own = cr.PerReplica([x.copy() for x in xs])
+        ops.reduce("sum", own, own, EXACT, out=own)
+        assert {x.tobytes() for x in own.values} == {right["sum"].tobytes()}
+
+
+def test_other_reductions_are_as_without_the_option():
+    """Minima, maxima and reductions of integers and bools give the same results with the option."""
+    rng = np.random.default_rng(0)
+    for op, dtype in itertools.product(("sum", "mean", "min", "max", "product"), ("int32", "uint8", "bool", "float32")):
+        if (op in ("sum", "mean") and dtype == "bool") or (op not in ("min", "max") and dtype == "float32"):
+            continue
+        xs = [rng.integers(0, 2, 30).astype(dtype) for _ in range(4)]
+        for a, b in zip(cr.all_reduce(xs, op, options=EXACT), cr.all_reduce(xs, op), strict=True):
+            assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_means_of_integers_are_rounded_once(framework, dtype):
+    """The mean of integers of up to 32 bits is the float that is nearest to the real mean, or an error."""
+    bounds = np.iinfo(dtype)
+    xs = [np.random.default_rng(k).integers(bounds.min, bounds.max, 50, dtype, endpoint=True) for k in range(7)]
+    (result, *_) = (framework.to_numpy(x) for x in cr.all_reduce(framework.arrays(xs), "mean", options=EXACT))
+    means = [Fraction(int(sum(map(int, column))), 7) for column in zip(*xs, strict=True)]
+    name = result.dtype.name
+    right = [nearest(abs(mean), name) | (mean < 0) << sum(FORMATS[name]) for mean in means]
+    assert result.view(UNSIGNED[name]).tolist() == right
+
+
+def test_means_of_wide_integers_are_refused(framework):
+    """The mean of integers of 64 bits accumulates in float64, which cannot hold every sum."""
+    xs = framework.arrays([np.ones(2, "int64")] * 2)
+    with pytest.raises(UnsupportedError, match=r"^the mean of 2 int64 is not exact: it accumulates in float64\."):
+        cr.all_reduce(xs, "mean", options=EXACT)
+    assert framework.to_numpy(cr.all_reduce(xs, "sum", options=EXACT)[1]).tolist() == [2, 2]
+
+
+def test_slices_are_concatenated_and_their_mean_is_rounded_once():
+    """Sparse values are not added, so they are as exact as they were; the mean divides them."""
+    values = [np.float32([[1.0], [3.0]]), np.float32([[1e30], [2.0**-149]])]
+    sparse = [cr.IndexedSlices(x, np.array([k, 5])) for k, x in enumerate(values)]
+    for op, divisor in (("sum", 1), ("mean", 2)):
+        result = cr.all_reduce(sparse, op, options=EXACT)[1]
+        assert (result.values == np.concatenate(values) / np.float32(divisor)).all()
+
+
+# ---- refused arguments --------------------------------------------------------------------------------------------
+
+
+def test_products_of_floats_are_refused(framework):
+    """The product of floats raises before anything is reduced; the message has the number of the pair."""
+    xs = framework.arrays([np.float32([1, 2]), np.float32([3, 4])])
+    with pytest.raises(UnsupportedError, match=r"^a product cannot be exact: the product of n floats has n times"):
+        cr.all_reduce(xs, "product", options=EXACT)
+    value, numbers = cr.PerReplica(xs), cr.PerReplica(framework.arrays([np.array(2), np.array(3)]))
+    with pytest.raises(UnsupportedError, match=r"^pair 1: a product cannot be exact"):
+        cr.ReductionToOneDevice().batch_reduce("product", [(numbers, numbers), (value, value)], EXACT)
+
+
+def test_a_function_that_replaces_the_sum_is_refused():
+    """With ``accumulation_fn`` the caller adds, so the option is an error."""
+    value = cr.PerReplica([np.ones(2), np.ones(2)])
+    with pytest.raises(ArgumentError, match=r"^accumulation_fn replaces the sum, so the sum cannot be made exact"):
+        cr.ReductionToOneDevice(accumulation_fn=sum).reduce("sum", value, value, EXACT)
+
+
+def test_slices_that_are_made_dense_are_refused():
+    """Making a sparse component dense adds slices of the same index with roundings, so it is an error."""
+    mixed = cr.PerReplica([np.ones((6, 1)), cr.IndexedSlices(np.ones((2, 1)), np.array([1, 1]), (6, 1))])
+    with pytest.raises(UnsupportedError, match="exact sums are computed only in host memory, from dense arrays"):
+        cr.ReductionToOneDevice().reduce("sum", mixed, mixed, EXACT)
+
+
+@pytest.mark.parametrize("given", [1, 0, None, "yes", np.True_])
+def test_the_option_must_be_a_bool(given):
+    """Anything but True and False is an error."""
+    with pytest.raises(ArgumentError, match=r"^exact must be True or False\.\n  given: "):
+        CommunicationOptions(exact=given)
+
+
+def test_traced_arrays_are_refused(jax_, tensorflow_):
+    """Under ``jax.jit`` and ``tf.function`` no kernel can run, so the option is an error and not ignored."""
+    xs = [np.float32([1, 2]), np.float32([3, 4])]
+    words = "exact sums are computed only in host memory, from dense arrays that are neither traced nor recorded"
+    with pytest.raises(UnsupportedError, match=words):
+        jax_.jax.jit(lambda *values: cr.all_reduce(list(values), options=EXACT))(*xs)
+    with pytest.raises(UnsupportedError, match=words):
+        tensorflow_.tf.function(lambda *values: cr.all_reduce(list(values), options=EXACT))(*tensorflow_.arrays(xs))
+
+
+def test_a_batch_that_is_refused_writes_nothing(numpy_):
+    """If one value of a batch cannot be added exactly, no result is written."""
+    value = cr.PerReplica([np.ones(2), np.ones(2)])
+    mixed = cr.PerReplica([np.ones((6, 1)), cr.IndexedSlices(np.ones((2, 1)), np.array([1, 1]), (6, 1))])
+    outs = [cr.PerReplica([np.full(2, 7.0) for _ in range(2)]), cr.PerReplica([np.full((6, 1), 7.0) for _ in range(2)])]
+    with pytest.raises(UnsupportedError, match="exact sums are computed only in host memory"):
+        cr.AllReduceCrossDeviceOps("ring").batch_reduce("sum", [(value, value), (mixed, mixed)], EXACT, out=outs)
+    assert all((x == 7).all() for out in outs for x in out.values)
+
+
+# ---- plug-ins -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_replicas_of_a_strategy(library, op):
+    """Inside ``MirroredStrategy.run`` the option is an argument of ``all_reduce``."""
+    xs, right = parts_of(1, cancelling, "float32", 4, 33)
+    given = library.arrays(xs)
+
+    def step():
+        context = cr.get_replica_context()
+        return context.all_reduce(op, given[context.replica_id_in_sync_group], EXACT)
+
+    results = cr.MirroredStrategy([f"cpu:{k}" for k in range(4)]).run(step)
+    assert bits_of(library, results.values) == [right[op].tobytes()] * 4
+
+
+def test_gradients_of_a_strategy_are_exact(torch_):
+    """The gradient of an exact sum is the exact sum of the replicas' gradients."""
+    torch = torch_.torch
+    xs, right = parts_of(2, cancelling, "float32", 3, 20)
+
+    def step():
+        context = cr.get_replica_context()
+        x = torch.ones(20, requires_grad=True)
+        (context.all_reduce("sum", x, EXACT) * torch_.array(xs[context.replica_id_in_sync_group])).sum().backward()
+        return x.grad
+
+    results = cr.MirroredStrategy(3).run(step)
+    assert bits_of(torch_, results.values) == [right["sum"].tobytes()] * 3
+
+
+def test_ops_of_the_tensorflow_plug_in(tensorflow_):
+    """The ops for ``tf.distribute`` accept crossreduce's options."""
+    import crossreduce.tensorflow as plug_in
+
+    xs, right = parts_of(5, cancelling, "float32", 3, 20)
+    tf = tensorflow_.tf
+    strategy = tf.distribute.MirroredStrategy([f"/CPU:{k}" for k in range(3)])
+    given = tensorflow_.arrays(xs)
+    value = strategy.experimental_distribute_values_from_function(lambda c: given[c.replica_id_in_sync_group])
+    for ops in (plug_in.HierarchicalCopyAllReduce(), plug_in.ReductionToOneDevice()):
+        result = ops.reduce(tf.distribute.ReduceOp.MEAN, value, value, EXACT)
+        assert bits_of(tensorflow_, strategy.experimental_local_results(result)) == [right["mean"].tobytes()] * 3
+
+
+@pytest.mark.parametrize("name", [*SETS, "numpy"])
+def test_flushed_subnormals(torch_, name):
+    """A caller that flushes subnormal numbers to zero gets exact sums all the same, from all kernels."""
+    torch = torch_.torch
+    cases = [(op, dtype, parts_of(1, subnormal, dtype, 3, 40)) for op in ("sum", "mean") for dtype in DTYPES]
+    if not torch.set_flush_denormal(True):
+        assert sys.platform != "linux" or os.uname().machine != "x86_64"
+        return
+    try:
+        with mock.patch.object(kernels, "instruction_set", return_value=name):
+            pipeline._compiled.cache_clear()
+            ops = cr.HierarchicalCopyAllReduce()
+            found = [ops.reduce(op, cr.PerReplica(xs), "cpu:0", EXACT)[0].tobytes() for op, _, (xs, _) in cases]
+    finally:
+        torch.set_flush_denormal(False)
+        pipeline._compiled.cache_clear()
+    for got, (op, dtype, (_, right)) in zip(found, cases, strict=True):
+        assert got == right[op].tobytes(), (op, dtype)

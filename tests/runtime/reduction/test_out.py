@@ -1,0 +1,437 @@
+"""``out=``: results are written into the given arrays and nothing else. Errors: test_out_errors.py."""
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from budget import examples
+from expect import result_dtype, small
+from frameworks import DTYPES
+from guarded import GUARD, LIKE, POISON, SHARED, WRITABLE, Adding, Arrays, added, refused, two
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import pairs
+
+import crossreduce as cr
+from crossreduce import Mirrored, MismatchError, PerReplica, UnsupportedError
+
+OPS = cr.AllReduceCrossDeviceOps()
+
+
+# ---- Correct results ------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A value, the devices of its result, and for each destination the component to overwrite (``None``: new array)."""
+
+    xs: list[np.ndarray[Any, Any]]
+    ask: strategies.DeviceRequest
+    targets: list[int | None]
+
+
+@st.composite
+def calls(draw, framework):
+    """Draw a batch, an op that reduces it, and the arrays for its results."""
+    op = draw(strategies.ops)
+    known = strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        dtype = draw(known.filter(lambda dtype: op in strategies.ops_for(dtype)))
+        ask = draw(strategies.requests(st.integers(1, 9)))
+        xs = draw(strategies.arrays(dtype, draw(strategies.shapes), len(ask.sources)))
+        targets: list[int | None] = [None] * len(ask.destinations)
+        if result_dtype(framework, op, dtype) == dtype and draw(st.booleans()):
+            for k, source in enumerate(draw(st.permutations(range(len(xs))))[: len(targets)]):
+                targets[k] = draw(st.sampled_from([source, source, None]))
+        rows.append(Row(xs, ask, targets))
+    packing = draw(strategies.packings())
+    made = cr.AllReduceCrossDeviceOps(
+        draw(st.one_of(strategies.algorithms, st.just("auto"))),
+        packing.num_packs, packing.small_bytes, packing.small_group,
+    )  # fmt: skip
+    ops = draw(st.sampled_from([made, made, cr.ReductionToOneDevice(draw(st.sampled_from([None, "cpu:3"])))]))
+    return op, rows, ops, cr.CommunicationOptions(packing.bytes_per_pack)
+
+
+def test_any_batch_into_any_arrays(writable):
+    """With new arrays or in place, out receives the same bits as a call without out, and no other byte changes."""
+
+    @examples(writable.examples // 2)
+    @given(calls(writable))
+    def law(call):
+        op, rows, ops, options = call
+        arrays = Arrays(writable)
+        values = [arrays.value(row.xs, row.ask.sources) for row in rows]
+        to = [PerReplica([0] * len(row.ask.destinations), row.ask.destinations) for row in rows]
+        pairs = list(zip(values, to, strict=True))
+        wanted = [[arrays.bits(y) for y in result] for result in ops.batch_reduce(op, pairs, options)]
+        outs = []
+        for value, row in zip(values, rows, strict=True):
+            dtype = result_dtype(writable, op, row.xs[0].dtype.name)
+            made = [arrays.blank(row.xs[0].shape, dtype) if k is None else value[k] for k in row.targets]
+            outs.append(PerReplica(made, row.ask.destinations))
+        results = ops.batch_reduce(op, pairs, options, out=iter(outs))
+        for value, row, out, result, due in zip(values, rows, outs, results, wanted, strict=True):
+            assert type(result) is Mirrored
+            assert result.devices == row.ask.destinations
+            assert all(y is target for y, target in zip(result, out, strict=True))
+            assert [arrays.bits(y) for y in result] == due
+            for k, (x, component) in enumerate(zip(row.xs, value, strict=True)):
+                assert k in row.targets or arrays.bits(component) == x.tobytes()
+        for block in arrays.blocks:
+            assert (block[:GUARD] == POISON).all()
+            assert (block[block.size - GUARD :] == POISON).all()
+
+    law()
+
+
+@pytest.mark.parametrize(
+    ("writable", "op", "dtype"),
+    pairs(WRITABLE, ["sum", "mean", "max"], ["float32", "float16", "int32"]),
+    indirect=["writable"],
+)
+def test_large_values_in_place(arrays, op, dtype, monkeypatch):
+    """Large values, reduced by several threads, are read before they are overwritten."""
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "3")
+    xs = [x + (np.arange(500_001) % 7).astype(dtype) for x in small(dtype, (500_001,), 3)]
+    value = arrays.value(xs)
+    wanted = [arrays.bits(y) for y in cr.HierarchicalCopyAllReduce(2).reduce(op, value, value)]
+    out = value
+    if op == "mean" and dtype == "int32":
+        out = arrays.blanks(3, (500_001,), arrays.framework.mean_dtype(dtype))
+    result = cr.HierarchicalCopyAllReduce(2).reduce(op, value, value, out=out)
+    assert [arrays.bits(y) for y in result] == wanted
+
+
+def test_reduce_in_place(arrays):
+    """If out is the value itself, each component is overwritten by the result."""
+    value = arrays.value([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    result = cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=value)
+    assert [x.tolist() for x in value] == [[9.0, 12.0]] * 3
+    assert all(x is y for x, y in zip(result, value, strict=True))
+
+
+def test_out_may_be_mirrored(arrays):
+    """out may be a Mirrored, on a destination that is not a device of the value."""
+    value, out = arrays.value(two()), Mirrored([arrays.blank((6,), "float64")], ["cpu:7"])
+    result = cr.ReductionToOneDevice().reduce("mean", value, "cpu:7", out=out)
+    assert result[0] is out[0]
+    assert out[0].tolist() == [1.5] * 6
+
+
+def test_numbers_are_reduced_into_0d_arrays(numpy_):
+    """The out of Python numbers is a 0-d array."""
+    out = PerReplica([np.zeros(()), np.zeros(())])
+    OPS.reduce("sum", PerReplica([1.5, 2.0]), out, out=out)
+    assert [x.item() for x in out] == [3.5, 3.5]
+
+
+def test_inputs_may_be_shared(arrays):
+    """A value may be in several pairs, and an array in several replicas, if out contains the array at most once."""
+    x = arrays.put([1.0, 2.0])
+    value, outs = PerReplica([x, x]), [arrays.blanks(2, (2,)), arrays.blanks(2, (2,))]
+    OPS.batch_reduce("sum", [(value, value)] * 2, out=outs)
+    assert [y.tolist() for out in outs for y in out] == [[2.0, 4.0]] * 4
+    other = arrays.blank((2,), "float64")
+    OPS.reduce("sum", value, value, out=PerReplica([other, x]))
+    assert [other.tolist(), x.tolist()] == [[2.0, 4.0]] * 2
+
+
+def test_partly_sparse_values(arrays):
+    """The dense result of a value with sparse and dense components is written into out."""
+    rows, indices = arrays.put(np.ones((2, 3))), arrays.put(np.array([0, 2]))
+    value = PerReplica([cr.IndexedSlices(rows, indices, (4, 3)), arrays.put(np.full((4, 3), 2.0))])
+    out = PerReplica([arrays.blank((4, 3), "float64"), value[1]])
+    result = OPS.reduce("sum", value, value, out=out)
+    for y, target in zip(result, out, strict=True):
+        assert y is target
+        assert y.tolist() == [[3.0] * 3, [2.0] * 3, [3.0] * 3, [2.0] * 3]
+
+
+def test_inputs_may_have_any_strides(arrays):
+    """Only out must be in C order; inputs may have any strides."""
+    x = np.arange(12.0).reshape(3, 4)
+    value = PerReplica([arrays.put(x.T).T, arrays.put(np.repeat(x, 2, 1))[:, ::2]])
+    out = arrays.blanks(2, (3, 4))
+    OPS.reduce("sum", value, value, out=out)
+    assert [y.tolist() for y in out] == [(2 * x).tolist()] * 2
+
+
+# ---- Trees --------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+def tree(arrays, k, dtype="float32"):
+    def leaf(shape, kind=dtype):
+        return arrays.put(np.full(shape, k, kind))
+
+    return {
+        "layers": [Layer(leaf((2, 3)), leaf(3)), Layer(leaf((3, 1)), leaf(()))],
+        "step": (leaf(1, "int32"),),
+        "no": None,
+    }
+
+
+def leaves(node):
+    if node is None:
+        return []
+    if isinstance(node, dict):
+        return [leaf for key in sorted(node) for leaf in leaves(node[key])]
+    return [leaf for child in node for leaf in leaves(child)] if isinstance(node, (list, tuple)) else [node]
+
+
+def test_trees_into_trees(arrays):
+    """Each leaf's result is written into the same leaf of out; the results are new trees with the leaves of out."""
+    trees, outs = [tree(arrays, 1), tree(arrays, 5)], [tree(arrays, 0), tree(arrays, 0)]
+    results = cr.all_reduce(trees, "sum", out=(x for x in outs))
+    assert [type(result["layers"][0]) for result in results] == [Layer, Layer]
+    for result, out, each in zip(results, outs, trees, strict=True):
+        assert all(y is target for y, target in zip(leaves(result), leaves(out), strict=True))
+        assert all((np.asarray(y) == 6).all() for y in leaves(result))
+        assert not any((np.asarray(x) == 6).any() for x in leaves(each))
+
+
+def test_trees_in_place(arrays):
+    """If out is the trees themselves, they are reduced in place, also with several dtypes."""
+    trees = [tree(arrays, 1), tree(arrays, 3), tree(arrays, 5)]
+    before = [leaves(each) for each in trees]
+    results = cr.all_reduce(trees, "max", out=trees)
+    for result, each, old in zip(results, trees, before, strict=True):
+        assert all(x is y is z for x, y, z in zip(leaves(result), leaves(each), old, strict=True))
+        assert all((np.asarray(x) == 5).all() for x in leaves(each))
+
+
+def test_the_mean_of_integers_needs_a_float_out(arrays):
+    """The dtype of out is that of the result: for the mean of integers, that of true division."""
+    trees = [{"n": arrays.put(np.int64([1, 2]))}, {"n": arrays.put(np.int64([4, 2]))}]
+    wide = arrays.framework.mean_dtype("int64")
+    outs = [{"n": arrays.blank((2,), wide)} for _ in trees]
+    assert cr.all_reduce(trees, "mean", out=outs)[1]["n"].tolist() == [2.5, 2.0]
+    refused(arrays, MismatchError, r"^leaf tree\['n'\]: " + LIKE, cr.all_reduce, trees, "mean", out=trees)
+
+
+def test_trees_of_several_frameworks(numpy_, torch_):
+    """The leaves of a tree may be of different frameworks."""
+    ours, theirs = Arrays(numpy_), Arrays(torch_)
+    trees = [[ours.put(np.full(3, k)), theirs.put(np.full(3, k))] for k in (1.0, 2.0)]
+    cr.all_reduce(trees, out=trees)
+    assert [x.tolist() for each in trees for x in each] == [[3.0] * 3] * 4
+
+
+def test_an_empty_tree():
+    """For trees without leaves, nothing is written."""
+    assert cr.all_reduce([{}, {}], out=[{}, {}]) == [{}, {}]
+
+
+# ---- Custom reductions --------------------------------------------------------------------------------------------
+
+
+class CallsImplementation(cr.CrossDeviceOps):
+    """Passes its arguments to the implementation of another op."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        return cr.HierarchicalCopyAllReduce().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+
+class CallsReduce(cr.CrossDeviceOps):
+    """Calls the public ``reduce`` of another op."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        to = PerReplica([0] * len(destinations), destinations)
+        return cr.HierarchicalCopyAllReduce().reduce(reduce_op, per_replica_value, to, options)
+
+
+class CallsBatchReduce(cr.CrossDeviceOps):
+    """Calls the public ``batch_reduce`` of another op."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        to = PerReplica([0] * len(destinations), destinations)
+        return cr.HierarchicalCopyAllReduce().batch_reduce(reduce_op, [(per_replica_value, to)], options)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_place", "writable"),
+    pairs([Adding, CallsImplementation, CallsReduce, CallsBatchReduce], [False, True], WRITABLE),
+    indirect=["writable"],
+)
+def test_results_of_a_subclass_are_written_into_out(arrays, kind, in_place):
+    """The library writes the results of a custom implementation into out, also if they are results of other ops."""
+    ops = kind()
+    value = arrays.value(two())
+    out = value if in_place else arrays.blanks(2, (6,))
+    results = [ops.reduce("sum", value, value, out=out)]
+    others = [arrays.value(two(k)) for k in (10.0, 100.0)]
+    outs = others if in_place else [arrays.blanks(2, (6,)) for _ in others]
+    results += ops.batch_reduce("sum", [(other, other) for other in others], out=outs)
+    for result, target, due in zip(results, [out, *outs], (3.0, 30.0, 300.0), strict=True):
+        assert all(y is x for y, x in zip(result, target, strict=True))
+        assert [y.tolist() for y in target] == [[due] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "in_place", "writable"), pairs(["sum", "mean"], [False, True], WRITABLE), indirect=["writable"]
+)
+def test_results_of_accumulation_fn_are_written_into_out(arrays, op, in_place):
+    """The library writes the result of accumulation_fn into out. The function receives copies, so out may be the value
+    itself."""
+    value = arrays.value(two())
+    out = value if in_place else arrays.blanks(2, (6,))
+    result = cr.ReductionToOneDevice(accumulation_fn=added).reduce(op, value, value, out=out)
+    assert all(y is x for y, x in zip(result, out, strict=True))
+    assert [y.tolist() for y in out] == [[3.0 if op == "sum" else 1.5] * 6] * 2
+
+
+def test_a_function_that_returns_another_dtype(arrays):
+    """If the dtype of accumulation_fn's result is not that of out, a MismatchError is raised and nothing is written."""
+    wide = (lambda x: x.astype("float64")) if arrays.framework.name == "numpy" else (lambda x: x.double())
+    value, out = arrays.value([np.ones(5, "float32")] * 2), arrays.blanks(2, (5,), "float32")
+    ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: wide(added(xs)))
+    refused(arrays, MismatchError, "a result differs from its array of out", ops.reduce, "sum", value, value, out=out)
+
+
+class Twice(cr.AllReduceCrossDeviceOps):
+    """Reduces everything twice, as a retry would."""
+
+    def batch_reduce_implementation(self, reduce_op, pairs, options):
+        super().batch_reduce_implementation(reduce_op, pairs, options)
+        return super().batch_reduce_implementation(reduce_op, pairs, options)
+
+
+class WithScratch(cr.AllReduceCrossDeviceOps):
+    """First reduces into its own buffer."""
+
+    def __init__(self, scratch):
+        super().__init__("auto")
+        self.scratch = scratch
+
+    def batch_reduce_implementation(self, reduce_op, pairs, options):
+        for value, names in pairs:
+            OPS.reduce(reduce_op, value, PerReplica([0, 0], names), out=self.scratch)
+        return super().batch_reduce_implementation(reduce_op, pairs, options)
+
+
+def test_a_subclass_may_reduce_a_value_twice():
+    """A custom implementation does not receive out, so inputs do not change before it has returned."""
+    value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 5.0])])
+    assert Twice().reduce("sum", value, value, out=value)[1] is value[1]
+    assert value[0].tolist() == value[1].tolist() == [4, 7]
+    scratch = PerReplica([np.zeros(2), np.zeros(2)])
+    result = WithScratch(scratch).reduce("sum", value, value)
+    assert scratch[0].tolist() == result[0].tolist() == [8, 14]
+    assert not any(np.shares_memory(x, y) for x in result for y in scratch)
+
+
+# ---- Torch --------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_in_and_out(torch_):
+    """Parameters can be inputs and out: the results are the given parameters, which still require gradients."""
+    torch = torch_.torch
+    weights = [torch.nn.Parameter(torch.full((3,), k)) for k in (1.0, 3.0)]
+    results = cr.all_reduce([{"w": w} for w in weights], "mean", out=[{"w": w} for w in weights])
+    for result, w in zip(results, weights, strict=True):
+        assert result["w"] is w
+        assert w.requires_grad
+        assert w.is_leaf
+        assert w.tolist() == [2.0] * 3
+    out = [torch.zeros(3) for _ in weights]
+    cr.all_reduce(weights, "sum", out=out)
+    assert [x.tolist() for x in out] == [[4.0] * 3] * 2
+    assert not any(x.requires_grad for x in out)
+
+
+@pytest.mark.parametrize("ops", [OPS, cr.ReductionToOneDevice(accumulation_fn=added), Adding()])
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_write_increments_the_version(torch_, ops, size):
+    """Writing into a tensor increments its version, so a backward pass that saved the old values raises."""
+    torch = torch_.torch
+    w = torch.ones(size, requires_grad=True)
+    saved = w * 2
+    loss = (saved * saved).sum()
+    other, versions = torch.zeros(size), saved._version
+    cr.all_reduce([torch.ones(size)] * 2, out=[saved, other], cross_device_ops=ops)
+    assert saved._version > versions
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_error_does_not_increment_the_version(torch_):
+    """A call that raises does not invalidate tensors that autograd saved."""
+    torch = torch_.torch
+    w = torch.ones(6, requires_grad=True)
+    saved = w * 2
+    loss = (saved * saved).sum()
+    for other, words in ((saved, SHARED), (torch.zeros(12)[::2], "results need tensors that are contiguous")):
+        with pytest.raises(cr.ReductionError, match=words):
+            cr.all_reduce([torch.ones(6)] * 2, out=[saved, other])
+    loss.backward()
+    assert w.grad.tolist() == [8.0] * 6
+
+
+def test_inference_tensors(torch_):
+    """Tensors created in inference mode can be read and written in that mode."""
+    torch = torch_.torch
+    with torch.inference_mode():
+        value, out = [torch.ones(3), torch.ones(3)], [torch.zeros(3), torch.zeros(3)]
+        cr.all_reduce(value, out=out)
+        cr.all_reduce(value, out=value)
+    assert [x.tolist() for x in (*out, *value)] == [[2.0] * 3] * 4
+
+
+def test_conjugated_views_are_rejected(torch_):
+    """A lazily conjugated or negated view is rejected as out, since its memory has other values."""
+    arrays = Arrays(torch_)
+    x = arrays.put(np.array([1 + 2j, 3 + 4j]))
+    for view, words in (
+        (x.conj(), "without a pending conjugation or negation"),
+        (x.conj().imag, "that are contiguous"),
+    ):
+        value = arrays.value([np.ones(2, oracle.dtype_of(str(view.dtype).removeprefix("torch.")))] * 2)
+        out = PerReplica([view, arrays.blank((2,), str(view.dtype).removeprefix("torch."))])
+        refused(arrays, UnsupportedError, words, OPS.reduce, "sum", value, value, out=out)
+
+
+NO_MEMORY = """
+import sys
+import torch
+import crossreduce as cr
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    fakes = [torch.zeros(3), torch.zeros(3)]
+given = {"zero": torch._efficientzerotensor((3,)), "fake": fakes[0]}[sys.argv[1]]
+try:
+    cr.all_reduce([torch.ones(3), torch.ones(3)], out=[torch.ones(3), given])
+except cr.ReductionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.usefixtures("torch_")
+@pytest.mark.parametrize("kind", ["zero", "fake"])
+def test_tensors_without_memory_are_rejected(kind):
+    """Tensors with a shape but without memory are rejected as out, without a crash."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NO_MEMORY, kind], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "given:" in ran.stdout
+
+
+def test_finished_inference_tensors_are_rejected(torch_):
+    """A tensor of torch's inference mode is rejected as out after that mode has ended, before anything is written."""
+    torch = torch_.torch
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    value = PerReplica([torch.ones(2), torch.ones(2)])
+    out = PerReplica([torch.zeros(2), frozen])
+    with pytest.raises(UnsupportedError, match="inference"):
+        OPS.reduce("sum", value, value, out=out)
+    assert out[0].tolist() == [0, 0]

@@ -1,0 +1,307 @@
+"""Ops with a topology: results equal the oracle's for all topologies, and the planned schedule is the one that runs."""
+
+import itertools
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import expect
+import numpy as np
+import oracle
+import pytest
+from budget import examples
+from frameworks import NAMES
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import each, pairs
+from planned import planned_for
+from strategies import NAMED, names, wired
+
+import crossreduce as cr
+from crossreduce import AllReduceCrossDeviceOps, HierarchicalCopyAllReduce, Link, PerReplica, Topology, simulate
+from crossreduce.frameworks.null import NullFramework
+from crossreduce.options import ALGORITHMS
+from crossreduce.topology.machines import machine_names
+
+DGX = Topology.machine("dgx-1v")
+ON_HOST = DGX.renamed(names(8))
+MACHINES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nvl72")]
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def check_sum(ops, n, size=37):
+    """Assert that the ops reduce ``n`` NumPy arrays to all devices and to one, and broadcast one of them; the sum
+    shows every array's contribution to every element."""
+    xs = expect.digits(n, (size,))
+    value = PerReplica([x.copy() for x in xs])
+    due = sum(xs)
+    for destinations in (value, f"cpu:{n - 1}"):
+        result = ops.reduce("sum", value, destinations)
+        assert all(np.array_equal(part, due) for part in result)
+    assert result.devices == (f"cpu:{n - 1}",)
+    assert all(np.array_equal(x, part) for x, part in zip(xs, value, strict=True))  # no input was written
+    assert all(np.array_equal(part, xs[0]) for part in ops.broadcast(xs[0], value))
+
+
+@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, range(1, 9), [1, 3]))
+def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
+    """1 to 8 replicas on the first GPUs of a DGX-1V get the correct sum by every algorithm; data may be routed through
+    the other GPUs."""
+    check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=ON_HOST), n)
+
+
+@each_algorithm
+def test_partial_machines(algorithm):
+    """Ops give the right sum on connected subsets of a DGX-1V, and on a DGX-1V without some links."""
+    for some in ((0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)):
+        part = ON_HOST.subset([f"cpu:{k}" for k in some])
+        check_sum(AllReduceCrossDeviceOps(algorithm, topology=part.renamed(names(len(some)))), len(some))
+    broken = ON_HOST
+    for a, b in ((0, 1), (0, 4), (2, 3), (6, 7)):
+        broken = broken.without_link(f"cpu:{a}", f"cpu:{b}")
+    check_sum(AllReduceCrossDeviceOps(algorithm, 2, topology=broken), 8)
+
+
+@pytest.mark.parametrize(("machine", "algorithm"), each(MACHINES, ["hierarchical_copy", "ring", "forest", "auto"]))
+def test_machines_are_matched_by_position(machine, algorithm):
+    """If the topology has other device names than the value, its i-th device is that of the i-th replica."""
+    topology = Topology.machine(machine)
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=topology), len(topology.devices))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n", "machine"), pairs(ALGORITHMS, [1, 2, 3, 5, 7], ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
+)
+def test_machines_with_more_devices_than_replicas(machine, algorithm, n):
+    """If a topology has more devices than the value has replicas, the replicas are on its first ones."""
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
+
+
+HUB = pytest.mark.xfail(
+    strict=True, reason="forest reduces on a device without a replica, which does not exist under the topology's name"
+)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=[HUB] if name == "forest" else []) for name in ALGORITHMS]
+)
+def test_a_hub_without_a_replica_forwards(algorithm):
+    """If the only connection between the replicas is a device without a replica, data is routed through it."""
+    links = [Link(*pair, 5) for k in range(4) for pair in ((f"cuda:{k}", "cuda:9"), ("cuda:9", f"cuda:{k}"))]
+    hub = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], links)
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=hub), 4, size=1 << 12)
+
+
+@pytest.mark.parametrize(("algorithm", "n"), each(ALGORITHMS, [2, 3, 6]))
+def test_reducing_switches_only_forward(algorithm, n):
+    """No engine can reduce on a switch, so schedules for the ops use a reducing switch like a plain one."""
+    star = Topology.star(6, 450, 1e-6)
+    reducing = star.with_switches(reducing=True)
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=reducing), n)
+    for wiring in (star, reducing):
+        devices = planned_for(wiring, algorithm, names(n), names(n), 300).devices
+        assert devices[:n] == names(n)
+        assert set(devices) <= set(star.devices)
+
+
+@examples(60)
+@given(
+    st.data(),
+    st.integers(1, 7),
+    st.sampled_from(ALGORITHMS),
+    st.integers(0, 5),
+    st.sampled_from(["sum", "mean", "max"]),
+    st.booleans(),
+)
+def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op, both_ways):
+    """On any topology that connects the replicas, with its devices in any order, results equal the oracle's: integers
+    exactly, floats within the rounding error of any order of additions."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    topology = topology.renamed(data.draw(st.permutations(names(n))))
+    dtype = data.draw(st.sampled_from(["int64", "float32"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    xs = [rng.integers(-9, 9, (4, 5)).astype(dtype) for _ in range(n)]
+    ops = AllReduceCrossDeviceOps(algorithm, packs, topology=topology)
+    destinations = data.draw(st.lists(st.sampled_from(names(n)), min_size=1, unique=True))
+    result = ops.reduce(op, PerReplica(xs), PerReplica([0] * len(destinations), destinations))
+    assert result.devices == tuple(destinations)
+    for part in result:
+        oracle.check(part, op, xs)
+
+
+@each_algorithm
+def test_batches_of_several_kinds(algorithm):
+    """A batch of several shapes and dtypes, packed or not, dense and sparse, is reduced correctly on a topology."""
+    rng = np.random.default_rng(0)
+    kinds = [((3, 4), "float32"), ((), "int32"), ((0,), "float32"), ((50,), "float16"), ((7,), "float32")]
+    dense = [[rng.integers(-9, 9, shape).astype(dtype) for _ in range(8)] for shape, dtype in kinds]
+    rows = [cr.IndexedSlices(np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(8)]
+    for packs in (0, 1, 4):
+        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=DGX)
+        pairs = [(value, value) for value in map(PerReplica, dense)] + [(PerReplica(rows), "cpu:3")]
+        *results, sparse = ops.batch_reduce("sum", pairs)
+        for xs, result in zip(dense, results, strict=True):
+            assert len(result) == 8
+            for part in result:
+                oracle.check(part, "sum", xs)
+        total = np.zeros((3, 2))
+        np.add.at(total, np.asarray(sparse[0].indices), np.asarray(sparse[0].values))
+        assert total.tolist() == [[sum(2.0**k for k in range(8) if k % 3 == row)] * 2 for row in range(3)]
+
+
+def test_all_reduce_of_trees():
+    """all_reduce of trees accepts ops with a topology."""
+    trees = [{"w": np.full((2, 3), 9**k), "b": [np.int64(9**k), None]} for k in range(8)]
+    due = sum(9**k for k in range(8))
+    for ops in (HierarchicalCopyAllReduce(2, topology=DGX), AllReduceCrossDeviceOps("forest", topology=DGX)):
+        for tree in cr.all_reduce(trees, "sum", cross_device_ops=ops):
+            assert (tree["w"].tolist(), tree["b"]) == ([[due] * 3] * 2, [due, None])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "framework"),
+    each(["hierarchical_copy", "forest", "auto", "ring"], NAMES),
+    indirect=["framework"],
+)
+def test_each_framework(algorithm, framework):
+    """Arrays of every framework are reduced on a topology, on all of its devices and on some."""
+    for n in (8, 5):
+        xs = expect.small("float32", (6, 5), n)
+        arrays = framework.arrays(xs)
+        value = PerReplica(arrays)
+        ops = AllReduceCrossDeviceOps(algorithm, 2, topology=ON_HOST)
+        result = ops.reduce("mean", value, value)
+        expect.check(framework, result, "mean", xs, value.devices, arrays)
+        assert expect.unchanged(framework, arrays, xs)
+    (one,) = ops.reduce("sum", value, "cpu:2")
+    assert framework.to_numpy(one).tolist() == sum(xs).tolist()
+    for part in ops.broadcast(arrays[0], value):
+        assert framework.to_numpy(part).tolist() == xs[0].tolist()
+
+
+# The planned schedule is the one that runs.
+
+
+@pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
+@pytest.mark.parametrize("size", [10, 48 * 1024])
+def test_bytes_are_those_of_the_plan(algorithm, size):
+    """An op moves the same bytes over each link as the schedule of cr.plan for that size."""
+    null = NullFramework()
+    value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
+    result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
+    assert [(x.shape, x.device) for x in result] == [((size,), device) for device in DGX.devices]
+    made = cr.plan(DGX, nbytes=4 * size, algorithm=algorithm)
+    over = Counter()
+    for (src, dst), nbytes in null.counts.bytes.items():
+        over.update(dict.fromkeys(itertools.pairwise(DGX.route(src, dst)), 0))
+        for pair in itertools.pairwise(DGX.route(src, dst)):
+            over[pair] += nbytes
+    assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
+
+
+def test_the_plan_follows_the_size():
+    """ "auto" on a topology uses few rounds for small values, and all links equally for large ones, like cr.plan."""
+    moved = {}
+    for size in (2, 1 << 22):
+        null = NullFramework()
+        value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
+        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", value, value)
+        moved[size] = null.counts
+    small, large = cr.plan(DGX, nbytes=8), cr.plan(DGX, nbytes=1 << 24)
+    assert len(small.schedule.rounds) < len(large.schedule.rounds)
+    loads = {pair: count / DGX.link(*pair).bandwidth for pair, count in moved[1 << 22].bytes.items()}
+    assert set(loads) == {(link.src, link.dst) for link in DGX.links}
+    assert max(loads.values()) / min(loads.values()) < 1.01  # all links are busy for the same time
+    assert set(moved[2].bytes) != set(loads)
+
+
+@pytest.mark.parametrize("packs", [1, 2, 8, 20])
+def test_packs_of_hierarchical_copy_have_different_roots(packs):
+    """Every pack is reduced and copied along one tree; if there are several, they do not all combine on one device."""
+    null = NullFramework()
+    value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
+    HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)
+    trees = min(packs, 8)
+    made = cr.plan(DGX, nbytes=4 * 40 * 1024 * trees // packs, algorithm="hierarchical_copy", packs=trees)
+    assert len(made.schedule.chunks) == trees
+    combined = {step.dst for steps in made.schedule.rounds for step in steps if len(step.srcs) > 1}
+    assert len(combined) >= min(trees, 2)
+    assert null.counts.copies == 2 * 7 * packs
+    assert null.counts.additions == 7 * 40 * 1024
+
+
+@each_algorithm
+def test_disconnected_replicas_move_nothing(algorithm):
+    """If the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
+    links = [Link(*pair, 1) for k in (0, 2) for pair in itertools.permutations(names(4)[k : k + 2])]
+    null = NullFramework()
+    value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
+    ops = AllReduceCrossDeviceOps(algorithm, topology=Topology(names(4), links))
+    for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
+        with pytest.raises(
+            cr.PlanError, match=r"needs a route from cpu:0 to cpu:2, cpu:3, but no link leads out of \{cpu:0"
+        ):
+            call()
+    assert null.counts == NullFramework().counts
+    part = PerReplica(list(value)[:2], names(2))
+    assert len(ops.reduce("sum", part, part)) == 2
+
+
+def test_devices_that_the_topology_does_not_have():
+    """If the topology has only some of a value's devices, or fewer devices than the value, a PlanError is raised."""
+    null = NullFramework()
+    some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
+    with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):
+        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", PerReplica(some), "cuda:0")
+    many = PerReplica([np.ones(3)] * 9)
+    with pytest.raises(cr.PlanError, match="lacks a device of this request: it has 8 devices for 9 replicas"):
+        AllReduceCrossDeviceOps("ring", topology=DGX).reduce("sum", many, many)
+
+
+def test_a_forest_without_a_topology():
+    """ "forest" without a topology plans on a full mesh, on which it moves the same bytes as "direct"."""
+    for n, packs in pairs([1, 2, 3, 7, 8], [0, 1, 3]):
+        check_sum(AllReduceCrossDeviceOps("forest", packs), n)
+    null = NullFramework()
+    value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
+    AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
+    assert null.counts.bytes == dict.fromkeys(itertools.permutations(names(5), 2), 2 * 840 * 4 // 5)
+
+
+def test_threads_find_all_routes_of_one_topology():
+    """Threads that search routes from one device at the same time, and take turns often, find all of them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            topology, start = Topology.torus(4, 8), threading.Barrier(8)
+            devices = topology.devices
+
+            def work(number, topology=topology, start=start, devices=devices):
+                start.wait()
+                ends = [devices[(7 * k + 5 * number) % len(devices)] for k in range(len(devices))]
+                return [end for end in ends if topology.route(devices[0], end) is None]
+
+            with ThreadPoolExecutor(8) as pool:
+                assert [*pool.map(work, range(8))] == [[]] * 8
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_reduce_over_one_topology():
+    """Threads that reduce on the same new topology at the same time all get their own sums."""
+    topology = Topology.torus(2, 4, gb_per_s=(17, 34), latency_s=1e-6)
+    start = threading.Barrier(8)
+
+    def work(number):
+        start.wait()
+        for algorithm in NAMED[number % 6 :] + NAMED[: number % 6]:
+            xs = [x * (number + 1) for x in expect.digits(8, (20 + number,))]
+            value = PerReplica(xs)
+            result = AllReduceCrossDeviceOps(algorithm, 1 + number % 3, topology=topology).reduce("sum", value, value)
+            assert all(np.array_equal(part, sum(xs)) for part in result)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))

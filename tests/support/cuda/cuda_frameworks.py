@@ -1,0 +1,135 @@
+"""The public calls on CUDA arrays, without a GPU: on the fake driver, with stand-ins for the frameworks' devices.
+
+CuPy is the stand-in of support/standins. PyTorch is the real one: its tensors in host memory count as those of cuda:0.
+Run as a program, in a process of its own: python cuda_frameworks.py LIBRARY cupy|torch.
+"""
+
+import sys
+from unittest import mock
+
+import numpy as np
+from fake_cuda import FakeDriver
+from paths import SUPPORT
+
+import crossreduce as cr
+from crossreduce import cross_device_ops, pipeline, values
+from crossreduce.engines import loop
+
+SIZES = [(), (1,), (7, 3), (1000,), (0, 4), (33_333,)]
+LOGICAL = [f"cuda:0#{k}" if k else "cuda:0" for k in range(8)]
+
+
+def expected(rows, op):
+    """Return what NumPy arrays on the host give: for each tensor the result."""
+    return [x[0] for x in zip(*[list(each) for each in cr.all_reduce(rows, op)], strict=True)]
+
+
+def equal(got, right):
+    """Return whether arrays have the same bits; NaN is NaN."""
+    return (
+        got.dtype == right.dtype
+        and got.shape == right.shape
+        and np.array_equal(got, right, equal_nan=got.dtype.kind in "fc")
+    )
+
+
+def cupy_calls(fake):
+    """Reduce CuPy arrays on 8 devices, and on logical devices of one; return the number of calls."""
+    sys.path.insert(0, str(SUPPORT / "standins"))
+    import cupy
+    from cupy import _machine
+
+    _machine.allocate = lambda nbytes, device: fake.memory(nbytes, device)
+    _machine.free = lambda address, nbytes, device: None  # the fake driver would report later owners of the memory
+    _machine.synchronize = fake.run
+    _machine.checks_order = False
+    draw = np.random.default_rng(1)
+    calls = 0
+    for devices in (LOGICAL, [f"cuda:{k}" for k in range(8)], ["cuda:3", "cuda:1", "cuda:3#1"]):
+        physical = [int(name.split(":")[1].split("#")[0]) for name in devices]
+        for dtype, op in (
+            ("float32", "mean"),
+            ("float16", "sum"),
+            ("int32", "mean"),
+            ("int64", "max"),
+            ("complex64", "sum"),
+        ):
+            rows = [[np.asarray(100 * draw.standard_normal(size)).astype(dtype) for size in SIZES] for _ in devices]
+            arrays = []
+            for row, number in zip(rows, physical, strict=True):
+                with cupy.cuda.Device(number):
+                    arrays.append([cupy.asarray(x) for x in row])
+            right = expected(rows, op)
+            for algorithm in ("auto", "direct", "hierarchical_copy", "ring"):
+                op_ = cr.AllReduceCrossDeviceOps(algorithm)
+                with mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran")):
+                    results = cr.all_reduce(arrays, op, devices=devices, cross_device_ops=op_)
+                fake.run()
+                for row, number in zip(results, physical, strict=True):
+                    for got, x in zip(row, right, strict=True):
+                        assert got.device.id == number
+                        assert algorithm == "auto" or algorithm == "direct" or got.dtype == x.dtype
+                        if algorithm in ("auto", "direct"):
+                            assert equal(cupy.asnumpy(got), x), (devices, dtype, op, algorithm)
+                calls += 1
+    assert not fake.report(), fake.report()[:3]
+    assert any("sum_f32_8" in line for line in fake.operations())
+    return calls
+
+
+def torch_calls(fake):
+    """Reduce torch tensors on logical devices of cuda:0: the first calls in Python, later ones in compiled code."""
+    import torch
+
+    from crossreduce.engines import cuda
+    from crossreduce.engines.device_memory import torch as torch_memory
+    from crossreduce.engines.host import prepared
+    from crossreduce.frameworks import torch as torch_framework
+
+    prepared.compiled().use_device_type(1)  # the CPU's
+    assert fake.lib.fake_own(1 << 12, (1 << 47) - (1 << 13), 0) == 0
+    places = {
+        (torch_framework, "_place"): lambda device: torch.device("cpu"),
+        (torch_framework, "_require"): lambda devices: None,
+        (torch_memory, "_are_on"): lambda arrays, devices: True,
+        (values, "locate"): lambda x: "cuda:0" if isinstance(x, torch.Tensor) else None,
+        (pipeline, "locate"): lambda x: "cuda:0",
+    }
+
+    class Memory(torch_memory.TorchDeviceMemory):
+        def allocate(self, shape, dtype, device):
+            return torch.empty(shape, dtype=torch_framework.DTYPES_BY_NAME[dtype])
+
+        def stream(self, device):
+            return 0
+
+        def is_peer_readable(self):
+            return True
+
+    for (module, name), function in places.items():
+        mock.patch.object(module, name, function).start()
+    mock.patch.object(cuda, "device_memory", return_value=Memory()).start()
+    draw = np.random.default_rng(1)
+    calls = 0
+    for dtype, op, with_out in (("float32", "mean", False), ("float16", "sum", True), ("int64", "max", False)):
+        ops = cr.AllReduceCrossDeviceOps()
+        for turn in range(4):
+            rows = [[np.asarray(100 * draw.standard_normal(size)).astype(dtype) for size in SIZES] for _ in LOGICAL]
+            tensors = [[torch.from_numpy(x.copy()) for x in row] for row in rows]
+            out = [[torch.full_like(x, 77) for x in row] for row in tensors] if with_out else None
+            with mock.patch.object(cross_device_ops, "reduce_batch", wraps=cross_device_ops.reduce_batch) as in_python:
+                devices = None if turn % 2 else LOGICAL  # those that the tensors have by default
+                results = cr.all_reduce(tensors, op, devices=devices, cross_device_ops=ops, out=out)
+            assert in_python.call_count == (turn == 0), (dtype, turn, in_python.call_count)
+            fake.run()
+            for row in results:
+                for got, x in zip(row, expected(rows, op), strict=True):
+                    assert equal(got.numpy(), x), (dtype, op, turn)
+            calls += 1
+    assert not fake.report(), fake.report()[:3]
+    return calls
+
+
+if __name__ == "__main__":
+    driver = FakeDriver(sys.argv[1], 8, "full", 1)
+    print(sys.argv[2], {"cupy": cupy_calls, "torch": torch_calls}[sys.argv[2]](driver))

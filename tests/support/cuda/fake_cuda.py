@@ -1,0 +1,229 @@
+"""A fake CUDA driver for tests without a GPU: builds the library of fake_cuda.cpp and controls it.
+
+``built`` compiles a ``libcuda.so.1``. ``FakeDriver`` loads it, so that a later ``dlopen("libcuda.so.1")`` in this
+process finds it, and starts with a number of devices. Work is queued and runs in random allowed orders. The report has
+a line for every mistake of the callers, and for accesses that are not ordered: every access that conflicts with an
+earlier one is reported with it, except that of two earlier ones of which one is ordered after the other, only the later
+one is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+from paths import NATIVE, ROOT
+
+KERNELS = ROOT / "src/crossreduce/engines/cuda/native"
+SOURCES = NATIVE
+FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+HOST = -1  # the "device" of pinned memory
+NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
+CUBE_MESH = [
+    {1, 2, 3, 4},
+    {0, 2, 3, 5},
+    {0, 1, 3, 6},
+    {0, 1, 2, 7},
+    {0, 5, 6, 7},
+    {1, 4, 6, 7},
+    {2, 4, 5, 7},
+    {3, 4, 5, 6},
+]
+
+# The parameters of the driver's functions: p pointers and handles, a addresses, z sizes, i int, u unsigned, s text.
+PARAMETERS = {
+    "cuInit": "u", "cuDriverGetVersion": "p", "cuDeviceGetCount": "p", "cuDeviceGet": "pi", "cuDeviceGetName": "pii",
+    "cuDeviceGetAttribute": "pii", "cuDevicePrimaryCtxRetain": "pi", "cuDevicePrimaryCtxRelease_v2": "i",
+    "cuCtxGetCurrent": "p", "cuCtxSetCurrent": "p", "cuDeviceCanAccessPeer": "pii", "cuCtxEnablePeerAccess": "pu",
+    "cuCtxSynchronize": "", "cuModuleLoadData": "pp", "cuModuleUnload": "p", "cuModuleGetFunction": "pps",
+    "cuLaunchKernel": "puuuuuuuppp", "cuStreamCreate": "pu", "cuStreamDestroy_v2": "p", "cuStreamWaitEvent": "ppu",
+    "cuStreamSynchronize": "p", "cuStreamIsCapturing": "pp", "cuStreamBeginCapture_v2": "pi",
+    "cuStreamEndCapture": "pp", "cuGraphInstantiateWithFlags": "ppz", "cuGraphLaunch": "pp", "cuGraphExecDestroy": "p",
+    "cuGraphDestroy": "p", "cuEventCreate": "pu", "cuEventDestroy_v2": "p", "cuEventRecord": "pp",
+    "cuMemcpyAsync": "aazp", "cuMemcpyPeerAsync": "apapzp", "cuMemAlloc_v2": "pz", "cuMemFree_v2": "a",
+    "cuMemHostAlloc": "pzu", "cuMemFreeHost": "p", "cuPointerGetAttribute": "pia", "cuGetErrorName": "ip",
+    "cuGetErrorString": "ip",
+}  # fmt: skip
+TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint}
+TYPES["s"] = ctypes.c_char_p
+
+
+def built(folder, *flags, stub=False, soname="libcuda.so.1"):
+    """Return the path of the library, compiled in a folder that processes may share.
+
+    ``soname``: a process that has loaded a library of this name uses it as the CUDA driver if it is libcuda.so.1.
+    ``stub``: one whose calls do nothing and succeed, to measure the cost of the engine on the host.
+    """
+    names = ["stub_cuda.cpp"] if stub else ["fake_cuda.cpp", "cuda_host.cpp"]
+    key = hashlib.sha256(repr((FLAGS, flags, names, soname)).encode())
+    for path in sorted([*SOURCES.glob("*cuda*"), *SOURCES.glob("fake_*"), *KERNELS.iterdir()]):
+        key.update(path.read_bytes())
+    into = Path(folder) / f"fake_cuda_{key.hexdigest()[:16]}"
+    into.mkdir(parents=True, exist_ok=True)
+    library = into / "libcuda.so.1"
+    with (into / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            command = ["g++", *FLAGS, *flags, f"-I{KERNELS}", *(str(SOURCES / name) for name in names)]
+            command += ["-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread", "-o", str(into / "made")]
+            subprocess.run(command, check=True, timeout=300)
+            (into / "made").rename(library)
+    return library
+
+
+def shared_folder(tmp_path_factory):
+    """Return the temporary folder that all workers of one run of pytest share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
+def peer_matrix(peers, devices):
+    """Return which devices access which: the rows given, or "full", "pairs", "mesh" (a DGX-1's) or "none"."""
+    if not isinstance(peers, str):
+        return [[int(bool(each)) for each in row] for row in peers]
+    access = {
+        "full": lambda a, b: True,
+        "pairs": lambda a, b: a // 2 == b // 2,
+        "mesh": lambda a, b: b in CUBE_MESH[a],
+        "none": lambda a, b: False,
+    }[peers]
+    return [[int(a != b and access(a, b)) for b in range(devices)] for a in range(devices)]
+
+
+class FakeDriver:
+    """The fake driver in this process, started anew with some devices. There is one for each library file.
+
+    ``lib`` has the driver's functions (``lib.cuStreamCreate(...)``), which return result codes.
+    """
+
+    def __init__(self, path, devices=8, peers="full", seed=0):
+        self.path = str(path)
+        self.lib = ctypes.CDLL(self.path, ctypes.RTLD_GLOBAL)
+        for name, letters in PARAMETERS.items():
+            getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
+        size, pointer = ctypes.c_uint64, ctypes.c_void_p
+        for name, result, *arguments in (
+            ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
+            ("clear", None),
+            ("initialised", None, ctypes.c_int),
+            ("attribute", None, ctypes.c_int, ctypes.c_int),
+            ("label", None, ctypes.c_char_p),
+            ("fail", None, ctypes.c_char_p, size, ctypes.c_int),
+            ("drop", None, ctypes.c_char_p, size),
+            ("count", size, ctypes.c_char_p),
+            ("report", ctypes.c_char_p),
+            ("operations", ctypes.c_char_p),
+            ("live", ctypes.c_char_p),
+            ("run", None),
+            ("memory", size, size, ctypes.c_int),
+            ("own", ctypes.c_int, size, size, ctypes.c_int),
+            ("disown", ctypes.c_int, size),
+            ("stream", pointer, ctypes.c_int, ctypes.c_uint),
+            ("host_access", ctypes.c_int, size, size, ctypes.c_int),
+            ("queue", ctypes.c_int, pointer, ctypes.c_int, size, pointer, size, ctypes.c_int),
+        ):
+            function = getattr(self.lib, f"fake_{name}")
+            function.restype, function.argtypes = result, arguments
+        self.reset(devices, peers, seed)
+
+    def reset(self, devices=8, peers="full", seed=0):
+        """Start anew: all handles and addresses become invalid. What ``cuInit`` did stays."""
+        self.devices = devices
+        rows = peer_matrix(peers, devices)
+        self.lib.fake_reset(devices, bytes(each for row in rows for each in row), seed)
+        self._kept = []
+
+    def clear(self):
+        """Forget the report, operations, counts and faults, but no handles."""
+        self.lib.fake_clear()
+
+    def attribute(self, attribute, value):
+        """Set an attribute of all devices, such as 16, the number of multiprocessors."""
+        self.lib.fake_attribute(attribute, value)
+
+    def label(self, text):
+        """Add a text to what this thread queues from now on; it appears in the report."""
+        self.lib.fake_label(text.encode())
+
+    def fail(self, name, n, code):
+        """Let the n-th call of a function from now on (1: the next one) fail with a code and do nothing."""
+        self.lib.fake_fail(name.encode(), n, code)
+
+    def drop(self, name, n):
+        """Let the n-th call of a function from now on, such as ``cuStreamWaitEvent``, succeed and do nothing."""
+        self.lib.fake_drop(name.encode(), n)
+
+    def count(self, name):
+        """Return how often a function was called."""
+        return self.lib.fake_count(name.encode())
+
+    def report(self):
+        """Return the mistakes so far, as a list of lines."""
+        return self.lib.fake_report().decode().splitlines()
+
+    def operations(self):
+        """Return the launches, copies, records and waits so far, as a list of lines."""
+        return self.lib.fake_operations().decode().splitlines()
+
+    def live(self):
+        """Return what the driver's callers made and did not release, as a dictionary of numbers."""
+        return {
+            what: int(count)
+            for what, count in (line.split(": ") for line in self.lib.fake_live().decode().splitlines())
+        }
+
+    def run(self):
+        """Execute everything, as if the host had synchronised with all streams."""
+        self.lib.fake_run()
+
+    def memory(self, nbytes, device):
+        """Return the address of new memory of a framework on a device, or pinned (``HOST``)."""
+        address = self.lib.fake_memory(nbytes, device)
+        assert address, self.report()
+        return address
+
+    def own(self, array, device):
+        """Let the memory of a NumPy array count as a device's; return its address."""
+        self._kept.append(array)
+        assert self.lib.fake_own(array.ctypes.data, array.nbytes, device) == 0
+        return array.ctypes.data
+
+    def disown(self, address):
+        """Free memory of ``memory``, or give back that of ``own``."""
+        assert self.lib.fake_disown(address) == 0, self.report()
+
+    def stream(self, device, flags=NON_BLOCKING):
+        """Return the handle of a new stream of a framework."""
+        return self.lib.fake_stream(device, flags)
+
+    def host_access(self, address, nbytes, writes):
+        """Tell the driver that the host reads or writes memory."""
+        self.lib.fake_host_access(address, nbytes, writes)
+
+    def write(self, address, data, stream=None, device=0):
+        """Write bytes: the host at once, or an operation of a framework in a stream (0: the device's default one)."""
+        data = bytes(data)
+        if stream is None:
+            self.host_access(address, len(data), True)
+            ctypes.memmove(address, data, len(data))
+        else:
+            self._checked(self.lib.fake_queue(stream, device, address, data, len(data), True))
+
+    def read(self, address, nbytes, stream=None, device=0):
+        """Return the bytes in memory; with a stream, a buffer that an operation in it fills."""
+        if stream is None:
+            self.host_access(address, nbytes, False)
+            return ctypes.string_at(address, nbytes)
+        into = ctypes.create_string_buffer(nbytes)
+        self._kept.append(into)
+        self._checked(self.lib.fake_queue(stream, device, address, into, nbytes, False))
+        return into
+
+    def _checked(self, code):
+        if code:
+            raise RuntimeError(self.report()[-1])

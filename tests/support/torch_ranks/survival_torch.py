@@ -1,0 +1,316 @@
+"""The program of test_survival_torch.py: ranks die, and the others go on in the same processes.
+
+For its arguments and reports see ``forked_torch``.
+
+The oracle of the training cases is one process that trains on whole batches. The ranks split each batch evenly, so it
+does not matter for the oracle how many they are. All numbers are float64, so that rounding differences are tiny.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from forked_torch import Cases, die
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch_oracle import given, raises
+from torch_training import Model
+
+import crossreduce.torch
+from crossreduce import ArgumentError, ContextError, PeerLostError
+
+BATCH = 12  # samples of a step; 1, 2, 3, 4 ranks have equally many
+STEPS = 6
+DEADLY = 2  # the step in which ranks die
+CASES = Cases()
+
+
+def batch(step):
+    """Return the samples of a step."""
+    return (given(0, (BATCH, width), torch.float64, 10 * step + width) for width in (7, 5))
+
+
+def mean_loss(model, step):
+    """Return the mean loss of this rank's share of a batch; the mean over the ranks is that of the batch."""
+    x, y = (each[dist.get_rank() :: dist.get_world_size()] for each in batch(step))
+    return ((model(x) - y) ** 2).mean()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def oracle():
+    """Return the model that one process trains."""
+    model = Model()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    return model
+
+
+def expect_trained(parameters):
+    """Check that these are the weights of the oracle, up to rounding."""
+    wanted = list(oracle().parameters())
+    assert len(parameters) == len(wanted)
+    for got, want in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def die_in_backward(model, killed):
+    """Let some ranks die in the middle of the backward pass."""
+    if dist.get_rank() in killed:
+        model.second.register_full_backward_hook(lambda *_: die())
+
+
+class Plain:
+    """A loop that reduces each gradient itself."""
+
+    def __init__(self):
+        self.model = Model()
+        self.optimizer = sgd(self.model)
+        self.parallel = self.model
+
+    def backward(self, step):
+        self.optimizer.zero_grad()
+        mean_loss(self.parallel, step).backward()
+        self.reduce()
+
+    def reduce(self):
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+
+    def renew(self, reformed):
+        """Follow a change of the group."""
+
+    def parameters(self):
+        return list(self.model.parameters())
+
+
+class Ddp(Plain):
+    """DistributedDataParallel: made again, with the same model and optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.renew(None)
+
+    def reduce(self):
+        """DDP has reduced the gradients."""
+
+    def renew(self, reformed):
+        self.parallel = DistributedDataParallel(self.model, bucket_cap_mb=0.001)
+
+
+class Hsdp(Plain):
+    """FSDP2 with replicas of ``shards`` ranks. The state of a replica that is left is sharded over all ranks."""
+
+    shards = 2
+
+    def __init__(self):
+        self.shard(Model(), {})
+
+    def shard(self, model, momentum):
+        """Shard a model that is the same on all ranks, and the momentum of its optimizer; {}: there is none yet."""
+        size = dist.get_world_size()
+        self.parts = self.shards if size % self.shards == 0 else size
+        mesh = dist.init_device_mesh("cpu", (size // self.parts, self.parts), mesh_dim_names=("replicate", "shard"))
+        self.part = mesh.get_local_rank("shard")
+        self.model = self.parallel = model
+        fully_shard(model.first, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.optimizer = sgd(model)
+        for p, whole in zip(model.parameters(), momentum, strict=False):
+            own = self.share(whole, self.parts)[self.part]
+            made = DTensor.from_local(own, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            self.optimizer.state[p]["momentum_buffer"] = made
+
+    def reduce(self):
+        """FSDP has reduced the gradients."""
+
+    @staticmethod
+    def share(whole, parts):
+        """Return the shards of a tensor; the last ones may be empty."""
+        found = list(whole.chunk(parts))
+        return found + [whole[:0]] * (parts - len(found))
+
+    def renew(self, reformed):
+        """Let for each shard a rank that has it send it to all, and shard the model again."""
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, self.part)
+        assert {*held} == {*range(self.parts)}, "a whole replica is left"
+        fresh = Model()
+
+        def whole(sharded, like):
+            parts = [torch.empty_like(part) for part in self.share(like, self.parts)]
+            parts[self.part] = sharded.to_local().contiguous()
+            for k, part in enumerate(parts):
+                dist.broadcast(part, held.index(k))
+            return torch.cat(parts)
+
+        momentum = []
+        sharded = self.optimizer.param_groups[0]["params"]  # those of the model may be whole in the failed step
+        for p, new in zip(sharded, fresh.parameters(), strict=True):
+            state = self.optimizer.state[p]
+            new.data.copy_(whole(p.detach(), new.detach()))
+            momentum.append(whole(state["momentum_buffer"], new.detach()))
+        self.shard(fresh, momentum)
+
+    def parameters(self):
+        return [p.full_tensor() for p in self.model.parameters()]
+
+
+class Replicated(Hsdp):
+    """FSDP2 with whole replicas: the mesh has one rank per shard."""
+
+    shards = 1
+
+
+def train(kind, killed):
+    """Train; some ranks die in the backward pass of one step, and the others repeat that step."""
+    trainer, changes = kind(), []
+
+    def changed(reformed):
+        changes.append(list(reformed.members))
+        trainer.renew(reformed)
+
+    for step in range(STEPS):
+        if step == DEADLY and not changes:
+            die_in_backward(trainer.model, killed)
+        crossreduce.torch.committed(lambda step=step: trainer.backward(step), changed)
+        trainer.optimizer.step()
+    assert changes == [[rank for rank in range(4) if rank not in killed]]
+    assert dist.get_world_size() == 4 - len(killed)
+    expect_trained(trainer.parameters())
+
+
+@CASES.add(4, killed=(1, 2))
+def plain(_):
+    """Two of four ranks die at once in a loop that reduces each gradient itself."""
+    train(Plain, (1, 2))
+
+
+@CASES.add(4, killed=(0,))
+def ddp(_):
+    """Rank 0 dies, and with it the store of the rendezvous, under DDP."""
+    train(Ddp, (0,))
+
+
+@CASES.add(4, killed=(1, 3))
+def dies_in_the_change(_):
+    """A second rank dies while the ranks that are left make DistributedDataParallel again."""
+    trainer, sizes = Ddp(), []
+
+    def changed(reformed):
+        sizes.append(dist.get_world_size())
+        if reformed.members == (0, 2, 3) and dist.get_rank() == 2:
+            die()
+        trainer.renew(reformed)
+
+    die_in_backward(trainer.model, (1,))
+    for step in range(STEPS):
+        crossreduce.torch.committed(lambda step=step: trainer.backward(step), changed)
+        trainer.optimizer.step()
+    assert sizes == [3, 2]
+    expect_trained(trainer.parameters())
+
+
+@CASES.add(4, killed=(1, 3))
+def fsdp_replicated(_):
+    """Two of four whole replicas of FSDP2 die."""
+    train(Replicated, (1, 3))
+
+
+@CASES.add(4, killed=(3,))
+def hsdp(_):
+    """A rank of the second of two replicas of FSDP2 dies; its neighbour and the whole replica go on as three shards."""
+    train(Hsdp, (3,))
+
+
+@CASES.add(3, killed=(1,))
+def subgroups(_):
+    """Groups that were made before a shrink of the default group are closed, with an error that says so."""
+    pair, world = dist.new_group([0, 2]), dist.group.WORLD
+    x = torch.ones(5)
+    if dist.get_rank() == 1:
+        die()
+    dist.all_reduce(x, group=pair)
+    raises(PeerLostError, "call shrink, or restart", dist.all_reduce, x)
+    crossreduce.torch.shrink()
+    advice = "make it again: shrink, grow and destroy_process_group end all earlier groups"
+    for group in (pair, world):
+        raises(ValueError, advice, dist.all_reduce, x, group=group)  # torch's own error, which shows the group
+        raises(ContextError, advice, group.allreduce, [x])
+        raises(ContextError, advice, crossreduce.torch.shrink, group)
+        raises(ContextError, advice, crossreduce.torch.agree, True, group)
+        raises(ContextError, advice, crossreduce.torch.invitation, group)
+    again = dist.new_group([0, 1])
+    x = torch.ones(5)
+    dist.all_reduce(x, group=again)
+    assert x.tolist() == [2.0] * 5
+
+
+@CASES.add(4, killed=(3,))
+def one_subgroup(_):
+    """A sub-group shrinks alone: the default group keeps its ranks, and the new group their numbers."""
+    threes = dist.new_group([0, 2, 3])
+    if dist.get_rank() == 3:
+        die()
+    if dist.get_rank() != 1:
+        raises(PeerLostError, "rank 3", dist.all_reduce, torch.ones(5), group=threes)
+        made = crossreduce.torch.shrink(threes)
+        assert made.reformed.members == (0, 1)
+        assert dist.get_process_group_ranks(made) == [0, 2]
+        x = torch.ones(5)
+        dist.all_reduce(x, group=made)
+        assert x.tolist() == [2.0] * 5
+        assert dist.get_world_size() == 4
+    assert not crossreduce.torch.agree(dist.get_rank() != 1)
+    crossreduce.torch.shrink()
+    assert dist.get_world_size() == 3
+
+
+@CASES.add(4, killed=(1,))
+def waits_in_a_subgroup(_):
+    """Ranks that wait in a sub-group for one that has noticed the loss in another group go on with it, at once."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [2, 3])]
+    begun = time.monotonic()
+
+    def step():
+        if dist.get_world_size() == 3:
+            return
+        if dist.get_rank() == 1:
+            die()
+        for pair, ranks in zip(pairs, ([0, 1], [0, 2], [2, 3]), strict=True):
+            if dist.get_rank() in ranks:
+                dist.all_reduce(torch.ones(5), group=pair)
+
+    crossreduce.torch.committed(step)
+    assert dist.get_world_size() == 3
+    assert time.monotonic() - begun < 8, "less than the timeouts of shrink, 10 s, and of the groups, 20 s"
+
+
+@CASES.add(3, killed=(2,))
+def completed(_):
+    """All survivors agree on how many ops have succeeded on all of them, and on a flag."""
+    for _ in range(4):
+        dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 2:
+        die()
+    raises(PeerLostError, "rank 2", dist.all_reduce, torch.ones(3))
+    assert crossreduce.torch.agree(True)
+    assert not crossreduce.torch.agree(dist.get_rank() == 1)
+    assert crossreduce.torch.shrink().reformed == ((0, 1), 4)
+    raises(ArgumentError, "not an invitation", leave_and_join)
+
+
+def leave_and_join():
+    dist.destroy_process_group()
+    crossreduce.torch.join("nonsense")
+
+
+if __name__ == "__main__":
+    CASES.main()

@@ -1,0 +1,139 @@
+"""The program of each rank in test_torch_exact.py: exact sums of tensors.
+
+``python torch_exact.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle is rational arithmetic.
+"""
+
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from exact_cases import UNSIGNED, exact_sums, terms_of, wide
+from torch.nn.parallel import DistributedDataParallel
+from torch_oracle import raises, run
+
+import crossreduce as cr
+from crossreduce.torch import HookState, Options, all_reduce_hook
+
+CHECKS = {}
+SIZE = 400
+STORED = {name: getattr(torch, f"int{8 * np.dtype(bits).itemsize}") for name, bits in UNSIGNED.items()}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def tensor(bits, dtype):
+    """Return bits as a tensor of a dtype."""
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).view(getattr(torch, dtype))
+
+
+def inputs(c, dtype):
+    terms = terms_of(wide, 5, dtype, c.size, SIZE)
+    return [tensor(row, dtype) for row in terms], terms
+
+
+def expect(x, bits, dtype):
+    got = x.detach().contiguous().view(STORED[dtype]).numpy().view(bits.dtype)
+    assert (got.ravel() == bits).all(), dtype
+
+
+def reduced(c, group):
+    """Check every reduction of a group, twice: the second call may be prepared."""
+    for dtype in UNSIGNED:
+        every, terms = inputs(c, dtype)
+        total, mean = exact_sums(terms, dtype), exact_sums(terms, dtype, c.size)
+        for _ in range(2):
+            x = every[c.rank].clone()
+            dist.all_reduce(x, group=group)
+            expect(x, total, dtype)
+            x = every[c.rank].clone()
+            dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+            expect(x, mean, dtype)
+            x = every[c.rank].clone()
+            dist.reduce(x, 1, group=group)
+            expect(x, total if c.rank == 1 else terms[c.rank], dtype)
+            rows, out = torch.stack([every[c.rank].roll(k) for k in range(c.size)]), torch.empty_like(x)
+            dist.reduce_scatter_tensor(out, rows, group=group)
+            expect(out, np.roll(total, c.rank), dtype)
+            dist.reduce_scatter(out, list(rows), dist.ReduceOp.AVG, group=group)
+            expect(out, np.roll(mean, c.rank), dtype)
+        grid = every[c.rank].reshape(20, 20).clone().T
+        dist.all_reduce(grid, group=group)
+        expect(grid.T, total, dtype)
+    every, terms = inputs(c, "float32")
+    x = torch.view_as_complex(every[c.rank].reshape(-1, 2).clone())
+    dist.all_reduce(x, group=group)
+    expect(torch.view_as_real(x), exact_sums(terms, "float32"), "float32")
+
+
+@check
+def groups_with_options(c):
+    """``pg_options`` of new_group make the sums of that group exact, whatever the environment says."""
+    assert "CROSSREDUCE_EXACT" not in os.environ
+    reduced(c, dist.new_group(pg_options=Options(exact=True)))
+    os.environ["CROSSREDUCE_EXACT"] = "1"
+    reduced(c, dist.new_group())
+    inexact = dist.new_group(pg_options=Options())
+    os.environ["CROSSREDUCE_EXACT"] = "yes"
+    raises(cr.ArgumentError, "CROSSREDUCE_EXACT must be 0 or 1", dist.new_group)
+    del os.environ["CROSSREDUCE_EXACT"]
+    raises(cr.ArgumentError, "not the options of a process group", lambda: dist.new_group(pg_options={"exact": True}))
+    raises(cr.ArgumentError, "exact must be True or False", lambda: Options(exact=1))
+    every, terms = inputs(c, "float32")
+    x = every[c.rank].clone()
+    dist.all_reduce(x, group=inexact)
+    bits = x.view(torch.int32).numpy().view("u4")
+    assert (bits != exact_sums(terms, "float32")).any(), "by default some sums are rounded otherwise"
+
+
+@check
+def what_is_refused(c):
+    """Products, and sums that gloo would compute, raise the same error on all ranks; the group can still be used."""
+    group = dist.new_group(pg_options=Options(exact=True))
+    x = torch.ones(4)
+    raises(cr.UnsupportedError, "a product cannot be exact", lambda: dist.all_reduce(x, dist.ReduceOp.PRODUCT, group))
+    sparse = torch.ones(4).to_sparse()
+    raises(cr.UnsupportedError, "can be summed exactly", lambda: dist.all_reduce(sparse, group=group))
+    for op, result in ((dist.ReduceOp.PRODUCT, 2**c.size), (dist.ReduceOp.BOR, 2), (dist.ReduceOp.SUM, 2 * c.size)):
+        y = torch.full((3,), 2)
+        dist.all_reduce(y, op, group)
+        assert (y == result).all(), op
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)
+    dist.all_reduce(x, group=group)
+    assert (x == c.size).all()
+
+
+@check
+def ranks_with_different_options(c):
+    """If only some ranks' options are exact, the first sum raises an error that says so."""
+    group = dist.new_group(pg_options=Options(exact=c.rank == 0))
+    message = "all_reduce exact_sum float32[3]"
+    raises(cr.MismatchError, message, lambda: dist.all_reduce(torch.ones(3), group=group))
+    message = "all_reduce exact_product float32[3]"
+    raises(cr.MismatchError, message, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.PRODUCT, group))
+    x = torch.full((3,), float(c.rank))
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)
+    assert (x == c.size - 1).all()
+
+
+@check
+def the_hook_of_ddp(c):
+    """DDP's hook averages gradients exactly: they are the mean of all ranks' gradients, rounded once."""
+    every, terms = inputs(c, "float32")
+    due = exact_sums(terms, "float32", c.size)
+    for exact, value in ((True, "0"), (None, "1")):
+        os.environ["CROSSREDUCE_EXACT"] = value
+        model = torch.nn.Linear(SIZE, 1, bias=False)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(HookState(exact=exact), all_reduce_hook)
+        del os.environ["CROSSREDUCE_EXACT"]
+        ddp(every[c.rank].reshape(1, SIZE)).sum().backward()  # the gradient of the weights is the input
+        expect(model.weight.grad, due, "float32")
+
+
+if __name__ == "__main__":
+    run({name: CHECKS[name] for name in sys.argv[2:] or CHECKS}, sys.argv[1])
