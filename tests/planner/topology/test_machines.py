@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -66,11 +65,6 @@ def flow(topology, roots, sink, rate):
     return Fraction(int(maximum_flow(graph, source, index[sink]).flow_value), unit)
 
 
-def all_but(topology, left_out):
-    """Return the nodes whose names do not start with any of the given texts."""
-    return {node for node in topology.nodes if not node.startswith(tuple(left_out.split()))}
-
-
 # Machine, hosts, speeds, network, the nodes outside of a tightest set (the starts of their names), and the bounds of
 # all-gather and broadcast in GB/s.
 BOUNDS = [
@@ -100,35 +94,22 @@ BOUNDS = [
 IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
 
 
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
-def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
+@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "broadcast"), BOUNDS, ids=IDS)
+def test_bounds(name, hosts, speeds, nics, out, gather, broadcast):
     """The given set S of nodes has the expected N B(S) / d(S), and a flow of that rate reaches every device, so no set
-    has a smaller one. On more than 4 hosts, which are equal, devices of the first one are tried."""
+    has a smaller one; on small machines, trying every set gives the same. The expected bound of a broadcast is the
+    least maximum flow from the first device to another one. On large machines, some of the equal devices are tried."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
-    n, inside = len(topology.devices), all_but(topology, out)
-    assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
-    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]
+    devices, n = topology.devices, len(topology.devices)
+    inside = {node for node in topology.nodes if not node.startswith(tuple(out.split()))}
+    assert n * leaving(topology, inside) / len(inside.intersection(devices)) == gather
+    sinks = devices if hosts <= 4 else devices[: n // hosts]
     for sink in sinks if hosts < 128 else sinks[:2]:
-        assert flow(topology, topology.devices, sink, gather / n) == gather
-
-
-SMALL = [row for row in BOUNDS if len(machine(*row[:2]).nodes) <= 20]
-
-
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "gather", "__"), SMALL, ids=[row[0] for row in SMALL])
-def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __):
-    """On small machines, trying every set of nodes gives the same bound."""
-    assert all_gather_by_every_set(machine(name, hosts, speeds=speeds, nics=nics)) == gather
-
-
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
-def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
-    """The expected bound of a broadcast is the least maximum flow from the first device to another device; of more than
-    72 devices, the second and the last are tried."""
-    topology = machine(name, hosts, speeds=speeds, nics=nics)
-    root, devices = topology.devices[0], topology.devices
-    others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
-    assert min(flow(topology, [root], other, Fraction(10**4)) for other in others) == broadcast
+        assert flow(topology, devices, sink, gather / n) == gather
+    others = devices[1:] if n <= 72 else (devices[1], devices[-1])
+    assert min(flow(topology, [devices[0]], other, Fraction(10**4)) for other in others) == broadcast
+    if len(topology.nodes) <= 20:
+        assert all_gather_by_every_set(topology) == gather
 
 
 # The JSON files of the machines.
@@ -138,44 +119,30 @@ def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
 def test_a_file_says_what_it_must(file):
     """The file of a machine has its name, a description of one line, devices, links of known kinds, and sources."""
     content = FILES[file]
-    allowed = {
-        "name",
-        "aliases",
-        "description",
-        "devices",
-        "reduces",
-        "links",
-        "matrix",
-        "torus",
-        "networks",
-        "memory_gb_per_s",
-        "sources",
-    }
-    assert {"name", "aliases", "description", "devices", "sources"} <= set(content) <= allowed
+    needed = {"name", "aliases", "description", "devices", "sources"}
+    assert needed <= set(content) <= needed | {"reduces", "links", "matrix", "torus", "networks", "memory_gb_per_s"}
     assert file == f"{content['name']}.json"
     assert "\n" not in content["description"]
     assert all(isinstance(source, str) and len(source) > 20 for source in content["sources"])
     assert content["sources"]
-    assert {network for network in content["aliases"].values() if network} <= set(content.get("networks", {}))
-    for network in content.get("networks", {}).values():
-        assert set(network) <= {"reduces", "links"}
-    parts = [content, *content.get("networks", {}).values()]
+    networks = content.get("networks", {})
+    assert {network for network in content["aliases"].values() if network} <= set(networks)
+    assert all(set(network) <= {"reduces", "links"} for network in networks.values())
     for rows in content.get("matrix", {}).values():
         assert [row[i] for i, row in enumerate(rows)] == ["0"] * content["devices"][1]
         assert ["".join(column) for column in zip(*rows, strict=True)] == rows, "as many links there as back"
-    used = {line[3] for part in parts for line in part.get("links", ())}
+    used = {line[3] for part in (content, *networks.values()) for line in part.get("links", ())}
     assert used | set(content.get("matrix", ())) | set(content.get("torus", ())) <= set(KINDS)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
+def test_a_kind_of_link_is_never_quicker_in_use_than_built():
     """Effective speeds are at most the specified ones; every kind has a source and a latency."""
-    entry = KINDS[name]
-    assert {"raw", "effective", "latency_us", "source"} <= set(entry)
-    assert set(entry) <= {"raw", "effective", "latency_us", "source", "messages_per_s"}
-    assert 0 < entry["effective"] <= entry["raw"]
-    assert 0 < entry["latency_us"] <= 10
-    assert "topo.h" in entry["source"] or "raw" in entry["source"] or "effective" in entry["source"]
+    needed = {"raw", "effective", "latency_us", "source"}
+    for name, entry in KINDS.items():
+        assert needed <= set(entry) <= needed | {"messages_per_s"}, name
+        assert 0 < entry["effective"] <= entry["raw"], name
+        assert 0 < entry["latency_us"] <= 10, name
+        assert any(word in entry["source"] for word in ("topo.h", "raw", "effective")), name
 
 
 def test_joined():
@@ -190,35 +157,35 @@ def test_joined():
 
 
 def test_names_are_unambiguous():
-    """No two machines have a name or alias that differs only in capitals and punctuation."""
-    spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
-    plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
-    assert len(set(plain)) == len(plain)
-
-
-def test_all_the_machines_are_there():
-    """The machines that the literature on collectives measures are in the library."""
+    """The machines that the literature on collectives measures are in the library. No two machines have a name or alias
+    that differs only in capitals and punctuation; aliases of a machine differ only in their network."""
     wanted = "dgx-1p dgx-1v p3.16xlarge ndv2 dgx-2 dgx-a100 ndv4 p4d p4de hgx-h100 ndv5 hgx-h200 hgx-b200 gb200-nvl72"
     wanted += " mi250 mi300x mi100 pcie-8 nvlink-pairs-4 ncv4 epyc-numa-4 epyc-numa-8 tpu-v4"
     assert all(machine(name).devices for name in wanted.split())
     assert all(description for _, description in machine_names())
+    spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
+    plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
+    assert len(set(plain)) == len(plain)
+    for spelling in ("DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"):
+        assert machine(spelling) == machine("dgx-1v")
 
 
-@pytest.mark.parametrize("speeds", ["raw", "effective"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_machine_is_whole(name, speeds):
-    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified."""
-    topology = machine(name, speeds=speeds)
-    raw = machine(name)
+def test_a_machine_is_whole(name):
+    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified. The
+    JSON of a machine, read again, is the machine."""
     kind, number = FILES[f"{name}.json"]["devices"]
-    assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
-    assert joined(topology.devices, topology.links)
-    assert not any(switch.reduces for switch in topology.switches)
-    for link in topology.links:
-        back = topology.link(link.dst, link.src)
-        assert (back.bandwidth, back.latency_s) == (link.bandwidth, link.latency_s)
-        assert link.latency_s > 0
-        assert link.bandwidth <= raw.link(link.src, link.dst).bandwidth
+    raw = machine(name)
+    for topology in (raw, machine(name, speeds="effective")):
+        assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
+        assert joined(topology.devices, topology.links)
+        assert not any(switch.reduces for switch in topology.switches)
+        for link in topology.links:
+            back = topology.link(link.dst, link.src)
+            assert (back.bandwidth, back.latency_s) == (link.bandwidth, link.latency_s)
+            assert link.latency_s > 0
+            assert link.bandwidth <= raw.link(link.src, link.dst).bandwidth
+        assert Topology.from_json(topology.to_json()) == topology
 
 
 NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json"].get("networks", ())]
@@ -230,15 +197,13 @@ def test_hosts_are_joined(name, nics):
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
     assert joined(three.devices, three.links)
-    for link in one.links:
-        for h in range(3):
-            same = three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")
-            assert same[2:] == link[2:]
-    of_host = [
+    for link, h in itertools.product(one.links, range(3)):
+        assert three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")[2:] == link[2:]
+    first, *others = [
         {tuple(part.replace(f"host{h}/", "") for part in link[:2]) for link in three.links if f"host{h}/" in link.src}
         for h in range(3)
     ]
-    assert of_host[0] == of_host[1] == of_host[2]
+    assert others == [first, first]
 
 
 # Differences between machines.
@@ -252,12 +217,10 @@ def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
     """A DGX-1V has msccl-tools' NVLinks, each of 25 GB/s, in nvidia-smi's order; a DGX-1P has one of 20 GB/s between
     the same pairs of GPUs."""
     v, p = machine("dgx-1v"), machine("dgx-1p")
-    for i, j in itertools.product(range(8), repeat=2):
-        bricks = int(BRICKS[i][j])
-        pair = f"cuda:{ORDER[i]}", f"cuda:{ORDER[j]}"
-        if i != j:
-            assert (v.link(*pair).bandwidth if v.link(*pair) else 0) == 25 * bricks
-            assert (p.link(*pair).bandwidth if p.link(*pair) else 0) == (20 if bricks else 0)
+    for i, j in itertools.permutations(range(8), 2):
+        bricks, pair = int(BRICKS[i][j]), (ORDER[i], ORDER[j])
+        assert (v.link(*pair).bandwidth if v.link(*pair) else 0) == 25 * bricks
+        assert (p.link(*pair).bandwidth if p.link(*pair) else 0) == (20 if bricks else 0)
 
 
 @pytest.mark.parametrize(
@@ -354,63 +317,40 @@ def test_latencies_of_paths():
     assert latency(machine("ndv2", 2), "host0/cuda:1", "host1/cuda:3") == Fraction("2.7")
 
 
-@pytest.mark.parametrize(
-    "spelling", ["dgx-1v", "DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"]
-)
-def test_spellings(spelling):
-    """Capitals and punctuation in a name do not matter; aliases of a machine differ only in their network."""
-    assert machine(spelling) == machine("dgx-1v")
-
-
 def test_topology_machine_is_the_same():
     """Each option of ``Topology.machine`` has an effect."""
     options = {"speeds": "effective", "nics": "hdr", "in_network": True}
     for name in options:
         assert machine("p4d", 2, **options) != machine("p4d", 2, **{k: v for k, v in options.items() if k != name})
-    assert Topology.machine("p4d", 2, **options) != Topology.machine("p4d", 2)
-    assert Switch("ib1", True) in Topology.machine("p4d", 2, **options).switches
+    assert Switch("ib1", True) in machine("p4d", 2, **options).switches
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "words"),
+    ("arguments", "options", "text"),
     [
-        (("dgx-1w",), {}, ["no machine of this name", "'dgx-1w'", "dgx-1v"]),
-        (("h100",), {}, ["no machine of this name", "hgx-h100"]),
-        (("",), {}, ["no machine of this name", "dgx-1p", "tpu-v4"]),
-        (("!?",), {}, ["no machine of this name", "dgx-1p"]),
-        ((None,), {}, ["no machine of this name", "None", "dgx-1p"]),
-        ((["dgx-1v"],), {}, ["no machine of this name", "list"]),
-        (("links",), {}, ["no machine of this name"]),
-        (("dgx-1v", 0), {}, ["hosts must be an int", "0"]),
-        (("dgx-1v", -1), {}, ["hosts must be an int", "-1"]),
-        (("dgx-1v", True), {}, ["hosts must be an int", "True"]),
-        (("dgx-1v", 2.0), {}, ["hosts must be an int", "2.0"]),
-        (("dgx-1v", "2"), {}, ["hosts must be an int", "'2'"]),
-        (("dgx-1v", None), {}, ["hosts must be an int", "None"]),
-        (("dgx-1v",), {"speeds": "measured"}, ["raw or effective", "'measured'"]),
-        (("dgx-1v",), {"speeds": None}, ["raw or effective", "None"]),
-        (("dgx-1v", 2), {"nics": "hdr"}, ["dgx-1v has no such network", "'hdr'", '"edr" or "edr-1" or "25gbe"']),
-        (("ndv2", 1), {"nics": "hdr"}, ["dgx-1v has no such network"]),
-        (("dgx-1v", 2), {"nics": 3}, ["dgx-1v has no such network", "3 (int)"]),
-        (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "omit nics"]),
-        (("pcie-8", 2), {}, ["pcie-8 does not have a network that joins", "hosts=2", "hosts=1"]),
-        (("tpu-v4", 2), {}, ["tpu-v4 does not have a network"]),
+        (("dgx-1w",), {}, r"no machine of this name[\s\S]*'dgx-1w'[\s\S]*dgx-1v"),
+        (("h100",), {}, r"no machine of this name[\s\S]*hgx-h100"),
+        (("",), {}, r"no machine of this name[\s\S]*dgx-1p[\s\S]*tpu-v4"),
+        (("!?",), {}, r"no machine of this name[\s\S]*dgx-1p"),
+        ((None,), {}, r"no machine of this name[\s\S]*None[\s\S]*dgx-1p"),
+        ((["dgx-1v"],), {}, r"no machine of this name[\s\S]*list"),
+        (("links",), {}, "no machine of this name"),
+        *((("dgx-1v", n), {}, f"hosts must be an int[\\s\\S]*{n!r}") for n in (0, -1, True, 2.0, "2", None)),
+        (("dgx-1v",), {"speeds": "measured"}, r"raw or effective[\s\S]*'measured'"),
+        (("dgx-1v",), {"speeds": None}, r"raw or effective[\s\S]*None"),
+        (
+            ("dgx-1v", 2),
+            {"nics": "hdr"},
+            r"dgx-1v has no such network[\s\S]*'hdr'[\s\S]*\"edr\" or \"edr-1\" or \"25gbe\"",
+        ),
+        (("ndv2", 1), {"nics": "hdr"}, "dgx-1v has no such network"),
+        (("dgx-1v", 2), {"nics": 3}, r"dgx-1v has no such network[\s\S]*3 \(int\)"),
+        (("pcie-8", 1), {"nics": "ib"}, r"pcie-8 has no such network[\s\S]*omit nics"),
+        (("pcie-8", 2), {}, r"pcie-8 does not have a network that joins[\s\S]*hosts=2[\s\S]*hosts=1"),
+        (("tpu-v4", 2), {}, "tpu-v4 does not have a network"),
     ],
 )
-def test_bad_arguments(arguments, options, words):
+def test_bad_arguments(arguments, options, text):
     """Invalid arguments are ArgumentErrors with the given value and the valid ones."""
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=text):
         machine(*arguments, **options)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_a_thousand_gpus_take_less_than_a_second():
-    """The topology of 1,024 GPUs on 128 hosts is made in less than half a second."""
-    best = math.inf
-    for _ in range(5):  # the machine may be busy
-        start = time.perf_counter()
-        topology = machine("hgx-h100", hosts=128)
-        best = min(best, time.perf_counter() - start)
-    assert len(topology.devices) == 1024
-    assert best < 0.5
