@@ -133,23 +133,25 @@ def test_operations_of_rounds_that_are_apart():
 
 
 def test_the_pieces_suit_the_cost():
-    """For costs from 0.1 to 100 us, no number of pieces up to 256 is faster by more than ``LONGER`` allows than the
-    chosen one; the operations become fewer as they cost more. Without a cost, and on CPUs, plans are as before."""
+    """For costs from 0.1 to 100 us, no number of pieces around the chosen one, and none of ten up to 256, is faster by
+    more than ``LONGER`` allows; the operations become fewer as they cost more. Without a cost, and on CPUs, plans are as before."""
     for machine, collective in (("dgx-1v", "all_reduce"), ("dgx-2", "broadcast"), ("hgx-h100", "reduce")):
         schedule = cr.plan(machine, collective, NBYTES, "forest", operation_s=0).schedule
         topology, fewer = Topology.machine(machine), 10**9
-        for cost in (1e-7, 1e-6, 2e-6, 1e-5, 1e-4):
+        for cost in (1e-7, 2e-6, 1e-4):
             best, seconds = pipelined(schedule, topology, NBYTES, cost)
             done = simulate(best, topology, NBYTES, operation_s=cost)
             assert done.seconds == seconds
-            tried = (simulate(schedule.cut_into(p), topology, NBYTES, operation_s=cost) for p in range(1, 257))
-            assert seconds <= min(one.seconds for one in tried) * (LONGER + 1e-3)
+            around = {round(best.pieces * factor) for factor in (0.5, 0.8, 0.9, 1.1, 1.25, 2)}
+            counts = {p for p in {1, 2, 3, 5, 9, 17, 33, 65, 129, 256} | around if 1 <= p <= 256}
+            tried = [simulate(schedule.cut_into(p), topology, NBYTES, operation_s=cost).seconds for p in counts]
+            assert seconds <= min(tried) * (LONGER + 1e-3)
             assert done.operations <= fewer
             fewer = done.operations
     cpus = Topology.machine("dgx-1v").renamed(names(8))
-    found = cr.plan(cpus, nbytes=NBYTES, algorithm="forest")
-    assert found.schedule.pieces == 115
-    assert found.seconds == cr.plan(cpus, nbytes=NBYTES, algorithm="forest", operation_s=0).seconds
+    plan_of_cpus = cr.plan(cpus, nbytes=NBYTES, algorithm="forest")
+    assert plan_of_cpus.schedule.pieces == 115
+    assert plan_of_cpus.seconds == cr.plan(cpus, nbytes=NBYTES, algorithm="forest", operation_s=0).seconds
 
 
 def test_invalid_costs():
