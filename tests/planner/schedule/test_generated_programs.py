@@ -13,6 +13,11 @@ import numpy as np
 import oracle
 import pytest
 from budget import SHARE
+from crossreduce.export.collective import collective as collective_of
+from crossreduce.export.grouping import trees_of
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.nccl_graph import rings
+from crossreduce.export.trace import to_chrome_trace
 from pairs import pairs
 from random_schedules import random_schedule
 from running import ENGINES, run_engine
@@ -21,11 +26,6 @@ from strategies import names
 import crossreduce as cr
 from crossreduce import Chunk, Schedule, ScheduleError, Step, Topology
 from crossreduce.engines.jax.permutations import compile_permutations
-from crossreduce.export.collective import collective as collective_of
-from crossreduce.export.grouping import trees_of
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.nccl_graph import rings
-from crossreduce.export.trace import to_chrome_trace
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
 from crossreduce.planning import direct, halving_doubling, ring
