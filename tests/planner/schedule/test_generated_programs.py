@@ -119,17 +119,6 @@ def test_views_of_other_schedules():
         check(schedule)
 
 
-def test_sorted_images_differ_from_their_chunk():
-    """An image whose operands are sorted can combine other values than the chunk: equal ones once, or different ones
-    twice. So its fused program is not the chunk's with other numbers."""
-    counts = {
-        len({len(program.folds) for program in map(lower(schedule).fused, range(schedule.chunk_count))})
-        for schedule in small()
-        if schedule.in_order and len(schedule.base.chunks) == 1
-    }
-    assert max(counts) > 1
-
-
 def test_images_are_made_when_they_are_read():
     """The fused program of a chunk and the part of a device make no chunk but those of the base."""
     program = lower(ring(names(1024)))
@@ -148,21 +137,6 @@ def test_images_are_made_when_they_are_read():
     assert program.chunks[1022:] == (program.chunks[1022], last)
     with pytest.raises(IndexError, match="out of range"):
         program.chunks[1024]
-
-
-def test_two_devices_list_their_messages_in_the_same_order():
-    """In each round a device receives the values that another one sends to it, in the same order."""
-    for schedule in (ring(names(40)), direct(names(40)), halving_doubling(names(40)), forest()):
-        program = lower(schedule)
-        parts = [program.on(device) for device in range(len(schedule.devices))]
-        for r in range(program.round_count):
-            sent, received = {}, {}
-            for device, part in enumerate(parts):
-                for value, dst in part.stages[r].sends:
-                    sent.setdefault((device, dst), []).append(part.values[value])
-                for value, src in part.stages[r].receives:
-                    received.setdefault((src, device), []).append(part.values[value])
-            assert sent == received, (schedule.head, r)
 
 
 def test_a_wrong_base_is_not_lowered():
@@ -226,16 +200,6 @@ def test_the_null_engine_counts_the_same(algorithm):
         counts.append(null.counts)
     assert counts[0] == counts[1]
     assert counts[0].copies > 0
-
-
-def test_all_reduces_of_many_replicas():
-    """The cross-device ops give the oracle's sums on 100 replicas, by each algorithm, to the bit the loop's."""
-    xs = oracle.contributions(12, "int64", (501,)) * 9
-    value = cr.PerReplica(xs[:100])
-    due = sum(x.astype(object) for x in xs[:100]).astype("int64").tolist()
-    for algorithm in PLANNERS:
-        reduced = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value)
-        assert all(x.tolist() == due for x in reduced.values)
 
 
 # ---- symmetries -----------------------------------------------------------------------------------------------------

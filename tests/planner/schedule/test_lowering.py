@@ -14,13 +14,13 @@ from fractions import Fraction
 import oracle
 import pytest
 from budget import examples
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from planned import planned, planned_for
+from planned import planned_for
 from random_schedules import random_schedule
-from strategies import ALGORITHMS, algorithms, named, names, requests, wired
+from strategies import ALGORITHMS, names
 
-from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step
+from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.lowering import element_ranges, fused, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.derived import all_gather, reduce_scatter
@@ -279,27 +279,6 @@ def check_minimal(chunk):
     assert all(slot < made.slots for slot, *_ in made.folds)
 
 
-@examples(150)
-@given(ask=requests(), algorithm=algorithms)
-def test_fused_programs_of_planners_are_minimal(ask, algorithm):
-    """Every planned chunk has as few combinations, folds and slots as its expressions need."""
-    for chunk in lower(planned(algorithm, ask.sources, ask.destinations, ask.packs, ask.first)).chunks:
-        check_minimal(chunk)
-
-
-@examples(40)
-@given(ask=requests(st.integers(1, 4), most_packs=3), data=st.data(), algorithm=named)
-def test_fused_programs_on_topologies_are_minimal(ask, data, algorithm):
-    """Fused programs of plans on topologies, with trees of every shape, are minimal, too."""
-    topology = data.draw(wired(ask.devices))
-    try:
-        schedule = planned_for(topology, algorithm, ask.sources, ask.destinations, 1 << 20, ask.packs)
-    except PlanError:
-        assume(False)  # not every algorithm has routes on every topology
-    for chunk in lower(schedule).chunks:
-        check_minimal(chunk)
-
-
 @st.composite
 def sharing(draw):
     """Draw a right schedule of one chunk whose destinations may share intermediate values."""
@@ -337,11 +316,12 @@ def test_fused_programs_of_any_schedule_are_minimal(schedule):
     check_minimal(chunk)
 
 
-def test_fused_programs_of_random_schedules_are_minimal():
-    """The same holds for random schedules with copies of copies, swaps, and values that several steps read."""
-    for name, chunk in chunks():
-        if name.startswith("chance"):
-            check_minimal(chunk)
+def test_fused_programs_of_planners_are_minimal():
+    """Every planned or random chunk, and each of a forest, has as few combinations, folds and slots as it needs."""
+    machine = Topology.machine("dgx-1v")
+    forest = planned_for(machine, "forest", machine.devices, machine.devices, 1 << 20)
+    for _, chunk in [*chunks(), *(("forest", chunk) for chunk in lower(forest).chunks)]:
+        check_minimal(chunk)
 
 
 # ---- devices that exchange messages ---------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from paths import NATIVE
 
 from crossreduce import Topology
 from crossreduce.topology import discover as module
-from crossreduce.topology.kinds import nvlink
 from crossreduce.topology.nvml import _FUNCTIONS, Nvml
 
 machine, discover = Topology.machine, Topology.discover
@@ -123,15 +122,11 @@ def library(tmp_path_factory):
 
 
 def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), names=None, order=None, version=2):
-    """Describe a machine to the fake library, which has one GPU for each entry of ``peers``; return the library.
+    """Describe a machine to the fake library, with one GPU for each entry of ``peers``; return the library.
 
-    Args:
-      peers: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
-        virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link.
-      level: returns the part of PCIe that joins two GPUs, a key of ``LEVELS``.
-      names: the name of each GPU.
-      order: NVML's number of each GPU.
-      version: NVML's constant for the version of all NVLinks.
+    ``peers``: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
+    virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link. ``level`` returns the
+    part of PCIe that joins two GPUs; ``order`` has NVML's number of each GPU, ``version`` the one of all NVLinks.
     """
     fake = ctypes.CDLL(str(library))
     n = len(peers)
@@ -190,9 +185,12 @@ def test_nvswitches_are_found(nvml, name, n, links, sm):
 
 
 def test_a_workstation_is_found(nvml):
-    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports."""
+    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports. Links are
+    left out that are inactive, or lead to CPUs or to GPUs that are not visible."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
+    nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
+    assert discover() == Topology.full_mesh(["cuda:0", "cuda:1"], 25, Fraction(7, 10**7))
 
 
 def test_a_pcie_machine_is_found(nvml):
@@ -217,12 +215,6 @@ def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
     assert widths == [Fraction("15.75"), Fraction("31.5"), Fraction("31.5")]
 
 
-def test_links_that_lead_elsewhere(nvml):
-    """Links that are inactive, or lead to CPUs or to GPUs that are not visible, are left out."""
-    nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
-    assert discover() == Topology.full_mesh(["cuda:0", "cuda:1"], 25, Fraction(7, 10**7))
-
-
 VISIBLE = {
     "2,0": [2, 0], "3": [3], " 1 , 2 ": [1, 2], "1,9,2": [1], "1,-1,2": [1], "1,1": None, "2,1,2,3": None,
     "GPU-33,GPU-00-uuid": [3, 0], "GPU-99": None, "GPU-": None, "": None, "-1": None, "NoDevFiles": None,
@@ -245,12 +237,6 @@ def test_cuda_visible_devices(nvml, monkeypatch):
             number = links.get(tuple(sorted((selected[a], selected[b]))), 0)
             link = topology.link(f"cuda:{a}", f"cuda:{b}")
             assert (link.bandwidth if link else 0) == 25 * number, value
-
-
-def test_nvlink_by_compute_capability():
-    """The generation of a GPU's NVLink follows from its compute capability."""
-    generations = {60: 1, 70: 2, 75: 2, 80: 3, 89: 3, 90: 4, 103: 5}
-    assert {sm: nvlink(sm)[0] for sm in generations} == {sm: f"nvlink{k}" for sm, k in generations.items()}
 
 
 # Without a function of NEEDED no GPU is found; without one of SPARE the topology of this test is the same.
