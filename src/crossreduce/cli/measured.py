@@ -17,7 +17,7 @@ from ..options import ALGORITHMS
 from ..planning.calibration import ASSUMED, Calibration, Estimate, algorithm_of, calibrate
 from ..planning.explain import duration, size
 from ..schedule.schedule import many
-from ..topology.measured import LARGEST, Measurement, read_measurements
+from ..topology.measurements import LARGEST, Measurement, read_measurements
 from .arguments import one_of
 from .output import progress, rate_json
 

@@ -69,7 +69,7 @@ class Numbered(NamedTuple):
 Read = tuple[int, int, tuple[int, ...]]  # the round and the device of an instruction, and its operands
 
 
-def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
+def finish_instructions(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
     """Return the instructions of a chunk with so many inputs, with final flags and liveness."""
     kept = {*results}
     contributions = [1] * inputs  # how many a value has: in a verified schedule none occurs twice

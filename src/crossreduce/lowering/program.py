@@ -18,7 +18,7 @@ from ..kernels import FusedProgram
 from ..schedule import Route
 from ..schedule.schedule import spans
 from .device_programs import ChunkEvents, DeviceProgram, PartInChunk, device_program
-from .fusing import fused
+from .fusion import fuse
 from .instructions import ChunkProgram, Numbered
 
 
@@ -114,8 +114,8 @@ class Program:
         return found.pop() if len(found) == 1 else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
-        return fused(self.chunks[chunk], results)
+        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
+        return fuse(self.chunks[chunk], results)
 
     def on(self, device: int) -> DeviceProgram:
         """Return the part of one device, for engines whose devices exchange messages.

@@ -12,7 +12,8 @@ import math
 from collections import defaultdict, deque
 from functools import cached_property
 
-from .traffic import Queue, Traffic
+from .host_queues import Queue
+from .traffic import Traffic
 
 Load = tuple[float, float]  # the seconds per byte of the buffer, and those for the messages of each piece
 

@@ -36,10 +36,11 @@ from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .generated import GeneratedSchedule
+from .generated_schedule import GeneratedSchedule
+from .host_queues import operation_count, queues
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
-from .traffic import operations, queues, shares_of_links, traffic
+from .traffic import shares_of_links, traffic
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
@@ -148,7 +149,7 @@ def simulate(
     limits = [(name, load / (seconds or 1.0)) for name, load in zip(timing.names, busy, strict=True)]
     listed = tuple(chain.from_iterable(repeat(tick, count) for tick, count in ticks))
     return Simulation(
-        seconds, by_pair, carried, listed, operations(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
+        seconds, by_pair, carried, listed, operation_count(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
     )
 
 
@@ -326,26 +327,26 @@ class _Timing:
             before = 0
             while before != best:
                 before = best
-                best = self._better([best, math.ceil(best * factor), math.floor(best / factor)])
+                best = self._fastest_pieces([best, math.ceil(best * factor), math.floor(best / factor)])
         if not self.loads.queues:
             return best
         # Queues make the least time sharp.
         low, high = math.floor(best / _FACTORS[-1]), min(math.ceil(best * _FACTORS[-1]), self.most)
         while high - low > 2:
             middle = (low + high) // 2
-            if self._better([middle, middle + 1]) == middle:
+            if self._fastest_pieces([middle, middle + 1]) == middle:
                 high = middle + 1
             else:
                 low = middle
-        return self._fewest(self._better([best, *range(low, high + 1)]))
+        return self._fewest_pieces(self._fastest_pieces([best, *range(low, high + 1)]))
 
-    def _fewest(self, best: int) -> int:
+    def _fewest_pieces(self, best: int) -> int:
         """Return the fewest of some numbers of pieces up to ``best`` that take at most ``LONGER`` times as long."""
         longest = LONGER * self.seconds(best)
         fewer = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
         return fewer[bisect_left(fewer, True, key=lambda pieces: self.seconds(pieces) <= longest)]
 
-    def _better(self, tried: Iterable[int]) -> int:
+    def _fastest_pieces(self, tried: Iterable[int]) -> int:
         allowed = (pieces for pieces in tried if 1 <= pieces <= self.most)
         return min(allowed, key=lambda pieces: (self.seconds(pieces), pieces))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..topology import TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .generated import GeneratedSchedule
+from .generated_schedule import GeneratedSchedule
 from .schedule import Schedule
 from .simulate import byte_count, loads_of
 from .traffic import Read
@@ -62,7 +62,7 @@ def timeline(
         if not read.pairs:
             continue
         if images is not None:
-            found = images.of(k, read)
+            found = images.images(k, read)
         else:
             found = [(read.chunk, schedule.devices[read.src], schedule.devices[read.dst], read.pairs)]
         for chunk, src, dst, links in found:
@@ -86,13 +86,13 @@ class _ReadImages:
                 self.elements[origin].append(element)
         self.known: dict[int, list[_Moved]] = {}
 
-    def of(self, number: int, read: Read) -> list[_Moved]:
+    def images(self, number: int, read: Read) -> list[_Moved]:
         """Return the images of a read, given its number."""
         if number not in self.known:
-            self.known[number] = self._made(read)
+            self.known[number] = self._make(read)
         return self.known[number]
 
-    def _made(self, read: Read) -> list[_Moved]:
+    def _make(self, read: Read) -> list[_Moved]:
         base, names, symmetry = self.schedule.base, self.schedule.nodes, self.schedule.symmetry
         through = base.through(read.round, read.chunk, read.src, read.dst) or ()
         route = [read.src, *(self.position[name] for name in through), read.dst]

@@ -1,4 +1,4 @@
-"""What a schedule does to a topology: the links that it uses in each round, its exact rate, and the queued operations.
+"""What a schedule does to a topology: the links that it uses in each round, and its exact rate.
 
 Input: a ``Schedule``, a ``Topology``, ``Costs``. Output: values that do not depend on the number of bytes or pieces;
 ``lock_step.py`` and ``clock.py`` compute times from them.
@@ -17,13 +17,13 @@ from itertools import pairwise
 from math import lcm
 from typing import Final, NamedTuple
 
-from ..devices import parse
 from ..errors import PlanError
 from ..topology import Topology
-from ..topology.symmetry import joined
-from .costs import OPERATION_S, Costs, Pair, between_hosts
-from .generated import GeneratedSchedule
-from .schedule import Chunk, Schedule, live_rounds
+from ..topology.symmetry import orbit_minima
+from .costs import Costs, Pair, between_hosts
+from .generated_schedule import GeneratedSchedule
+from .host_queues import queue_name
+from .schedule import Chunk, Schedule
 
 NO_COSTS: Final = Costs(operation_s=0)
 
@@ -128,7 +128,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
         if len(at) < len(sets) or any(one not in at for one in moved_sets):
             return None
         images.append([at[one] for one in moved_sets])
-    limit = joined(images, len(sets))
+    limit = orbit_minima(images, len(sets))
     limits = Counter(limit)
     return Orbits(
         order=symmetry.order,
@@ -198,7 +198,7 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         latest.update(written)
         latencies.append(longest)
     shares = tuple(float(chunk.share) for chunk in schedule.chunks)
-    host_of = [_host(device) for device in devices]
+    host_of = [queue_name(device) for device in devices]
     hosts = tuple("" if srcs == (dst,) else host_of[dst] for steps in schedule.rounds for _, dst, srcs in steps)
     numbers = {pair: made.numbers[pair] for pair in made.links}
     return Traffic(
@@ -277,14 +277,6 @@ class _Resources:
             copies = self.orbits.device_sizes[device]
         number = self.number(("combining", device), Resource(f"the reductions of {device}", 1 / (speed * 1e9)))
         return ((number, (operands + 1) / operands / copies),)
-
-
-def _host(device: str) -> str:
-    """Return the name of the queue of a device's operations: its host and kind; "": it has none."""
-    if ":" not in device:  # a switch combines without operations
-        return ""
-    parsed = parse(device)
-    return f"{parsed.host}/{parsed.kind}"
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
@@ -390,76 +382,3 @@ def _latencies(topology: Topology) -> tuple[dict[Pair, int], int]:
 @lru_cache(maxsize=64)
 def _seconds_per_byte(topology: Topology) -> dict[Pair, float]:
     return {pair: 1 / (float(link.bandwidth) * 1e9) for pair, link in topology.by_ends.items()}
-
-
-class QueuedOperation(NamedTuple):
-    """A device's operations with the same number of operands: one in every tick with one of these rounds."""
-
-    rounds: tuple[int, ...]
-    number: int  # of such operations, on devices of the same host and kind
-
-
-def launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    """Return the operations of a schedule by queue, as in ``Traffic.hosts``."""
-    return _launches(schedule.cut_into(1))
-
-
-@lru_cache(maxsize=256)
-def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    base, orbits = schedule, tuple(range(len(schedule.devices)))
-    if isinstance(schedule, GeneratedSchedule):  # every device of an orbit has the operations of all others
-        base, orbits = schedule.base, schedule.symmetry.orbits[: len(schedule.devices)]
-    of_orbit: dict[tuple[int, int], dict[int, None]] = {}
-    for r, steps in enumerate(live_rounds(base)):
-        for _, dst, srcs in steps:
-            of_orbit.setdefault((orbits[dst], len(srcs)), {})[r] = None
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for device, orbit in enumerate(orbits):
-        members[orbit].append(device)
-    rounds_of = {(device, count): rounds for (orbit, count), rounds in of_orbit.items() for device in members[orbit]}
-    found: dict[str, Counter[tuple[int, ...]]] = {}
-    for (dst, _), rounds in rounds_of.items():
-        if where := _host(schedule.devices[dst]):
-            found.setdefault(where, Counter())[tuple(rounds)] += 1
-    return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in found.items()}
-
-
-def operations(schedule: Schedule) -> int:
-    """Return the number of operations in all ticks."""
-    pieces = schedule.pieces
-    return sum(
-        launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
-        for found in launches(schedule).values()
-        for launch in found
-    )
-
-
-class Queue(NamedTuple):
-    """The operations that one host queues, one after another, and the seconds in which it queues each kind once."""
-
-    steps: frozenset[str]  # the entries of ``Traffic.hosts`` whose operations it queues
-    launches: tuple[tuple[QueuedOperation, float], ...]
-
-
-def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
-    """Return the queue of each host whose operations cost time, by the host's name."""
-    found: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
-    if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
-        return {}  # without costs, the operations need not be counted
-    for where, every in launches(schedule).items():
-        host, _, kind = where.rpartition("/")
-        cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
-        if cost:
-            found[host] += [(where, launch, launch.number * cost) for launch in every]
-    if isinstance(schedule, GeneratedSchedule):  # hosts with the same operations have the same times: one is enough
-        alike: dict[tuple[tuple[QueuedOperation, float], ...], list[str]] = {}
-        for host, entries in found.items():
-            alike.setdefault(tuple((launch, cost) for _, launch, cost in entries), []).append(host)
-        return {
-            hosts[0]: Queue(frozenset(where for host in hosts for where, *_ in found[host]), launches)
-            for launches, hosts in alike.items()
-        }
-    return {
-        host: Queue(frozenset(where for where, *_ in entries), tuple((launch, cost) for _, launch, cost in entries))
-        for host, entries in found.items()
-    }

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, Final
 
-from .symmetry import Symmetry, SymmetryGenerator, joined
+from .symmetry import Symmetry, SymmetryGenerator, orbit_minima
 from .topology import Topology
 
 _MOST_TRIES: Final = 400  # refinements in the search for one permutation
@@ -54,17 +54,17 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     return best[1] if best[1].links(topology) is not None else Symmetry((), len(topology.nodes))
 
 
-def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
+def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
     """Return the symmetry that moves devices as another one does, and switches with them; ``None``: there is none.
 
-    >>> extended(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
+    >>> extend_to_switches(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
     """
     search = _PermutationSearch(topology, ())
     found: list[SymmetryGenerator] = []
     for moves, order in moved.generators:
         matching = _PermutationMatching(search, 0, moves[0], found)
-        if not matching.matched(list(enumerate(moves))) or not matching.finished():
+        if not matching.match(list(enumerate(moves))) or not matching.complete():
             return None
         found.append(SymmetryGenerator(tuple(matching.image), order))
     made = Symmetry(tuple(found), len(topology.nodes))
@@ -97,7 +97,7 @@ def _greedy(
     for cell in sorted((cell for cell in cells if cell[0] < devices and len(cell) > 1), key=lambda c: (-len(c), c[0])):
         limit = devices  # products of powers beyond the number of devices would only repeat chunks
         while True:
-            orbits = joined([moves for moves, _ in found], len(topology.nodes))
+            orbits = orbit_minima([moves for moves, _ in found], len(topology.nodes))
             sizes = Counter(orbits)
             if sizes[orbits[cell[0]]] == len(cell):
                 break
@@ -129,17 +129,17 @@ class _PermutationSearch:
         for way, (near, far) in enumerate(((src, dst), (dst, src))):
             order = np.argsort(near, kind="stable")
             starts = np.searchsorted(near[order], np.arange(self.n + 1))
-            self.ways.append((far[order], _mixed(kind[order] * np.uint64(2) + np.uint64(way)), starts))
+            self.ways.append((far[order], _hashes(kind[order] * np.uint64(2) + np.uint64(way)), starts))
         colours = np.zeros(self.n, np.int64)
         for k, switch in enumerate(topology.switches, start=self.devices):
             colours[k] = 2 if switch.reduces else 1
         for k, name in enumerate(fixed):
             colours[number[name]] = 3 + k
-        refined = self.refined(np.stack([colours, colours]))
-        assert refined is not None
-        self.start = refined[0]
+        both = self.refine(np.stack([colours, colours]))
+        assert both is not None
+        self.start = both[0]
 
-    def refined(self, pair: Any) -> Any:
+    def refine(self, pair: Any) -> Any:
         """Return both colourings, refined until links tell no two nodes of a colour apart; ``None``: they differ."""
         import numpy as np
 
@@ -152,12 +152,12 @@ class _PermutationSearch:
             if here == count:
                 return colours
             count = here
-            hashed = _mixed(colours.astype(np.uint64))
+            hashed = _hashes(colours.astype(np.uint64))
             total = hashed * np.uint64(3)
             for way, (far, kind, starts) in enumerate(self.ways):
                 sums = np.zeros((2, len(far) + 1), np.uint64)
-                np.cumsum(_mixed(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
-                total += _mixed(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(way + 1))
+                np.cumsum(_hashes(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
+                total += _hashes(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(way + 1))
             # Nodes that had different colours keep different ones.
             order = np.lexsort((total.ravel(), colours.ravel()))
             flat, old = total.ravel()[order], colours.ravel()[order]
@@ -202,7 +202,7 @@ class _PermutationSearch:
 
         marked = self.start.copy()
         marked[first] = self.n
-        seen = self.refined(np.stack([marked, marked]))
+        seen = self.refine(np.stack([marked, marked]))
         assert seen is not None
         colours = seen[0]
         sizes = np.bincount(colours)
@@ -236,7 +236,7 @@ class _PermutationMatching:
 
     def run(self) -> SymmetryGenerator | None:
         """Return the permutation; ``None``: none was found."""
-        if not self.matched([(self.first, self.target)]) or not self.finished():
+        if not self.match([(self.first, self.target)]) or not self.complete():
             return None
         moves = tuple(self.image)
         order = _order(moves)
@@ -249,7 +249,7 @@ class _PermutationMatching:
             return None
         return made if Symmetry((made,), len(moves)).links(self.search.topology) is not None else None
 
-    def finished(self) -> bool:
+    def complete(self) -> bool:
         """Give all other nodes images by guesses; return whether that contradicts nothing."""
         rounds = 0
         while True:
@@ -257,14 +257,14 @@ class _PermutationMatching:
             if cell is None:
                 return True
             rounds += 1
-            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
+            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.match(self.all_guesses()):
                 continue
-            if rounds >= _SOME_CELLS and self.matched(self.all_guesses(cell[0])):
+            if rounds >= _SOME_CELLS and self.match(self.all_guesses(cell[0])):
                 continue
-            if not any(self.matched(guess) for guess in self.guesses(*cell)):
+            if not any(self.match(guess) for guess in self.guesses(*cell)):
                 return False
 
-    def matched(self, pairs: Iterable[tuple[int, int]]) -> bool:
+    def match(self, pairs: Iterable[tuple[int, int]]) -> bool:
         """Give each node an image, and to all nodes what follows; return whether this contradicts nothing."""
         self.tries += 1
         if self.tries > _MOST_TRIES:
@@ -286,21 +286,21 @@ class _PermutationMatching:
             if pair[0, x] != pair[1, y]:
                 return False
             pair[0, x] = pair[1, y] = self.search.n + k
-        refined = self.search.refined(pair)
-        if refined is None:
+        both = self.search.refine(pair)
+        if both is None:
             return False
-        self.pair = refined
+        self.pair = both
         for x, y in image.items():
             self.image[x], self.origin[y] = y, x
         # A cell of one node has its image.
         import numpy as np
 
-        counts = np.bincount(refined[0])
-        single = counts[refined[0]] == 1
+        counts = np.bincount(both[0])
+        single = counts[both[0]] == 1
         where = np.empty(len(counts), np.int64)
-        where[refined[1]] = np.arange(self.search.n)
+        where[both[1]] = np.arange(self.search.n)
         for x in np.flatnonzero(single).tolist():
-            y = int(where[refined[0][x]])
+            y = int(where[both[0][x]])
             self.image[x], self.origin[y] = y, x
         return True
 
@@ -406,7 +406,7 @@ def _order(moves: Sequence[int]) -> int:
     return order
 
 
-def _mixed(values: Any) -> Any:
+def _hashes(values: Any) -> Any:
     """Return hashes of 64-bit integers (Steele, Lea & Flood, Fast splittable pseudorandom numbers, OOPSLA 2014)."""
     import numpy as np
 

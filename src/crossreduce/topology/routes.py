@@ -79,11 +79,11 @@ def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
     return list(found.values())
 
 
-def joined(devices: Sequence[str], links: Sequence[Link]) -> bool:
+def is_connected(devices: Sequence[str], links: Sequence[Link]) -> bool:
     """Return whether links, used in both directions, connect all devices.
 
     >>> a_b = Link("cpu:0", "cpu:1", 25)
-    >>> joined(["cpu:0", "cpu:1"], [a_b]), joined(["cpu:0", "cpu:1", "cpu:2"], [a_b])
+    >>> is_connected(["cpu:0", "cpu:1"], [a_b]), joined(["cpu:0", "cpu:1", "cpu:2"], [a_b])
     (True, False)
     """
     pairs = [(link.src, link.dst) for link in links]

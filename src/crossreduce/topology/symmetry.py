@@ -60,7 +60,7 @@ class Symmetry:
     @cached_property
     def orbits(self) -> tuple[int, ...]:
         """For each node the least node to which the generators can move it."""
-        return tuple(joined([generator.moves for generator in self.generators], self.nodes))
+        return tuple(orbit_minima([generator.moves for generator in self.generators], self.nodes))
 
     @cached_property
     def sizes(self) -> dict[int, int]:
@@ -76,18 +76,16 @@ class Symmetry:
         old = {name: k for k, name in enumerate(before)}
         of_old = tuple(old[name] for name in after)
         to_new = inverse(of_old)
-        moved = [
-            SymmetryGenerator(composed(composed(of_old, moves), to_new), order) for moves, order in self.generators
-        ]
+        moved = [SymmetryGenerator(compose(compose(of_old, moves), to_new), order) for moves, order in self.generators]
         return Symmetry(tuple(moved), self.nodes)
 
     def images(self, node: int) -> Iterator[int]:
         """Yield what each element of the group makes of a node; the powers of the last generator change fastest."""
-        yield from spread(node, self.generators)
+        yield from orbit_images(node, self.generators)
 
     def origins(self, node: int) -> Iterator[int]:
         """Yield for each element the node which it moves to ``node``, in the order of ``images``."""
-        yield from spread(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
+        yield from orbit_images(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """Yield the permutation of each element, in the order of ``images``."""
@@ -152,7 +150,7 @@ class Symmetry:
                 if image < 0 or topology.links[image][2:] != link[2:]:
                     return None
             moved.append(images)
-        found = joined(moved, len(ends))
+        found = orbit_minima(moved, len(ends))
         return tuple(found), Counter(found)
 
 
@@ -163,10 +161,10 @@ def _products(start: tuple[int, ...], generators: Sequence[SymmetryGenerator]) -
         return
     for _ in range(generators[0].order):
         yield from _products(start, generators[1:])
-        start = composed(start, generators[0].moves)
+        start = compose(start, generators[0].moves)
 
 
-def spread(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
+def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
     """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
     found = [node]
     for moves, order in reversed(generators):  # the first generator changes slowest
@@ -185,7 +183,7 @@ def inverse(moves: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def composed(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
+def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
     """Return the permutation that applies ``first`` and then ``then``."""
     return tuple([then[k] for k in first])
 
@@ -195,12 +193,12 @@ def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
     found, square = tuple(range(len(moves))), tuple(moves)
     while times:
         if times & 1:
-            found = composed(found, square)
-        square, times = composed(square, square), times >> 1
+            found = compose(found, square)
+        square, times = compose(square, square), times >> 1
     return found
 
 
-def joined(moved: Sequence[Sequence[int]], count: int) -> list[int]:
+def orbit_minima(moved: Sequence[Sequence[int]], count: int) -> list[int]:
     """Return for each of 0, 1, ... the least number that permutations can move it to."""
     found = [-1] * count
     for first in range(count):

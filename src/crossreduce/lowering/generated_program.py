@@ -15,8 +15,8 @@ from ..kernels import FusedProgram
 from ..schedule import GeneratedSchedule, Route
 from ..topology.symmetry import inverse
 from .device_programs import DeviceProgram, PartInChunk, device_program
-from .fusing import combined, folded
-from .instructions import ChunkProgram, Instruction, Read, finished
+from .fusion import distinct_combinations, fold_combinations
+from .instructions import ChunkProgram, Instruction, Read, finish_instructions
 from .program import Program
 
 
@@ -78,7 +78,7 @@ class GeneratedProgram(Program):
         return found if found is not None and all(map(self.schedule.keeps, found)) else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
+        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
         return _fused(self, chunk, results)
 
     def _fused(self, chunk: int, results: int | None) -> FusedProgram:
@@ -152,7 +152,7 @@ class _Base:
       chunk: of the base.
       keeps_sources: whether the images have the same sources, in the same order; else these are moved, too.
       keeps_destinations: the same for the destinations.
-      known: the results of ``folded`` by its arguments, shared by all chunks of the base.
+      known: the results of ``fold_combinations`` by its arguments, shared by all chunks of the base.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class _Base:
 
     @cached_property
     def _combined(self) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-        combinations, number = combined(self.chunk)
+        combinations, number = distinct_combinations(self.chunk)
         return combinations, [number[result] for result in self.chunk.results]
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
@@ -182,10 +182,10 @@ class _Base:
         return FusedProgram(made.slots, folds, found)
 
     def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
-        """Return what ``folded`` returns; it is computed once for all chunks with the same combinations."""
+        """Return what ``fold_combinations`` returns; it is computed once for all chunks with the same combinations."""
         key = self.inputs, combinations, wanted
         if key not in self._folded:
-            self._folded[key] = folded(*key)
+            self._folded[key] = fold_combinations(*key)
         return self._folded[key]
 
     def image(self, moves: Sequence[int], share: Fraction) -> ChunkProgram:
@@ -282,4 +282,4 @@ class _SortedBase(_Base):
         for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
             in_order = sorted(operands, key=lambda operand: moves[places[operand]])
             read[number[value] - self.inputs] = r, moves[device], tuple([number[operand] for operand in in_order])
-        return finished(self.inputs, read, [number[result] for result in self.chunk.results])
+        return finish_instructions(self.inputs, read, [number[result] for result in self.chunk.results])

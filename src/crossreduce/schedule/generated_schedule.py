@@ -15,7 +15,7 @@ from math import lcm
 from typing import Any
 
 from ..errors import ScheduleError, shown
-from ..topology.formats.json_format import listed, typed
+from ..topology.formats.json_format import check_list, check_type
 from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
 
@@ -241,10 +241,14 @@ class GeneratedSchedule(Schedule):
     @staticmethod
     def read(base: Schedule, given: Any) -> Schedule:
         """Return the schedule of a base and of the part of its JSON text that describes the symmetry."""
-        names = listed(str, given["nodes"])
-        generators = [SymmetryGenerator(listed(int, moves), typed(int, order)) for moves, order in given["generators"]]
+        names = check_list(str, given["nodes"])
+        generators = [
+            SymmetryGenerator(check_list(int, moves), check_type(int, order)) for moves, order in given["generators"]
+        ]
         nodes = (*base.devices, *names)
-        return GeneratedSchedule(base, Symmetry(tuple(generators), len(nodes)), nodes, typed(bool, given["in_order"]))
+        return GeneratedSchedule(
+            base, Symmetry(tuple(generators), len(nodes)), nodes, check_type(bool, given["in_order"])
+        )
 
 
 Schedule.generated = GeneratedSchedule.read

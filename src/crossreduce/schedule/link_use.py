@@ -59,7 +59,7 @@ def link_use(
         for pair, by_round in found.links.items()
     }
     if not nbytes or not seconds:
-        return _of_all({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, found)
+        return _use_of_all_links({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, found)
     number = {pair: k for k, pair in enumerate(pairs)}
     links = [[number[pair] for pair in read.pairs] for read in found.reads]
     first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
@@ -84,9 +84,11 @@ def link_use(
     carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
     carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
     carried /= np.array([found.copies(pair) for pair in pairs]).reshape(-1, 1)
-    return _of_all({pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, found)
+    return _use_of_all_links(
+        {pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, found
+    )
 
 
-def _of_all(used: dict[Pair, LinkUse], found: Traffic) -> dict[Pair, LinkUse]:
+def _use_of_all_links(used: dict[Pair, LinkUse], found: Traffic) -> dict[Pair, LinkUse]:
     """Return the use of all links that others stand for."""
     return {pair: used[one] for pair, one in found.used.items()}
