@@ -18,22 +18,9 @@ from .instructions import ChunkProgram, Instruction, Numbered, Read, finish_inst
 from .program import Program, Transfer, element_ranges, part_of
 
 __all__ = [
-    "ChunkProgram",
-    "Combination",
-    "DeviceProgram",
-    "DeviceStage",
-    "GeneratedProgram",
-    "Instruction",
-    "LocalValue",
-    "Numbered",
-    "Program",
-    "Transfer",
-    "element_ranges",
-    "forward_through_devices",
-    "fuse",
-    "lower",
-    "part_of",
-]
+    "ChunkProgram", "Combination", "DeviceProgram", "DeviceStage", "GeneratedProgram", "Instruction", "LocalValue",
+    "Numbered", "Program", "Transfer", "element_ranges", "forward_through_devices", "fuse", "lower", "part_of",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

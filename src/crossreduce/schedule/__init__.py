@@ -9,27 +9,7 @@ from .traffic import carried_chunks, fluid_rate, link_shares
 from .verify import verify
 
 __all__ = [
-    "Chunk",
-    "Costs",
-    "GeneratedSchedule",
-    "Pieces",
-    "Route",
-    "Schedule",
-    "SharedLimit",
-    "Simulation",
-    "Step",
-    "TimedTransfer",
-    "both_directions",
-    "byte_count",
-    "carried_chunks",
-    "costs_of",
-    "fastest_of",
-    "fluid_rate",
-    "link_shares",
-    "live_rounds",
-    "pipelined",
-    "seconds_of",
-    "simulate",
-    "timeline",
-    "verify",
-]
+    "Chunk", "Costs", "GeneratedSchedule", "Pieces", "Route", "Schedule", "SharedLimit", "Simulation", "Step",
+    "TimedTransfer", "both_directions", "byte_count", "carried_chunks", "costs_of", "fastest_of", "fluid_rate",
+    "link_shares", "live_rounds", "pipelined", "seconds_of", "simulate", "timeline", "verify",
+]  # fmt: skip

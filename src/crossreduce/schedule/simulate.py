@@ -161,12 +161,7 @@ class Pieces(NamedTuple):
 
 
 def pipelined(
-    schedule: Schedule,
-    topology: Topology,
-    nbytes: int,
-    operation_s: float | None = None,
-    *,
-    costs: Costs | None = None,
+    schedule: Schedule, topology: Topology, nbytes: int, operation_s: float | None = None, *, costs: Costs | None = None
 ) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 

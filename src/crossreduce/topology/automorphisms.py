@@ -14,7 +14,7 @@ individualisation).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import Any, Final
@@ -43,8 +43,9 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     search = _PermutationSearch(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
-    for nearest, greatest_order in ((_by_number, False), (_by_few, False), (_by_number, True), (_by_many, False)):
-        made = _greedy(search, topology, nearest, greatest_order=greatest_order)
+    # Nodes in their order; those of small orbits first; the greatest orders; those of large orbits first.
+    for sign, greatest_order in ((0, False), (1, False), (0, True), (-1, False)):
+        made = _greedy(search, topology, sign, greatest_order=greatest_order)
         orbits = len({orbit for orbit in made.orbits if orbit < count})
         if best is None or orbits < best[0]:
             best = orbits, made
@@ -71,25 +72,7 @@ def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
     return None if made.problem() or made.links(topology) is None else made
 
 
-def _by_number(_: int, node: int) -> tuple[int, ...]:
-    return (node,)
-
-
-def _by_few(size: int, node: int) -> tuple[int, ...]:
-    return size, node
-
-
-def _by_many(size: int, node: int) -> tuple[int, ...]:
-    return -size, node
-
-
-def _greedy(
-    search: _PermutationSearch,
-    topology: Topology,
-    nearest: Callable[[int, int], tuple[int, ...]],
-    *,
-    greatest_order: bool,
-) -> Symmetry:
+def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greatest_order: bool) -> Symmetry:
     """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
     found: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
@@ -105,7 +88,7 @@ def _greedy(
             for generator in found:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            another = search.generator(cell[0], others, found, nearest, limit // order, greatest_order=greatest_order)
+            another = search.generator(cell[0], others, found, sign, limit // order, greatest_order=greatest_order)
             if another is None:
                 break
             found.append(another)
@@ -179,24 +162,16 @@ class _PermutationSearch:
         first: int,
         others: list[int],
         found: Sequence[SymmetryGenerator],
-        nearest: Callable[[int, int], tuple[int, ...]],
+        sign: int,
         most: int,
         *,
         greatest_order: bool,
     ) -> SymmetryGenerator | None:
         """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
 
-        Of the nodes with the same relation to it, only the first one is tried. The order of the tries is that of
-        ``nearest``, from the number of such nodes and the first of them.
-
-        Args:
-          first: the node that is moved.
-          others: the nodes that it may be moved to.
-          found: the generators that the permutation must commute with.
-          nearest: returns the key by which the tries are sorted.
-          most: the greatest order that the permutation may have.
-          greatest_order: whether to return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries;
-            else the first one that is found.
+        Of the nodes with the same relation to it, only the first one is tried. The tries are sorted by ``sign`` times
+        the number of such nodes, and then by the first of them. The order is at most ``most``. ``greatest_order``:
+        return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries; else the first one.
         """
         import numpy as np
 
@@ -209,7 +184,7 @@ class _PermutationSearch:
         firsts: dict[int, int] = {}
         for node in others:
             firsts.setdefault(int(colours[node]), node)
-        targets = sorted(firsts.values(), key=lambda node: nearest(int(sizes[colours[node]]), node))
+        targets = sorted(firsts.values(), key=lambda node: (sign * int(sizes[colours[node]]), node))
         best: SymmetryGenerator | None = None
         for target in targets[:_MOST_TARGETS]:
             made = _PermutationMatching(self, first, target, found).run()

@@ -89,15 +89,11 @@ class Symmetry:
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """Yield the permutation of each element, in the order of ``images``."""
-        yield from _products(tuple(range(self.nodes)), self.generators)
+        yield from zip(*map(self.images, range(self.nodes)), strict=True)
 
     def image(self, element: int, node: int) -> int:
         """Return the image of a node under one element of the group, numbered as in ``images``."""
-        for order, cycles in self._cycles:
-            element, times = divmod(element, order)
-            cycle, at = cycles[node]
-            node = cycle[(at + times) % len(cycle)]
-        return node
+        return self._turn(element, node, 1)
 
     def origin(self, element: int, node: int) -> int:
         """Return the node that one element of the group moves to ``node``.
@@ -106,10 +102,13 @@ class Symmetry:
         >>> turn.image(3, 2), turn.origin(3, 1)
         (1, 2)
         """
+        return self._turn(element, node, -1)
+
+    def _turn(self, element: int, node: int, direction: int) -> int:
         for order, cycles in self._cycles:
             element, times = divmod(element, order)
             cycle, at = cycles[node]
-            node = cycle[(at - times) % len(cycle)]
+            node = cycle[(at + direction * times) % len(cycle)]
         return node
 
     @cached_property
@@ -152,16 +151,6 @@ class Symmetry:
             moved.append(images)
         found = orbit_minima(moved, len(ends))
         return tuple(found), Counter(found)
-
-
-def _products(start: tuple[int, ...], generators: Sequence[SymmetryGenerator]) -> Iterator[tuple[int, ...]]:
-    """Yield ``start``, followed by each product of powers of the generators; see ``Symmetry.images``."""
-    if not generators:
-        yield start
-        return
-    for _ in range(generators[0].order):
-        yield from _products(start, generators[1:])
-        start = compose(start, generators[0].moves)
 
 
 def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
