@@ -429,12 +429,3 @@ def test_wrong_schedules_are_not_lowered():
     assert lower(ring(names(3))) is lower(ring(names(3)))
     with pytest.raises(ScheduleError, match=r"same sources and destinations[\s\S]*reduce_scatter by direct, 3 chunks"):
         lower(reduce_scatter(direct(names(3)))).require_uniform()
-
-
-def test_a_program_prints_its_instructions():
-    """The text of a program lists each instruction with its device, operands and final flag."""
-    assert str(lower(one_device(names(2)))).splitlines() == [
-        "all_reduce one_device: 2 devices, 1 chunk, 2 instructions",
-        "  chunk 0: v2 on cpu:0 = v0 + v1 (final)",
-        "  chunk 0: v3 on cpu:1 = v2",
-    ]

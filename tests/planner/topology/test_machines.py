@@ -111,17 +111,6 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built():
         assert any(word in entry["source"] for word in ("topo.h", "raw", "effective")), name
 
 
-def test_joined():
-    """Links join devices if there is a path between every two of them, also through switches, in any direction."""
-    ring = Topology.ring(5)
-    assert is_connected(ring.devices, ring.links)
-    assert is_connected(ring.devices, ring.links[1:3] + ring.links[4:])
-    assert not is_connected(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
-    assert is_connected(Topology.star(3).devices, Topology.star(3).links)
-    assert not is_connected(["cpu:0", "cpu:1"], [])
-    assert is_connected(["cpu:0"], [])
-
-
 def test_names_are_unambiguous():
     """The machines that the literature on collectives measures are in the library. No two machines have a name or alias
     that differs only in capitals and punctuation; aliases of a machine differ only in their network."""
