@@ -18,7 +18,8 @@ from ..observe.profilers import PROFILERS, entry, is_outermost
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..values import DistributedValues, PerReplica, read_devices
-from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from .all_reduce_ops import AllReduceCrossDeviceOps
+from .cross_device_ops import CrossDeviceOps
 from .validation import read_op, uniform_value
 
 _NAMESPACE = "crossreduce"
