@@ -66,7 +66,7 @@ def _public(method: Function) -> Function:
 class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     """A ``tf.distribute.CrossDeviceOps`` that delegates to an op of crossreduce.
 
-    The public methods are overridden, because TensorFlow's do not check ``reduce_op``, fail on an empty batch, and do not
+    The public methods are overridden: TensorFlow's do not check ``reduce_op``, fail on an empty batch, and do not
     reduce a value of one component. Subclasses override the ``*_implementation`` methods, as with TensorFlow's own ops.
     """
 

@@ -92,7 +92,7 @@ def reduce_batch(
             if jobs[numbers[0]][0].facts.numbers.exact:
                 select(
                     each, [jobs[number][0].facts.arrays for number in numbers], exact=True
-                )  # raises if there is no engine
+                )  # raises if no engine can
     results: list[Any] = [
         _reduce_sparse(value.facts, destinations, root) if value.facts.sparse else None for value, destinations in jobs
     ]

@@ -58,7 +58,7 @@ def all_reduce(
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
         and all replicas are named.
-      ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
+      ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid.
       UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
     >>> import numpy as np

@@ -1,7 +1,7 @@
 """Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
 
-Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states what was
-given and what to do.
+Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states the given
+value and a remedy.
 """
 
 from __future__ import annotations

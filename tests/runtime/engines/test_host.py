@@ -31,7 +31,7 @@ from crossreduce.values import TensorSpec
 
 @contextlib.contextmanager
 def on_kernels(name):
-    """Compile layouts anew for the named kernels, and discard them at the end."""
+    """Compile layouts again for the named kernels, and discard them at the end."""
     pipeline._compiled.cache_clear()
     with mock.patch.object(kernels, "instruction_set", return_value=name):
         yield

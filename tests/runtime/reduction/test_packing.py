@@ -203,7 +203,7 @@ def test_a_fresh_part_that_is_one_tensor_is_not_copied():
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Record what calls plan: the numbers of packs of requests, the sizes of buffers and of ranges in them."""
+    """Record the plans of calls: the numbers of packs of requests, the sizes of buffers and of ranges in them."""
     found = {"packs": [], "buffers": [], "ranges": []}
     schedule_for, layouts = pipeline.schedule_for, pipeline.layouts
 
