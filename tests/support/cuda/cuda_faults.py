@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from compiled import compiled
 from paths import ROOT
 
 import crossreduce
@@ -20,19 +18,13 @@ SOURCE = ROOT / "src/crossreduce"
 PACKAGE = Path(crossreduce.__file__).parent  # with its compiled modules, where it is installed
 ENGINE = "engines/cuda"
 NATIVE = SOURCE / ENGINE / "native"
+INCLUDES = (NATIVE, SOURCE / "kernels/native", sysconfig.get_path("include"))
 FLAGS = ("-std=c++17", "-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
+COMPILE = ["g++", *FLAGS, "-c", *(f"-I{at}" for at in INCLUDES)]
+HEADERS = [*NATIVE.glob("*.hpp"), *NATIVE.glob("*.inc"), *(SOURCE / "kernels/native").glob("*.hpp")]
 DRAWS, DROPPED = ("full", "draws", 98), ("full", "dropped", 24)
 MANY = "full", "many", 3
 MOVES, MOVES_DROPPED = ("none", "draws", 98), ("none", "dropped", 24)
-T = TypeVar("T")
-
-
-def some_faults(faults: Sequence[T]) -> Sequence[T]:
-    """Return every fourth fault; all of them if the environment variable ``CROSSREDUCE_FAULTS`` is ``all``.
-
-    Each takes a build, and shows that the tests would find it: that is worth its minutes only where they change.
-    """
-    return faults if os.environ.get("CROSSREDUCE_FAULTS") == "all" else faults[::4]
 
 
 class Fault(NamedTuple):
@@ -167,8 +159,8 @@ COMPILED = [
 FAULTS = [*STEPS, *OPERATIONS, *ORDER, *OTHERS, *COMPILED]
 
 
-def package(folder, fault, objects):
-    """Make a copy of the package with a fault in a new folder. ``objects``: those of ``compiled``."""
+def package(folder, fault):
+    """Make a copy of the package with a fault in a new folder, and return that."""
     text = (SOURCE / ENGINE / fault.file).read_text()
     assert text.count(fault.old) == 1, f"the text of a fault occurs {text.count(fault.old)} times: {fault}"
     changed = folder / "changed" / fault.file
@@ -184,26 +176,9 @@ def package(folder, fault, objects):
         (into / ENGINE / fault.file).unlink()
         changed.rename(into / ENGINE / fault.file)
         return folder
-    (made,) = compiled([changed], folder)
-    link(into / ENGINE, [made if path.stem == changed.stem else path for path in objects])
-    return folder
-
-
-def compiled(sources, folder):
-    """Return the compiled forms of source files of the engine."""
-    made = []
-    includes = [f"-I{NATIVE}", f"-I{SOURCE / 'kernels/native'}", f"-I{sysconfig.get_path('include')}"]
-    for source in sources:
-        made.append(folder / f"{source.stem}.o")
-        command = ["g++", *FLAGS, *includes, "-c", str(source), "-o", str(made[-1])]
-        subprocess.run(command, check=True, timeout=100)
-    return made
-
-
-def link(folder, objects):
-    """Make the compiled module of the engine in a folder instead of the one there."""
-    for path in folder.glob("_cuda.*so"):
+    for path in (into / ENGINE).glob("_cuda.*so"):
         path.unlink()
-    subprocess.run(
-        ["g++", "-shared", "-pthread", *map(str, objects), "-o", str(folder / "_cuda.so")], check=True, timeout=100
-    )
+    sources = [changed if path.name == changed.name else path for path in sorted(NATIVE.glob("*.cpp"))]
+    objects = [compiled(f"{path.stem}.o", COMPILE, [path], HEADERS) for path in sources]
+    (into / ENGINE / "_cuda.so").symlink_to(compiled("_cuda.so", ["g++", "-shared", "-pthread"], objects))
+    return folder
