@@ -37,8 +37,8 @@ def test_kernels_give_the_right_results_in_every_drawn_order(library):
     waits, records = driver.count("cuStreamWaitEvent"), driver.count("cuEventRecord")
     assert (waits, records) == (7, 5)
     wrong = 0
-    for seed, (name, count) in enumerate([("cuStreamWaitEvent", waits), ("cuEventRecord", records)] * 4):
-        for n in range(1, count + 1):
+    for seed, (name, calls) in enumerate([("cuStreamWaitEvent", waits), ("cuEventRecord", records)] * 4):
+        for n in range(1, calls + 1):
             driver = FakeDriver(library, 3, seed=seed)
             driver.drop(name, n)
             got, right = pipeline(driver, np.random.default_rng(seed))

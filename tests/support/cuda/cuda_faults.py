@@ -18,10 +18,10 @@ SOURCE = ROOT / "src/crossreduce"
 PACKAGE = Path(crossreduce.__file__).parent  # with its compiled modules, where it is installed
 ENGINE = "engines/cuda"
 NATIVE = SOURCE / ENGINE / "native"
-INCLUDES = (NATIVE, SOURCE / "kernels/native", sysconfig.get_path("include"))
+INCLUDES = (NATIVE, *(SOURCE / "native").iterdir(), sysconfig.get_path("include"))
 FLAGS = ("-std=c++17", "-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILE = ["g++", *FLAGS, "-c", *(f"-I{at}" for at in INCLUDES)]
-HEADERS = [*NATIVE.glob("*.hpp"), *NATIVE.glob("*.inc"), *(SOURCE / "kernels/native").glob("*.hpp")]
+HEADERS = [*NATIVE.glob("*.hpp"), *NATIVE.glob("*.inc"), *(SOURCE / "native").glob("*/*.hpp")]
 DRAWS, DROPPED = ("full", "draws", 98), ("full", "dropped", 24)
 MANY = "full", "many", 3
 MOVES, MOVES_DROPPED = ("none", "draws", 98), ("none", "dropped", 24)
