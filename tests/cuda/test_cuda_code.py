@@ -22,6 +22,7 @@ SCRIPT = ROOT / "scripts/build_cuda_kernels"
 NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
 TABLE = json.loads(machine_code.TABLE.read_text())
+SOME = ["bfloat16", "complex64", "float16", "int32"]  # with the kernels that round to halves
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +123,22 @@ def test_ptx_rounds_each_result_once_to_the_nearest():
         assert op not in ("ld", "st") or rest[0] in ("param", "global"), opcode
 
 
-def test_the_compiled_instructions_give_the_bits_of_the_reference():
-    """The PTX of every kernel, translated to C: drawn batches, and conversions to halves."""
-    kernels = ptx_to_c.kernels(machine_code.ptx())
+@pytest.mark.parametrize(
+    "dtypes", [SOME, pytest.param(sorted(launches.SHORT), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_the_compiled_instructions_give_the_bits_of_the_reference(dtypes):
+    """The PTX of the kernels for some dtypes, translated to C: drawn batches, and conversions to halves."""
+    names = {name for each in launches.all_numbers() if each.dtype in dtypes for name in launches.kernels_of(each)}
+    kernels = {name: each for name, each in ptx_to_c.kernels(machine_code.ptx()).items() if name in names}
     library = ptx_to_c.loaded(kernels)
-    counts = launches.check_each(library, count(100), 3)
-    assert len(counts) == 15
+    counts = launches.check_each(library, count(100), 3, dtypes)
+    assert list(counts) == dtypes
     assert min(counts.values()) >= count(100)
     for short in roundings.NAMES:
         assert roundings.wrong_floats(library, roundings.notable_bits(short), short) == 0
         assert roundings.wrong_doubles(library, short) == 0
         assert roundings.wrong_widened(library, short) == 0
-    room, body = kernels["sum_f32_2"]
+    room, body = kernels["sum_f16_mixed"]
     for unknown in ("fma.rn.f32", "add.rn.ftz.f32", "ex2.approx.f32"):
         with pytest.raises(ValueError, match=f"unknown instruction {unknown}"):
             ptx_to_c.translate({"kernel": (room, body.replace("add.rn.f32", unknown))})

@@ -27,7 +27,7 @@ from crossreduce import values as values_module
 from crossreduce.devices import parse
 from crossreduce.engines import loop
 from crossreduce.engines.cuda import driver
-from crossreduce.engines.device_memory import jax as memory
+from crossreduce.engines.cuda.jax import memory
 from crossreduce.errors import DriverError
 from crossreduce.frameworks import jax as framework
 from crossreduce.reduction import pipeline

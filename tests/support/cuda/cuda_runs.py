@@ -242,7 +242,7 @@ def main(library, peers, seed, *checks):
         memory.on(1)
         assert memory.fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
         memory.fake.lib.cuCtxSetCurrent(None)
-    module = sys.modules["crossreduce.engines.cuda.operations"]
+    module = sys.modules["crossreduce.engines.cuda.batching"]
     small = mock.patch.object(module, "_PIECE_NBYTES", 1 << 10)  # so that small arrays are cut into pieces
     with small, mock.patch.object(cuda, "device_memory", return_value=memory):
         for what, count in (each.split("=") for each in checks):
