@@ -62,11 +62,11 @@ def test_an_example_checks_its_options(path):
     assert "invalid choice: 0" in rejected.stderr
 
 
-def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path, tmp_path_factory):
+def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path):
     """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing; the one of
     the host's cost finds that the gradients of ResNet-50 are one launch."""
     benchmarks = ROOT / "benchmarks"
-    fake = ["--driver", "fake", "--library", str(fake_cuda.built(fake_cuda.shared_folder(tmp_path_factory)))]
+    fake = ["--driver", "fake", "--library", str(fake_cuda.built())]
     ran = run(benchmarks / "gpu_reduction.py", *fake)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "FAKE DRIVER: NO MEASUREMENT" in ran.stdout

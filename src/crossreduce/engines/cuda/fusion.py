@@ -1,4 +1,4 @@
-"""A chunk of a program as the steps of CUDA devices: kernels, and moves of values between the devices.
+"""A chunk of a program as fused steps of CUDA devices: kernels, and moves of values between the devices.
 
 Input: a ``ChunkProgram``, and which devices can read each other's memory. Output: ``DeviceStep``s over numbered nodes,
 the same for every range of elements. Logical devices of one GPU share its memory: copies among them are not needed,

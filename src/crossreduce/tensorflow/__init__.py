@@ -11,36 +11,29 @@ docs/tensorflow.md lists which reductions a strategy passes to its op and which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, wraps
-from typing import Any, Final, NamedTuple, cast
+from functools import wraps
+from typing import Any, cast
 
 try:
     import tensorflow as tf
 except ImportError as error:
-    from .frameworks import missing
+    from ..frameworks import missing
 
     raise missing("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
 
-# TensorFlow's strategies require its class Mirrored, and no public function creates one.
-from tensorflow.python.distribute.values import Mirrored as _Mirrored
-
-from .autograph import Function, unconverted
-from .devices import canonical
-from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
-from .frameworks.tensorflow import ShapesError
-from .ops import DTYPES, ReduceOp
-from .options import CommunicationOptions
-from .reduction import all_reduce_ops
-from .reduction import cross_device_ops as own
-from .reduction.outputs import in_pair
-from .reduction.validation import check_pairs, given_options, read_op, read_options
-from .topology import TopologyLike
-from .values import DistributedValues, Mirrored, PerReplica, default_devices
+from ..autograph import Function, unconverted
+from ..errors import MismatchError, ReductionError, UnsupportedError, shown
+from ..frameworks.tensorflow import ShapesError
+from ..ops import ReduceOp
+from ..options import CommunicationOptions
+from ..reduction import all_reduce_ops
+from ..reduction import cross_device_ops as own
+from ..reduction.outputs import in_pair
+from ..reduction.validation import check_pairs, given_options, read_op, read_options
+from ..topology import TopologyLike
+from .distributed_values import broadcast_source, is_reducible, place_of, read_destinations, translate, with_rank
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
-
-_Places = tuple[str, ...]  # TensorFlow's names of the components' devices; "" if TensorFlow does not know the device
-_ARRAYS: Final = (tf.Tensor, tf.Variable, tf.IndexedSlices)
 
 
 class _NoGatherError(UnsupportedError, NotImplementedError):
@@ -156,7 +149,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Reduce one value: implements ``reduce``, and subclasses may override it."""
-        value, targets = _with_rank(*_translate(per_replica_value, destinations))
+        value, targets = with_rank(*translate(per_replica_value, destinations))
         result = self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
         return targets.to_tensorflow(result)
 
@@ -166,7 +159,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         jobs = []
         for number, (value, destinations) in enumerate(pairs):
             try:
-                jobs.append(_with_rank(*_translate(value, destinations)))
+                jobs.append(with_rank(*translate(value, destinations)))
             except ReductionError as error:
                 raise in_pair(error, number, len(pairs)) from error.__cause__
         given = [(value, targets.devices) for value, targets in jobs]
@@ -175,15 +168,15 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copy one tensor: implements ``broadcast``, and subclasses may override it."""
-        x = _broadcast_source(tensor)
-        targets = _read_destinations(destinations, (_place(x),))
-        if not _is_reducible(x):
+        x = broadcast_source(tensor)
+        targets = read_destinations(destinations, (place_of(x),))
+        if not is_reducible(x):
             return super().broadcast_implementation(x, destinations)
         return targets.to_tensorflow(self._op.broadcast(x, targets.devices))
 
     def _gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        value, targets = _translate(per_replica_value, destinations)
-        if not all(_is_reducible(x) for x in value):
+        value, targets = translate(per_replica_value, destinations)
+        if not all(is_reducible(x) for x in value):
             return tf.distribute.ReductionToOneDevice()._gather(per_replica_value, destinations, axis)
         return targets.to_tensorflow(self._op.gather(value, targets.devices, axis, _read_options(options)))
 
@@ -282,175 +275,6 @@ def _read_options(options: Any) -> CommunicationOptions:
     if hasattr(options, "bytes_per_pack") and not isinstance(options, CommunicationOptions):
         return CommunicationOptions(options.bytes_per_pack, getattr(options, "timeout_seconds", None) or None)
     return read_options(options)
-
-
-class _Destinations(NamedTuple):
-    """The devices of a result.
-
-    ``devices``: a distributed value on these devices, by crossreduce's names. ``places``: TensorFlow's names of them.
-    ``shape``: a tensor with the result's shape, if the value was flattened.
-    """
-
-    devices: PerReplica | Mirrored
-    places: _Places
-    shape: Any = None
-
-    def to_tensorflow(self, result: Mirrored) -> Any:
-        """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
-        components = result.values
-        if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
-            components = tuple(map(_on_place, components, self.places))
-        if self.shape is not None:
-            components = tuple(_at(x, tf.reshape, self.shape) for x in components)
-        return components[0] if len(components) == 1 else _Mirrored(components)
-
-
-def _on_place(x: Any, place: str) -> Any:
-    if not place or x.device:
-        return x
-    with tf.device(place):
-        return tf.nest.map_structure(tf.identity, x, expand_composites=True)
-
-
-def _at(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with a tensor on the tensor's device."""
-    with tf.device(x.device or None):
-        return function(x, *arguments)
-
-
-def _with_rank(value: PerReplica, targets: _Destinations) -> tuple[PerReplica, _Destinations]:
-    """Return a value of known rank, and destinations that restore the shape of its result.
-
-    A tensor of unknown rank (of ``tf.numpy_function``) has the rank of another replica's component. If none is known,
-    all are flattened, once the function that runs has found that their shapes agree.
-    """
-    if tf.executing_eagerly():
-        return value, targets
-    ranks = [(x.values if isinstance(x, tf.IndexedSlices) else x).shape.rank for x in value]
-    if None not in ranks:
-        return value, targets
-    xs = tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in value)
-    known = [rank for rank in ranks if rank is not None]
-    unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
-    if known:
-        rank = [None] * known[0]
-        xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
-        return PerReplica.on(xs, value.devices), targets
-    if not all(unknown):
-        return value, targets
-    shapes = [tf.concat([[tf.rank(x)], tf.shape(x)], 0) for x in xs]  # equal lengths alone would be broadcast
-    text = "the replicas of one value differ in shape"
-    checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
-    with tf.control_dependencies(checks):
-        flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
-    return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
-
-
-def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations]:
-    """Return TensorFlow's value and destinations as crossreduce's."""
-    value, destinations = _variable(value), _variable(destinations)
-    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
-    if not parts:
-        raise ArgumentError.of("a value must have at least one component.", shown(value), "PerReplica((x, ...))")
-    components = tuple(_array(x) for x in parts)
-    places = _component_places(tuple(map(_place, components)))
-    if destinations is value and isinstance(value, tf.distribute.DistributedValues):
-        translated = PerReplica.on(components, _names(places))
-        return translated, _Destinations(translated, places)
-    if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
-        destinations = components[0]  # TensorFlow passes the component's device; "" if it is unknown
-    targets = _read_destinations(destinations, places)
-    if isinstance(destinations, tf.distribute.DistributedValues):
-        places = _fill_unknown(places, targets.places)
-    return PerReplica.on(components, _names(places)), targets
-
-
-def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
-    """Return the devices of destinations, given the places of the value."""
-    destinations = _variable(destinations)
-    found: _Places = ()
-    if isinstance(destinations, tf.distribute.DistributedValues):
-        found = _component_places(tuple(map(_place, destinations.values)))
-    elif isinstance(destinations, _ARRAYS):
-        found, places = (_place(destinations),), places[:1]
-    elif isinstance(destinations, str) and destinations:
-        found = (destinations,)
-    if not found:
-        problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
-        remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
-        raise ArgumentError.of(problem, shown(destinations), remedy)
-    found = _fill_unknown(found, places)
-    return _Destinations(Mirrored.on((), _names(found)), found)
-
-
-def _component_places(places: _Places) -> _Places:
-    """Return the place of each component of a distributed value, given the places that the components report.
-
-    If one is unknown (an argument of a ``tf.function``) or occurs twice, and the current strategy has as many devices,
-    the places are these devices, one per replica.
-    """
-    if (len(set(places)) < len(places) or "" in places) and tf.distribute.has_strategy():
-        devices = tf.distribute.get_strategy().extended.worker_devices
-        if len(devices) == len(places):
-            return tuple(devices)
-    return places
-
-
-def _fill_unknown(places: _Places, others: _Places) -> _Places:
-    """Return places with each unknown one replaced by its counterpart in ``others``, if both have the same length."""
-    if len(places) != len(others):
-        return places
-    return tuple(place or other for place, other in zip(places, others, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _names(places: _Places) -> tuple[str, ...]:
-    """Return crossreduce's names of places.
-
-    An unknown place counts as ``cpu:0``: ``to_device`` sets no device for it, so TensorFlow chooses one.
-    """
-    return default_devices([canonical(place) if place else None for place in places])
-
-
-def _variable(given: Any) -> Any:
-    """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged."""
-    if isinstance(given, DistributedValues):  # convert_to_tensor would stack its components
-        problem = "this is a distributed value of crossreduce, not of tf.distribute."
-        remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
-        raise ArgumentError.of(problem, shown(given), remedy)
-    inner = getattr(given, "value", None)
-    return inner if isinstance(inner, tf.Variable) else given
-
-
-def _array(value: Any) -> Any:
-    """Return a tensor, variable or slices unchanged, and convert any other value to a tensor."""
-    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # frameworks/tensorflow.py rejects the last two
-        return value
-    try:
-        return tf.convert_to_tensor(value)
-    except (ValueError, TypeError) as error:
-        kind = UnsupportedError if isinstance(error, TypeError) else ArgumentError
-        remedy = "a tensor, or a PerReplica of tensors"
-        raise kind.of("this cannot be converted to a tensor.", shown(value), remedy) from error
-
-
-def _broadcast_source(tensor: Any) -> Any:
-    """Return the tensor that is to be broadcast."""
-    tensor = _variable(tensor)
-    if not isinstance(tensor, tf.distribute.DistributedValues):
-        return _array(tensor)
-    if isinstance(tensor, _Mirrored):
-        return _array(tensor.values[0])
-    raise ArgumentError.of("broadcast requires one tensor.", shown(tensor), "one of its components, value.values[0]")
-
-
-def _place(x: Any) -> str:
-    return getattr(x, "device", None) or ""
-
-
-def _is_reducible(x: Any) -> bool:
-    """Return whether a tensor's dtype and rank are supported. TensorFlow moves other tensors, such as text, itself."""
-    return x.dtype.name in DTYPES and x.shape.rank is not None
 
 
 def _in_device_scope(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

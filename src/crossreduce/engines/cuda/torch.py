@@ -11,7 +11,7 @@ import torch
 from ...frameworks import Array
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
 from ..host import array_memory
-from . import DeviceMemory, Operands
+from .memory import DeviceMemory, Operands
 
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer and older versions of torch
 

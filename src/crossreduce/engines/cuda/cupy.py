@@ -9,7 +9,7 @@ import cupy
 
 from ...frameworks import Array
 from ...frameworks.cupy import DTYPES_BY_NAME
-from . import DeviceMemory, Operands
+from .memory import DeviceMemory, Operands
 
 
 class CuPyDeviceMemory(DeviceMemory):

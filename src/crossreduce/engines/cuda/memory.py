@@ -1,6 +1,6 @@
 """Access to the memory of arrays on CUDA devices, for engines that call CUDA libraries with addresses and streams.
 
-Input: arrays of one framework. Output: addresses, streams and new arrays. Each framework's file in this folder
+Input: arrays of one framework. Output: addresses, streams and new arrays. A file per framework
 implements ``DeviceMemory``; devices are numbers, as in ``cuda:3``.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ...frameworks import Array
 
-FRAMEWORKS: Final = ("torch", "cupy", "jax")
-"""The frameworks with a file in this folder."""
+FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
+"""The frameworks whose arrays can be in the memory of CUDA devices, and their modules."""
 
 
 class Operands(NamedTuple):
@@ -98,5 +98,5 @@ def device_memory(framework: str) -> DeviceMemory | None:
     """Return a framework's ``DeviceMemory``, importing it on first use; ``None``: it is not in ``FRAMEWORKS``."""
     if framework not in FRAMEWORKS:
         return None
-    memory: DeviceMemory = importlib.import_module(f".{framework}", __package__).MEMORY
+    memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY
     return memory

@@ -22,16 +22,17 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from ...devices import parse
-from ...errors import ReductionError
-from ...frameworks import Array
-from ...frameworks.jax import is_somewhere
-from ...ops import Numbers
-from ..base import Layout
-from ..loop import ENGINE as LOOP
-from .driver import load_kernels, native
-from .operations import Operations, operations
-from .plans import plan_of
+from ....devices import parse
+from ....errors import ReductionError
+from ....frameworks import Array
+from ....frameworks.jax import is_somewhere
+from ....ops import Numbers
+from ...base import Layout
+from ...loop import ENGINE as LOOP
+from ..batching import operations
+from ..driver import load_kernels, native
+from ..encoding import plan_of
+from ..streams import Operations
 
 TARGET: Final = "crossreduce_cuda_plan"
 _LOG: Final = logging.getLogger("crossreduce")

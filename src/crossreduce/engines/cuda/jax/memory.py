@@ -34,10 +34,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from ...frameworks import Array
-from ...frameworks import jax as framework
-from ..cuda.driver import native
-from . import DeviceMemory, Operands
+from ....frameworks import Array
+from ....frameworks import jax as framework
+from ..driver import native
+from ..memory import DeviceMemory, Operands
 
 EMPTY: Final = "crossreduce_cuda_empty"
 _LOG: Final = logging.getLogger("crossreduce")
