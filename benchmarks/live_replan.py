@@ -99,7 +99,7 @@ def one_rank(folder: Path, store: str) -> None:
         row["gb_per_s"] = row["bytes"] / row["seconds"] / 1e9
         row["ratio"] = row["gb_per_s"] / row["bound_gb_per_s"]
     if rank == 0:
-        found = {"lost": communicator.lost_links, "measure_s": [first_s, again_s], "rows": rows}
+        found = {"lost": communicator.links.lost, "measure_s": [first_s, again_s], "rows": rows}
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -14,7 +14,8 @@ import numpy as np
 from .errors import ArgumentError, UnsupportedError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
 from .options import CommunicationOptions
-from .ranks.communicator import ArrayView, Communicator
+from .ranks.array_views import ArrayView
+from .ranks.communicator import Communicator
 from .ranks.counters import Stats
 from .ranks.measurement import measure
 from .ranks.prepared import call_name, new_calls, prepare

@@ -32,7 +32,7 @@ from .errors import (
 from .ranks import joining, survivors
 from .ranks.communicator import Communicator
 from .ranks.forming import Forming, GroupKind, Settings
-from .ranks.membership import Hosts
+from .ranks.peers import Hosts
 from .ranks.rendezvous import MET, NEW, ConnectionStore, Origin, StoreRendezvous, reaching
 from .ranks.store import LIMIT_S, StoreClient, StorePart
 from .ranks.survivors import SHRINK_S, Reformed

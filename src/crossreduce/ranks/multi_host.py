@@ -11,7 +11,6 @@ they are divided and rounded, once.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +57,9 @@ from .instructions import ArrayPlaces, BufferReference, Phase, RankInstruction, 
 from .one_host import RankExecutable
 from .partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
-from .shared_memory import RankMemory, StageRunner
+from .shared_memory import RankMemory
+from .slot_words import DIFFERENT, SAME, remote_wait, verdict
+from .stage_runner import StageRunner
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
@@ -68,10 +69,6 @@ PLANNED_BYTES: Final = 1 << 26
 """The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
 
 _LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
-
-# Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
-_VERDICT, _REMOTE = 0, 1
-_SAME, _DIFFERENT = 1, 2
 
 
 class MultiHostEngine:
@@ -291,11 +288,11 @@ class MultiHostEngine:
             self._exchanges = ()
             return False
         if self.leader is not None:
-            self._word(_VERDICT).value = _SAME if same else _DIFFERENT
+            verdict(self.memory, self.rank).value = SAME if same else DIFFERENT
         if exchanges and same:
             self._exchange_stage(executable, exchanges, addresses, 1)
         runner.reach(3)
-        if self._word(_VERDICT, self.ranks[0]).value != _SAME:
+        if verdict(self.memory, self.ranks[0]).value != SAME:
             self.memory.end_op()
             self._exchanges = ()
             return False
@@ -370,24 +367,14 @@ class MultiHostEngine:
         """Whether messages of an op that an exception has ended may still be under way."""
         return bool(self._exchanges)
 
-    def is_waiting_for_hosts(self, rank: int) -> bool:
-        """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
-        other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn
-        return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
-
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
-        word = self._word(_REMOTE)
+        word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
         self.memory.native.trace(phase, stage)
-
-    def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
-        """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
-        start = self.memory.address(self.rank if rank is None else rank) + offset
-        return ctypes.c_int32.from_address(start + 4 * which)
 
 
 def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from .exchange import ExchangeProgram
 from .instructions import RankInstruction, native_program
 from .peer_memory import is_used, peer_stages
 from .programs import PIECE_BYTES, rank_stages
-from .shared_memory import StageRunner
+from .stage_runner import StageRunner
 
 SMALL_BYTES: Final = 1 << 13
 SMALL_BYTES_OF_2_RANKS: Final = 1 << 15
@@ -47,6 +47,8 @@ MOST_PIECES: Final = 4096
 """Of very large arrays the pieces are larger, so that there are at most so many, divided by the number of ranks: the
 size of an executable, and the time to compile it, grow with both."""
 
+CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
+
 
 class RankExecutable(NamedTuple):
     """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
@@ -66,8 +68,38 @@ class RankExecutable(NamedTuple):
         return max(self.stages, self.instructions // 2)
 
 
+class ExecutableCache:
+    """The executables of a rank's calls, by a key that describes the call; ``stages``: of all of them together.
+
+    An executable with which there would be more than ``CACHED_STAGES`` stages replaces all others.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all executables."""
+        self._executables: dict[Any, RankExecutable] = {}
+        self.stages = 0
+
+    def get(self, key: Any) -> RankExecutable | None:
+        """Return the executable of a call, or ``None``."""
+        return self._executables.get(key)
+
+    def add(self, key: Any, executable: RankExecutable) -> RankExecutable:
+        """Keep the executable of a call, and return it."""
+        if self.stages + executable.cost > CACHED_STAGES:
+            self.clear()
+        self._executables[key] = executable
+        self.stages += executable.cost
+        return executable
+
+
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
+
+    has_unfinished_exchange = False  # these and the next line: see ``MultiHostEngine``
+    peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, ranks: int, reads_peers: bool = False, overlapping: bool = True) -> None:
         """Make the engine of a rank.

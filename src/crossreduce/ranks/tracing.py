@@ -40,7 +40,7 @@ class TracedGroup(Protocol):
     rank: int
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
-    peers: list[PeerInfo]
+    peers: tuple[PeerInfo, ...]
     traced: Path | None
 
     @property

@@ -105,7 +105,7 @@ def test_results_have_the_bits_of_rational_arithmetic(names):
 def with_a_lost_link(rendezvous, lost):
     comm = without(rendezvous, lost)
     wrong = every_case(comm, 1)
-    links = comm.lost_links
+    links = comm.links.lost
     comm.close()
     return wrong, links
 

@@ -8,11 +8,11 @@ from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.ranks import forming
+from crossreduce.ranks.abort import names_owner
 from crossreduce.ranks.agreement import Agreements, Reach, Watch, _Speaker
 from crossreduce.ranks.contact import Place
 from crossreduce.ranks.forming import Forming, Settings
 from crossreduce.ranks.inquiry import SILENT_S, Inquiry
-from crossreduce.ranks.membership import Member
 from crossreduce.ranks.peers import PeerInfo
 from crossreduce.ranks.registers import Decision
 from crossreduce.ranks.rendezvous import StoreRendezvous
@@ -274,8 +274,7 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
 )
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """An error with the global number of the rank that serves the store says that the store is lost, too."""
-    member = SimpleNamespace(rendezvous=SimpleNamespace(owner=owner), global_ranks=(4, 5))
-    assert Member._has_lost_store(member, error) is lost
+    assert names_owner(error, owner, (4, 5)) is lost
 
 
 class Relaying:
