@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded
-from ..transports.base import Rendezvous, Transport
-from . import flight_recorder
-from .diagnostics import DOCTOR
+from ..observe import flight_recorder
+from ..observe.diagnostics import DOCTOR
 from .failure_detector import FailureDetector
+from .intra_host.shared_memory import RankMemory
 from .peers import Membership
-from .shared_memory import RankMemory
+from .transports.base import Rendezvous, Transport
 
 
 class GroupAbort:

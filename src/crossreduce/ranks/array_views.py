@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from ..errors import ArgumentError, MismatchError
-from .shared_memory import MAX_TEXT_BYTES
+from .intra_host.shared_memory import MAX_TEXT_BYTES
 
 
 class ArrayView(NamedTuple):

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError
-from ..transports.base import Rendezvous
+from ..observe.diagnostics import CallSignature, mismatch_text, planned_text
 from .abort import GroupAbort, renewed
-from .diagnostics import CallSignature, mismatch_text, planned_text
-from .exchange import PeerError
 from .failure_detector import FailureDetector, InnerFailure
-from .multi_host import MultiHostEngine
-from .one_host import ExecutableCache, OneHostEngine, RankExecutable
+from .inter_host.exchange import PeerError
+from .inter_host.multi_host import MultiHostEngine
+from .inter_host.one_host import ExecutableCache, OneHostEngine, RankExecutable
+from .intra_host.shared_memory import GroupAborted, RankMemory
 from .peers import Membership
-from .shared_memory import GroupAborted, RankMemory
 from .stage_runner import StageRunner
+from .transports.base import Rendezvous
 
 
 class CallRunner:

@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ReductionError, UnsupportedError
+from ..observe.counters import Stats
+from ..observe.diagnostics import call_text, op_text, planned_text
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
-from ..transports.base import Rendezvous, RunningCollective, Transport
-from ..transports.tcp import TcpTransport
-from . import contact, tracing
+from . import tracing
 from .abort import GroupAbort
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
-from .counters import Stats
-from .diagnostics import call_text, op_text, planned_text
+from .connections import contact
 from .failure_detector import FailureDetector, InnerFailure
-from .host_parts import same_speeds
-from .instructions import reduction_numbers
+from .inter_host.host_parts import same_speeds
+from .inter_host.multi_host import MultiHostEngine
+from .inter_host.one_host import OneHostEngine, RankExecutable
+from .intra_host.instructions import reduction_numbers
+from .intra_host.registers import Decision
 from .membership import Connect, join
-from .multi_host import MultiHostEngine
-from .one_host import OneHostEngine, RankExecutable
-from .registers import Decision
 from .statistics import Statistics
+from .transports.base import Rendezvous, RunningCollective, Transport
+from .transports.tcp import TcpTransport
 from .watchdog import WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")

@@ -13,13 +13,13 @@ from contextlib import suppress
 from typing import Final
 
 from ..errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, decoded, message
-from ..transports.base import Rendezvous, RunningCollective, Transport
-from . import diagnostics
-from .diagnostics import DOCTOR, UNUSABLE, CallSignature
-from .exchange import PeerDisconnected, PeerError
+from ..observe import diagnostics
+from ..observe.diagnostics import DOCTOR, UNUSABLE, CallSignature
+from .inter_host.exchange import PeerDisconnected, PeerError
+from .intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
 from .peers import Membership
-from .shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
 from .slot_words import is_waiting_for_hosts
+from .transports.base import Rendezvous, RunningCollective, Transport
 from .watchdog import RemoteWait
 
 _LOG: Final = logging.getLogger("crossreduce")

@@ -30,18 +30,19 @@ from ..errors import (
     encoded,
     message,
 )
-from ..transports.base import Rendezvous, Transport
-from ..transports.tcp import TcpTransport
-from . import contact, flight_recorder
+from ..observe import flight_recorder
 from .abort import renewed
-from .agreement import Agreements
-from .bootstrap import bootstrap
-from .contact import Place
+from .agreement.agreement import Agreements
+from .connections import contact
+from .connections.contact import Place
 from .host_links import HostLinks
-from .instructions import READABLE_BUFFERS
+from .intra_host.bootstrap import bootstrap
+from .intra_host.instructions import READABLE_BUFFERS
+from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
+from .intra_host.shared_memory import SPIN_S, RankMemory
 from .peers import Hosts, Membership, PeerInfo
-from .programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
-from .shared_memory import SPIN_S, RankMemory
+from .transports.base import Rendezvous, Transport
+from .transports.tcp import TcpTransport
 
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect

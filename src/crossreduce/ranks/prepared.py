@@ -14,7 +14,7 @@ from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
 from .array_views import ArrayView
 from .communicator import Communicator
-from .shared_memory import SLICE_S
+from .intra_host.shared_memory import SLICE_S
 
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ReductionError
 from .failure_detector import FailureDetector
-from .shared_memory import BROKEN, DONE, NO_MEMORY, UNREADABLE, WAITING, GroupAborted, RankMemory, WaitTimer
+from .intra_host.shared_memory import BROKEN, DONE, NO_MEMORY, UNREADABLE, WAITING, GroupAborted, RankMemory, WaitTimer
 
 
 class StageRunner:

@@ -9,10 +9,10 @@ import os
 from contextlib import suppress
 
 from ..errors import ContextError
+from ..observe.counters import Stats, rank_counts
 from . import metrics
-from .counters import Stats, rank_counts
+from .intra_host.shared_memory import RankMemory
 from .peers import Membership
-from .shared_memory import RankMemory
 
 
 class Statistics:

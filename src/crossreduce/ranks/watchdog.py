@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from weakref import WeakMethod
 
 from ..threads import start_thread
-from ..transports.base import PendingMessage, Transport
+from .transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2
@@ -107,7 +107,7 @@ _WATCHDOG: Final = PeriodicChecks("crossreduce watchdog", _EVERY_S, "this rank w
 
 
 class WatchedTransport:
-    """A ``transports.base.Transport`` that records which other rank this rank waits for.
+    """A ``ranks.transports.base.Transport`` that records which other rank this rank waits for.
 
     The process's watchdog calls ``check`` with the current wait every 0.2 s. If the system cannot start its thread,
     ``check`` is not called, and messages are carried all the same.

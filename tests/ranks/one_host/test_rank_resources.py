@@ -12,9 +12,9 @@ from ranks import SocketTransport, ranks
 
 from crossreduce.errors import ContextError
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import one_host
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.programs import PIECE_BYTES
+from crossreduce.ranks.inter_host import one_host
+from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def soak(rendezvous):
