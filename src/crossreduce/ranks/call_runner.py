@@ -15,14 +15,14 @@ from typing import Any
 
 from ..errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError
 from ..observe.diagnostics import CallSignature, mismatch_text, planned_text
-from .abort import GroupAbort, renewed
-from .failure_detector import FailureDetector, InnerFailure
-from .inter_host.exchange import PeerError
+from .connections.peers import Membership
+from .failures.abort import GroupAbort, renewed
+from .failures.failure_detector import FailureDetector
+from .failures.peer_errors import InnerFailure, PeerError
+from .failures.stage_runner import StageRunner
 from .inter_host.multi_host import MultiHostEngine
 from .inter_host.one_host import ExecutableCache, OneHostEngine, RankExecutable
 from .intra_host.shared_memory import GroupAborted, RankMemory
-from .peers import Membership
-from .stage_runner import StageRunner
 from .transports.base import Rendezvous
 
 

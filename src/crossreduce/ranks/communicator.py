@@ -18,21 +18,22 @@ from ..observe.diagnostics import call_text, op_text, planned_text
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from . import tracing
-from .abort import GroupAbort
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
 from .connections import contact
-from .failure_detector import FailureDetector, InnerFailure
-from .inter_host.host_parts import same_speeds
+from .failures.abort import GroupAbort
+from .failures.failure_detector import FailureDetector
+from .failures.peer_errors import InnerFailure
+from .failures.watchdog import WatchedTransport
 from .inter_host.multi_host import MultiHostEngine
 from .inter_host.one_host import OneHostEngine, RankExecutable
+from .inter_host.two_level import same_speeds
 from .intra_host.instructions import reduction_numbers
 from .intra_host.registers import Decision
 from .membership import Connect, join
 from .statistics import Statistics
 from .transports.base import Rendezvous, RunningCollective, Transport
 from .transports.tcp import TcpTransport
-from .watchdog import WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")
 

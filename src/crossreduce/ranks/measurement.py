@@ -22,7 +22,7 @@ from ..errors import ArgumentError, shown
 from ..topology import Link, Switch, Topology
 from .communicator import Communicator
 from .inter_host.exchange import wait_for
-from .inter_host.host_parts import host_names
+from .inter_host.two_level import host_names
 from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another

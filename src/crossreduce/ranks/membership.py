@@ -31,16 +31,16 @@ from ..errors import (
     message,
 )
 from ..observe import flight_recorder
-from .abort import renewed
 from .agreement.agreement import Agreements
 from .connections import contact
 from .connections.contact import Place
-from .host_links import HostLinks
+from .connections.peers import Hosts, Membership, PeerInfo
+from .failures.abort import renewed
+from .inter_host.host_links import HostLinks
 from .intra_host.bootstrap import bootstrap
 from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
-from .peers import Hosts, Membership, PeerInfo
 from .transports.base import Rendezvous, Transport
 from .transports.tcp import TcpTransport
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from ..errors import ContextError
 from ..observe.counters import Stats, rank_counts
 from . import metrics
+from .connections.peers import Membership
 from .intra_host.shared_memory import RankMemory
-from .peers import Membership
 
 
 class Statistics:

@@ -17,10 +17,9 @@ from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forwarded, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
-from crossreduce.ranks import host_links
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.inter_host import host_parts, multi_host
-from crossreduce.ranks.inter_host.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
+from crossreduce.ranks.inter_host import host_links, multi_host
+from crossreduce.ranks.inter_host.two_level import distances, equal_links, host_names, host_schedule, same_speeds
 from crossreduce.ranks.measurement import measure
 from crossreduce.ranks.transports import tcp
 from crossreduce.ranks.transports.tcp import TcpTransport
@@ -388,7 +387,7 @@ def plans_differ(rendezvous):
     texts.append(str(error.value))
     assert comm.host_topology is None
     comm.plan_on(mesh({(0, 2): 0.1}))
-    real = host_parts.host_schedule
+    real = multi_host.host_schedule
     if comm.rank == 1:  # as if another version of SciPy had planned
         multi_host.host_schedule = lambda _, *arguments, **named: real(
             mesh({(0, 1): 0.1, (0, 2): 1}), *arguments, **named

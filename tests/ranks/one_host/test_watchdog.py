@@ -7,7 +7,7 @@ import time
 import pytest
 from ranks import ranks
 
-from crossreduce.ranks.watchdog import WatchedTransport
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
 class Slow:

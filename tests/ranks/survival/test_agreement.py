@@ -7,13 +7,13 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks.abort import names_owner
 from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
 from crossreduce.ranks.connections.contact import Place
 from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.peers import PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
+from crossreduce.ranks.failures.abort import names_owner
 from crossreduce.ranks.intra_host.registers import Decision
-from crossreduce.ranks.peers import PeerInfo
 from crossreduce.ranks.survival import forming
 from crossreduce.ranks.survival.forming import Forming, Settings
 
@@ -169,7 +169,7 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
         return arrived(0) if case.simulated.now >= arrives_s else arrived(late=[0])
 
     case.group.status = status
-    case.group._has_arrived = lambda rank, number: case.simulated.now >= arrives_s
+    case.group.has_arrived = lambda rank, number: case.simulated.now >= arrives_s
     assert case.speak_until(3)
     assert len(looks) < 60
     assert case.simulated.now < arrives_s + 0.02

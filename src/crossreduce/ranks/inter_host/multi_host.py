@@ -3,7 +3,7 @@
 Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
 stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
-reduction to the leaders and the distribution of the results are rank programs (see ``host_parts``). They are pipelined
+reduction to the leaders and the distribution of the results are rank programs (see ``two_level``). They are pipelined
 with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
 stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
 they are divided and rounded, once.
@@ -25,6 +25,8 @@ from ...observe.traces.format import Phase as TracePhase
 from ...ops import Numbers
 from ...packing import itemsize
 from ...topology import Topology
+from ..connections.peers import rail_peers
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import (
     ArrayPlaces,
     BufferReference,
@@ -37,8 +39,7 @@ from ..intra_host.instructions import (
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
 from ..intra_host.shared_memory import RankMemory
-from ..slot_words import DIFFERENT, SAME, remote_wait, verdict
-from ..stage_runner import StageRunner
+from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
 from ..transports.base import Transport
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
@@ -54,7 +55,8 @@ from .exchange import (
     run_stage,
     take_first,
 )
-from .host_parts import (
+from .one_host import RankExecutable
+from .two_level import (
     HostPart,
     Lost,
     Stripe,
@@ -67,7 +69,6 @@ from .host_parts import (
     host_schedule,
     stripe,
 )
-from .one_host import RankExecutable
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
@@ -383,16 +384,6 @@ class MultiHostEngine:
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
         self.memory.native.trace(phase, stage)
-
-
-def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
-
-    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
-    ((1, 3), ())
-    """
-    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
-    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()
 
 
 def _digest(text: bytes, more: str) -> bytes:

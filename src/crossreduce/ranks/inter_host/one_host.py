@@ -22,10 +22,10 @@ from ...ops import Numbers
 from ...packing import itemsize
 from ...planning import direct, one_shot
 from ...schedule import Chunk, Schedule, Step
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import RankInstruction, native_program
 from ..intra_host.peer_memory import is_used, peer_stages
 from ..intra_host.programs import PIECE_BYTES, rank_stages
-from ..stage_runner import StageRunner
 from .exchange import ExchangeProgram
 
 SMALL_BYTES: Final = 1 << 13

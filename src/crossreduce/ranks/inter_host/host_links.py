@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from ..errors import ReductionError, UnsupportedError
-from .inter_host.exchange import Patience
-from .inter_host.host_parts import Lost, distances, lost_links
-from .inter_host.multi_host import MultiHostEngine
-from .peers import Membership
-from .transports.base import Rendezvous
+from ...errors import ReductionError, UnsupportedError
+from ..connections.peers import Membership
+from ..transports.base import Rendezvous
+from .exchange import Patience
+from .multi_host import MultiHostEngine
+from .two_level import Lost, distances, lost_links
 
 _LOG: Final = logging.getLogger("crossreduce")
 PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s

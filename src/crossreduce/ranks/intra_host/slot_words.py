@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
-from .intra_host.programs import SLOT_BYTES
-from .intra_host.shared_memory import RankMemory
+from .programs import SLOT_BYTES
+from .shared_memory import RankMemory
 
 SAME, DIFFERENT = 1, 2  # the verdict: whether all hosts made the same call
 _VERDICT, _REMOTE = 0, 1  # the places of the words

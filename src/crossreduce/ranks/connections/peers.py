@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from ..errors import rank_list
-from .connections.contact import Place
+from ...errors import rank_list
+from .contact import Place
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 
@@ -65,3 +65,13 @@ class Membership:
         """Return two hosts, by their numbers, as errors show them."""
         hosts = self.global_hosts()
         return " and ".join(f"host {host} ({rank_list(hosts[host])})" for host in (a, b))
+
+
+def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
+    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
+
+    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
+    ((1, 3), ())
+    """
+    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
+    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 from weakref import WeakMethod
 
-from ..threads import start_thread
-from .transports.base import PendingMessage, Transport
+from ...threads import start_thread
+from ..transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2

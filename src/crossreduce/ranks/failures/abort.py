@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded
-from ..observe import flight_recorder
-from ..observe.diagnostics import DOCTOR
+from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded
+from ...observe import flight_recorder
+from ...observe.diagnostics import DOCTOR
+from ..connections.peers import Membership
+from ..intra_host.shared_memory import RankMemory
+from ..transports.base import Rendezvous, Transport
 from .failure_detector import FailureDetector
-from .intra_host.shared_memory import RankMemory
-from .peers import Membership
-from .transports.base import Rendezvous, Transport
 
 
 class GroupAbort:

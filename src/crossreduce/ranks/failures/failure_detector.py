@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, decoded, message
-from ..observe import diagnostics
-from ..observe.diagnostics import DOCTOR, UNUSABLE, CallSignature
-from .inter_host.exchange import PeerDisconnected, PeerError
-from .intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
-from .peers import Membership
-from .slot_words import is_waiting_for_hosts
-from .transports.base import Rendezvous, RunningCollective, Transport
+from ...errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, decoded, message
+from ...observe import diagnostics
+from ...observe.diagnostics import DOCTOR, UNUSABLE, CallSignature
+from ..connections.peers import Membership
+from ..intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
+from ..intra_host.slot_words import is_waiting_for_hosts
+from ..transports.base import Rendezvous, RunningCollective, Transport
+from .peer_errors import InnerFailure, PeerDisconnected, PeerError
 from .watchdog import RemoteWait
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -29,14 +29,6 @@ INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether anot
 WARN_AFTER_S: Final = 30.0
 DECISION_S: Final = 5.0  # how long after the timeout a rank waits for one that decides which other host is late
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
-
-
-class InnerFailure(Exception):  # noqa: N818 - internal: the public error names the rank at fault
-    """The collective of another library failed, or took too long."""
-
-    def __init__(self, why: str, *, timed_out: bool) -> None:
-        super().__init__(why)
-        self.timed_out = timed_out
 
 
 class FailureDetector:

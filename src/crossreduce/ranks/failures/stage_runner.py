@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ReductionError
+from ...errors import ReductionError
+from ..intra_host.shared_memory import BROKEN, DONE, NO_MEMORY, UNREADABLE, WAITING, GroupAborted, RankMemory, WaitTimer
 from .failure_detector import FailureDetector
-from .intra_host.shared_memory import BROKEN, DONE, NO_MEMORY, UNREADABLE, WAITING, GroupAborted, RankMemory, WaitTimer
 
 
 class StageRunner:
