@@ -29,9 +29,9 @@ from ..errors import (
     shown,
 )
 from ..ranks.communicator import Communicator
+from ..ranks.connections.peers import Hosts
 from ..ranks.connections.rendezvous import MET, NEW, ConnectionStore, Origin, StoreRendezvous, reaching
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
-from ..ranks.membership import Hosts
 from ..ranks.survival import joining, survivors
 from ..ranks.survival.forming import Forming, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed

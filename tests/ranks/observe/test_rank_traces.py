@@ -32,7 +32,7 @@ from crossreduce.observe.traces.summary import SummaryRow, straggler, summarize
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import itemsize
 from crossreduce.ranks import tracing
-from crossreduce.ranks.inter_host.host_parts import host_schedule
+from crossreduce.ranks.inter_host.two_level import host_schedule
 from crossreduce.ranks.intra_host.shared_memory import BROKEN, LEFT
 
 LATE_S = 0.15

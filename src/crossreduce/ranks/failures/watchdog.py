@@ -1,6 +1,6 @@
 """``WatchedTransport``: a transport that records which other rank this rank waits for, and a thread that calls checks.
 
-Input: a transport; and the check, a method that can warn of a long wait. Output: a transport with the same messages.
+Input: a transport; and the check, a function that can warn of a long wait. Output: a transport with the same messages.
 One thread of the process calls the checks of all its groups, and ends with the last of them.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 from weakref import WeakMethod
 
-from ..threads import start_thread
-from .transports.base import PendingMessage, Transport
+from ...threads import start_thread
+from ..transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2
@@ -107,17 +107,20 @@ _WATCHDOG: Final = PeriodicChecks("crossreduce watchdog", _EVERY_S, "this rank w
 
 
 class WatchedTransport:
-    """A ``ranks.transports.base.Transport`` that records which other rank this rank waits for, and calls ``check``.
+    """A ``ranks.transports.base.Transport`` that records which other rank this rank waits for.
 
-    ``check``: a method that the process's watchdog calls every 0.2 s; its object is not kept alive by this. If the
-    system cannot start the thread, the method is not called, and messages are carried all the same.
+    The process's watchdog calls ``check`` with the current wait every 0.2 s. If the system cannot start its thread,
+    ``check`` is not called, and messages are carried all the same.
     """
 
-    def __init__(self, transport: Transport, check: Callable[[], None]) -> None:
+    def __init__(self, transport: Transport, check: Callable[[RemoteWait | None], None]) -> None:
         self.wait: RemoteWait | None = None
-        self._transport = transport
+        self._transport, self._check_wait = transport, check
         self._watchdog = _WATCHDOG
-        self._key = self._watchdog.add(check)
+        self._key = self._watchdog.add(self._check)
+
+    def _check(self) -> None:
+        self._check_wait(self.wait)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
@@ -132,7 +135,7 @@ class WatchedTransport:
         self._transport.abort()
 
     def close(self) -> None:
-        """Stop calling the check; the transport stays open."""
+        """Stop calling ``check``; the transport stays open."""
         self._watchdog.remove(self._key)
 
 
