@@ -127,20 +127,9 @@ def shrink_scratch(rng, top):
 
 
 MUTATIONS = (
-    drop_step,
-    swap_steps,
-    move_step,
-    change_offset,
-    change_buffer,
-    change_count,
-    change_type,
-    swap_peers,
-    drop_dependency,
-    drop_dependency,
-    change_dependency,
-    toggle_signal,
-    shrink_scratch,
-)
+    drop_step, swap_steps, move_step, change_offset, change_buffer, change_count, change_type, swap_peers,
+    drop_dependency, drop_dependency, change_dependency, toggle_signal, shrink_scratch,
+)  # fmt: skip
 
 RACE = re.compile(
     r"gpu (\d+), tb (\d+), step (\d+) \(\w+\): a race\. It (reads|writes) .* \((in place|out of place)\), "
