@@ -18,10 +18,10 @@ from pairs import pairs
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import Chunk, PlanError, Schedule, ScheduleError, Step, Topology
-from crossreduce.export.collective import collective
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
 
 

@@ -15,10 +15,10 @@ from mscclpp_threads import operations
 from strategies import algorithms, names
 
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, ScheduleError, Step
-from crossreduce.export.msccl.format import read_msccl_xml
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.msccl.format import read_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, one_shot, recursive_doubling, ring
 
 

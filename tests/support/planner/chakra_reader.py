@@ -1,4 +1,4 @@
-"""Reads Chakra traces without protobuf, runs them in any order that their dependencies allow, and replays them on links.
+"""Reads Chakra traces without protobuf, runs them in any order that their dependencies allow, and replays them.
 
 Written from the description of protobuf's wire format (protobuf.dev/programming-guides/encoding) and from Chakra's
 et_def.proto; shares no code with the exporter.

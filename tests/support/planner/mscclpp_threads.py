@@ -97,7 +97,7 @@ class Machine:
                 change(self.pending[word, written], name)
 
     def conflicting(self, name):
-        """Yield the agents whose next step accesses a word that an agent's next step writes, or writes what it reads."""
+        """Yield the agents whose next step conflicts with that of an agent: both access a word, and one writes it."""
         step = self.next[name]
         for word in step.reads | step.writes:
             yield from self.pending[word, True]

@@ -1,0 +1,121 @@
+"""Write a simulation as Chrome's Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
+
+There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
+a piece over a link. The first group shows by how much each tick of the simulation extends the time. The trace of one
+rank has the links into and out of its device.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from typing import Final
+
+from ...chrome_trace import Event, Row, trace_json
+from ...lowering import lower
+from ...schedule import Schedule, TimedTransfer, byte_count, simulate, timeline
+from ...schedule.costs import Pair
+from ...topology import Topology, TopologyLike, topology_of
+from .ranks import one_rank
+
+# The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
+# pieces are shown, at least one.
+EVENTS: Final = 200_000
+
+
+def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, rank: int | None = None) -> str:
+    """Return the transfers over each link, with their times, as JSON text for a trace viewer.
+
+    Transfers that share a link within a tick follow each other, each at the link's full bandwidth, and start after the
+    latency of their route. If a schedule has too many pieces, the first ones are shown, and ``otherData`` stores the
+    number of the others. Transfers of 0 bytes are not shown. Equal arguments give the same bytes.
+
+    Args:
+      schedule: its devices and routes are nodes of the topology.
+      topology: the topology on which the schedule is simulated, a machine's name or a file's path.
+      nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
+      rank: only the links into and out of the schedule's device of this number, without the work for the others;
+        ``None``: all links.
+    Raises:
+      ArgumentError: an invalid number of bytes, schedule, topology or rank.
+      PlanError: the topology has no route for a transfer.
+      ScheduleError: ``verify`` rejects the schedule.
+
+    >>> import json
+    >>> from crossreduce.planning import ring
+    >>> topology = Topology.ring(2, gb_per_s=25)
+    >>> events = json.loads(to_chrome_trace(ring(topology.devices), topology, 50_000))["traceEvents"]
+    >>> [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "transfer"]
+    [('chunk 0', 0.0, 1.0), ('chunk 1', 0.0, 1.0), ('chunk 0', 1.0, 1.0), ('chunk 1', 1.0, 1.0)]
+    """
+    topology, nbytes = topology_of(topology), byte_count(nbytes)
+    program, names = lower(schedule), schedule.devices
+    node = None if rank is None else names[one_rank(rank, names)]
+    number = {name: k for k, name in enumerate(names)}
+    known: dict[tuple[int, int, str, str], bool] = {}
+
+    def shown_links(move: TimedTransfer) -> tuple[Pair, ...]:
+        """Return the links with an event for a transfer."""
+        key = move.round, move.chunk, move.src, move.dst
+        if key not in known:
+            known[key] = program.moves(move.round, move.chunk, number[move.src], number[move.dst])
+        return tuple(pair for pair in move.links if known[key] and (node is None or node in pair))
+
+    simulation = simulate(schedule, topology, nbytes)
+    used = [pair for pair in simulation.bytes if node is None or node in pair]
+    count = sum(len(shown_links(move)) for move in timeline(schedule.cut_into(1), topology, nbytes, node=node))
+    shown = min(schedule.pieces, max(1, EVENTS // max(1, count)))
+    rows, events = _rows(used, topology)
+    ends = list(accumulate(simulation.ticks, initial=0.0))
+    for t, (start, end) in enumerate(pairwise(ends[: schedule.round_count + shown])):
+        first, last = max(0, t - schedule.pieces + 1), min(t, schedule.round_count - 1)
+        events.append(_slice(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
+    speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
+    free = dict.fromkeys(used, 0.0)  # the time at which each link has carried all earlier transfers
+    moving = timeline(schedule, topology, nbytes, node=node)
+    for _, ticks in groupby(moving, key=lambda move: move.round + move.piece):
+        # In the order in which their bytes arrive; earlier pieces first.
+        moves = sorted(
+            ticks,
+            key=lambda move: (move.start + move.latency_s, move.piece, move.chunk, number[move.dst], number[move.src]),
+        )
+        if moves[0].round + moves[0].piece >= schedule.round_count + shown:
+            break
+        for move in moves:
+            size = float(program.shares[move.chunk]) * nbytes / schedule.pieces
+            details = {"piece": move.piece, "round": move.round, "bytes": size, "from": move.src, "to": move.dst}
+            for pair in shown_links(move) if size and move.piece < shown else ():
+                start = max(free[pair], move.start + move.latency_s)
+                free[pair] = start + size / speeds[pair]
+                events.append(_slice(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
+    other = {
+        "schedule": schedule.head,
+        "bytes": nbytes,
+        "seconds": simulation.seconds,
+        "pieces": schedule.pieces,
+        "pieces_left_out": schedule.pieces - shown,
+    }
+    if node is not None:
+        other |= {"rank": rank, "device": node}
+    return trace_json(events, other)
+
+
+def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, Row], list[Event]]:
+    """Return the rows of the ticks (``None``) and of each link, and the events that name them."""
+    rows: dict[Pair | None, Row] = {None: Row(1, 1)}
+    names = [*rows[None].process_names("schedule"), *rows[None].thread_names("ticks", 1)]
+    groups = {node: number for number, node in enumerate(topology.nodes, start=2)}
+    for src, pairs in groupby(sorted(used, key=lambda pair: (groups[pair[0]], groups[pair[1]])), key=itemgetter(0)):
+        for number, pair in enumerate(pairs):
+            row = rows[pair] = Row(groups[src], len(groups) + len(rows) + 1)
+            names += row.process_names(f"{src} sends") if number == 0 else []
+            names += row.thread_names(f"to {pair[1]}", row.tid)
+    return rows, names
+
+
+def _slice(row: Row, name: str, category: str, start: float, end: float, details: Event) -> Event:
+    """Return an event whose microseconds are rounded to picoseconds, so that successive events do not overlap."""
+    start_us, end_us = round(start * 1e6, 6), round(end * 1e6, 6)
+    return row.slice(name, category, start_us, round(end_us - start_us, 6), details)
