@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from chakra_reader import WITHIN
 from paths import ROOT
-from test_chakra import WITHIN
 
 import crossreduce as cr
 from crossreduce.export.formats.chakra import writer

@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from budget import SHARE
 from mscclpp_plans import (
     all_to_all,
     exchanged,
@@ -181,7 +182,7 @@ def mutant(name, seed):
     return json.dumps(content)
 
 
-MUTANTS = 8
+MUTANTS = max(4, round(16 * SHARE))
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -223,7 +224,10 @@ def moved(span, by):
     return span["index"] >= 0
 
 
-@pytest.mark.parametrize("name", ["direct 2", "packets", "ports", "all to all"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ports", "all to all")]
+
+
+@pytest.mark.parametrize("name", ["direct 2", "packets", *SLOW])
 def test_every_single_change_is_judged_rightly(name):
     """Every plan that differs from a right one by one operation, channel, index or swap is proved if and only if the
     machine finds no fault."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from crossreduce.lowering import lower
 
 COMP, SEND, RECEIVE = 4, 5, 6
+WITHIN = 0.02  # the greatest difference between predictions and replays, for which large plans are tested
 WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) round (\d+) piece (\d+)")
 
 
