@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from chakra_reader import WITHIN
 from paths import ROOT
 
 import crossreduce as cr
