@@ -11,15 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..errors import (
-    CollectiveTimeout,
-    ContextError,
-    MismatchError,
-    PeerLostError,
-    ReductionError,
-    message,
-    rank_list,
-)
+from ..errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError, message, rank_list
 from .agreement import Watch
 from .communicator import Communicator
 from .diagnostics import UNUSABLE

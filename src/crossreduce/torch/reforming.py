@@ -48,10 +48,7 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
 
 
 def committed(
-    step: Callable[[], Result],
-    changed: Callable[[Reformed], None] = lambda _: None,
-    *,
-    timeout_s: float | None = None,
+    step: Callable[[], Result], changed: Callable[[Reformed], None] = lambda _: None, *, timeout_s: float | None = None
 ) -> Result:
     """Run a training step until it has succeeded on all ranks that are left of the default group.
 

@@ -242,13 +242,7 @@ def all_to_all_forms(c):
     assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)
     wrong = [1] * n
     raises(
-        ValueError,
-        "another number of rows",
-        dist.all_to_all_single,
-        torch.empty(n),
-        torch.empty(n + n),
-        wrong,
-        [2] * n,
+        ValueError, "another number of rows", dist.all_to_all_single, torch.empty(n), torch.empty(n + n), wrong, [2] * n
     )
     dist.barrier()
 
