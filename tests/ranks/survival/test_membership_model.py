@@ -7,6 +7,7 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
+from budget import SHARE
 from membership_model import SCENARIOS, Model, Scenario, Violation, rounds
 
 from crossreduce.ranks import ballots, registers
@@ -21,7 +22,9 @@ LEADERS = Scenario((2, 2), rounds((2, 3), 1), most=2)  # two ranks of the host t
 THEN = Scenario((2, 1, 1), ((0, 0), (2, 0)), most=3, crashes=1, power=True, numbers=2, proposals="all")
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (SCENARIOS[name][1] > 17_000)) for name in SCENARIOS]
+)
 def test_all_runs_have_the_properties(name):
     """Every state that a scenario can reach has the properties of ``membership_model``."""
     scenario, states = SCENARIOS[name]
@@ -35,7 +38,7 @@ def test_random_runs_have_the_properties(hosts):
     scenario = Scenario(
         hosts, rounds(range(size), 3), most=9, crashes=size - 1, late=(size - 1,), numbers=2, proposals="any"
     )
-    Model(scenario).wander(Random(0), walks=100, length=120)
+    Model(scenario).wander(Random(0), walks=round(150 * SHARE) + 1, length=120)
 
 
 # Each rule that a broken protocol breaks

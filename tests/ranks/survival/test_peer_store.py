@@ -1,11 +1,16 @@
-"""The store that a rank serves for a group that was formed again."""
+"""The store that a rank serves to others, and the connections to it."""
 
 import os
+import socket
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
+from crossreduce.ranks import listener
+from crossreduce.ranks.listener import MOST_UNKNOWN
+from crossreduce.ranks.store import StoreClient
 from crossreduce.torch.peer_store import PeerStore
 
 KEY = b"of the tests    "
@@ -50,3 +55,47 @@ def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):
     threading.Timer(0.05, store.set, ("key", b"1")).start()
     assert store.get("key") == b"2"
     assert store.multi_get(["key", "key"]) == [b"2", b"2"]
+
+
+def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
+    """A program that connects to a store has a limited time for its first request; a rank's connection stays open."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.3)
+    served = StoreClient(b"key")
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with socket.create_connection(("127.0.0.1", served.port), 5) as stranger:
+        assert stranger.recv(1) == b""
+    assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
+    """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
+    stay open. So such programs cannot use up the files that the process may open."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 60)
+    served = StoreClient(b"key", ranks=3)
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with ExitStack() as stack:
+        number = MOST_UNKNOWN + 3 + 1
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
+        ]
+        assert strangers[0].recv(1) == b""
+        strangers[1].settimeout(0.2)
+        with pytest.raises(TimeoutError, match="timed out"):
+            strangers[1].recv(1)
+        assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_many_values_are_read_at_once():
+    """The values of many ranks are more than one message may have; all of them are returned."""
+    served = StoreClient(b"key")
+    other = StoreClient(b"key", "127.0.0.1", served.port)
+    keys = [str(number) for number in range(600)]
+    for key in keys:
+        served.set(key, key.encode() * 1000)
+    assert other.multi_get(keys) == [key.encode() * 1000 for key in keys]
+    other.close()
+    served.close()
