@@ -1,8 +1,9 @@
-"""The store that a rank serves to others, and the connections to it."""
+"""The store that a rank serves to others, the connections to it, and what ranks publish there about connections."""
 
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -10,8 +11,10 @@ import torch.distributed as dist
 
 from crossreduce.ranks import listener
 from crossreduce.ranks.listener import MOST_UNKNOWN
+from crossreduce.ranks.rendezvous import ConnectionStore
 from crossreduce.ranks.store import StoreClient
 from crossreduce.torch.peer_store import PeerStore
+from crossreduce.transports import tcp
 
 KEY = b"of the tests    "
 
@@ -99,3 +102,58 @@ def test_many_values_are_read_at_once():
     assert other.multi_get(keys) == [key.encode() * 1000 for key in keys]
     other.close()
     served.close()
+
+
+def test_a_rank_gives_up_only_ranks_that_also_miss_it():
+    """A rank gives up those that it misses and that have published that they miss it; a rank that has published
+    nothing is late."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    first, second, third = (ConnectionStore(store, rank, cancelled) for rank in range(3))
+    assert first.stalled([1, 2]) == []
+    assert second.stalled([2]) == []
+    assert third.stalled([0, 1]) == [0, 1]
+    assert first.stalled([1, 2]) == [2]
+    assert second.stalled([0, 2]) == [0, 2]
+
+
+def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
+    """Among ranks of an earlier group, those that answer only through a third host are given up at once, if both miss
+    each other; others after the usual time, since their connections may only be slow."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), {(0, 2), (2, 0)}
+    made = [
+        ConnectionStore(store, rank, cancelled, "", lambda peer, rank=rank: (rank, peer) in beyond) for rank in range(3)
+    ]
+    assert made[0].stalled([1, 2]) == []
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0]
+    assert made[0].stalled([1, 2]) == [2]
+    for one in made:
+        one._began -= tcp.PATIENCE_S
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0, 1]
+
+
+def test_a_rank_that_was_given_up_learns_it_later():
+    """A rank that still misses others does not withdraw that it has given up one; that one may look much later, when it
+    would not give up the other one by itself."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), True
+    first = ConnectionStore(store, 0, cancelled, "", lambda peer: peer == 1)
+    second = ConnectionStore(store, 1, cancelled, "", lambda _: beyond)
+    assert second.stalled([0]) == []
+    assert first.stalled([1, 2]) == [1]
+    assert first.stalled([2]) == []
+    beyond = False
+    assert second.stalled([0]) == [0]
+
+
+@pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
+def test_all_ranks_know_whether_one_has_no_connection(values):
+    """``any_of_all`` returns on all ranks, when all have called it, whether it is true on one; or it is cancelled."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    ranks_of = [ConnectionStore(store, rank, cancelled) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda one, value: one.any_of_all(value, 3), ranks_of, values))
+    assert found == [any(values)] * 3
+    cancelled.set()
+    with pytest.raises(ConnectionError, match="did not connect"):
+        ranks_of[0].any_of_all(False, 5)

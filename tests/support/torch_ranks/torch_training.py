@@ -1,4 +1,4 @@
-"""The program of each rank in test_torch_ddp.py: training with torch's tools for several processes.
+"""The program of each rank in test_torch_backend.py: training with torch's tools for several processes.
 
 ``python torch_training.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle of most checks is the same
 model on all ranks' samples in one process, in float64, so that rounding differences are tiny.
