@@ -21,10 +21,10 @@ from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
 from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
-from ..planning.bounds import COLLECTIVES
 from ..planning.calibration import ASSUMED
 from ..planning.explain import shape
 from ..planning.granularity import TOLERANCE, sizes_that_fit
+from ..planning.optimal.bounds import COLLECTIVES
 from ..planning.schedules import CHOICES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .bundle import check_bundle, write_bundle

@@ -18,8 +18,8 @@ from typer import Argument, Option
 from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
-from ..planning.bounds import COLLECTIVES
 from ..planning.calibration import ASSUMED
+from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from crossreduce.ranks import listener
-from crossreduce.ranks.listener import MOST_UNKNOWN
-from crossreduce.ranks.rendezvous import ConnectionStore
-from crossreduce.ranks.store import StoreClient
+from crossreduce.ranks.connections import listener
+from crossreduce.ranks.connections.listener import MOST_UNKNOWN
+from crossreduce.ranks.connections.rendezvous import ConnectionStore
+from crossreduce.ranks.connections.store import StoreClient
+from crossreduce.ranks.transports import tcp
 from crossreduce.torch.peer_store import PeerStore
-from crossreduce.transports import tcp
 
 KEY = b"of the tests    "
 

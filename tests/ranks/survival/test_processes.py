@@ -23,9 +23,9 @@ from crossreduce.errors import (
     ReductionError,
     UnsupportedError,
 )
-from crossreduce.ranks import survivors
-from crossreduce.ranks.store import StoreClient
-from crossreduce.transports import tcp
+from crossreduce.ranks.connections.store import StoreClient
+from crossreduce.ranks.survival import survivors
+from crossreduce.ranks.transports import tcp
 
 LONG_S = 1800.0
 

@@ -20,9 +20,10 @@ from ranks import Died, ranks
 
 from crossreduce import processes
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, MismatchError, PeerLostError, encoded
-from crossreduce.ranks import agreement, joining
-from crossreduce.ranks.rendezvous import MET, StoreRendezvous
-from crossreduce.ranks.store import StoreClient, StorePart
+from crossreduce.ranks import agreement
+from crossreduce.ranks.connections.rendezvous import MET, StoreRendezvous
+from crossreduce.ranks.connections.store import StoreClient, StorePart
+from crossreduce.ranks.survival import joining
 from crossreduce.torch import forming
 
 LONG_S = 1800.0

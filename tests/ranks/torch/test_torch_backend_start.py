@@ -29,7 +29,7 @@ from crossreduce.errors import (
     PeerLostError,
     ReductionError,
 )
-from crossreduce.ranks import bootstrap
+from crossreduce.ranks.intra_host import bootstrap
 from crossreduce.torch.rendezvous import TorchRendezvous
 
 TIMEOUT_S = 2.0

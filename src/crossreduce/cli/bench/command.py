@@ -15,7 +15,7 @@ from typer import Exit, Option
 
 from ... import Topology
 from ...errors import ArgumentError
-from ...planning.bounds import COLLECTIVES
+from ...planning.optimal.bounds import COLLECTIVES
 from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
 from ..topology import check_picture
 from ..trainers import TRAINERS, numbered
