@@ -23,8 +23,10 @@ from crossreduce.errors import (
     ReductionError,
     UnsupportedError,
 )
+from crossreduce.processes import meeting, rank_group
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.survival import survivors
+from crossreduce.ranks.survival.forming import GroupKind
 from crossreduce.ranks.transports import tcp
 
 LONG_S = 1800.0
@@ -230,7 +232,7 @@ def test_errors_of_a_step_after_which_a_rank_stays_in_its_group(address):
 
 def computes_for_long(rendezvous, address):
     group, messages = joined(rendezvous, address, timeout_s=60), []
-    survivors.SHRINK_S = processes.SHRINK_S = 0.3
+    survivors.SHRINK_S = rank_group.SHRINK_S = 0.3
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("crossreduce").addHandler(handler)
@@ -295,7 +297,7 @@ def shrinks_with_failures(rendezvous, address, error, times, timeout_s=10):
             raise error
         return StoreClient(*arguments, **options)
 
-    processes._KIND = processes.GroupKind("NumPy ranks", serve, processes._group_of)
+    rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
     try:
         return total(group.shrink(timeout_s=timeout_s))
     except (ReductionError, KeyboardInterrupt) as caught:
@@ -411,7 +413,7 @@ def test_new_processes_join_and_a_group_of_one_host_listens_at_the_loopback_addr
 
 
 @pytest.mark.parametrize(
-    ("address", "size", "meeting"),
+    ("address", "size", "place"),
     [
         ("LocalHost:5", 2, ("LocalHost", 5, "127.0.0.1")),
         ("[::1]:5", 2, ("::1", 5, "::1")),
@@ -422,6 +424,6 @@ def test_new_processes_join_and_a_group_of_one_host_listens_at_the_loopback_addr
         ("node0:5", 1, ("localhost", 0, "")),
     ],
 )
-def test_where_the_ranks_listen(address, size, meeting):
+def test_where_the_ranks_listen(address, size, place):
     """Ranks listen at the loopback address if they meet there; a rank alone does so unless it has another address."""
-    assert processes._meeting(address, size) == meeting
+    assert meeting.meeting_place(address, size) == place

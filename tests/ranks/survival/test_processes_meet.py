@@ -20,11 +20,13 @@ from ranks import Died, ranks
 
 from crossreduce import processes
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, MismatchError, PeerLostError, encoded
-from crossreduce.ranks import agreement
+from crossreduce.processes import meeting, rank_group
+from crossreduce.ranks.agreement import agreement
 from crossreduce.ranks.connections.rendezvous import MET, StoreRendezvous
 from crossreduce.ranks.connections.store import StoreClient, StorePart
 from crossreduce.ranks.survival import joining
-from crossreduce.torch import forming
+from crossreduce.ranks.survival.forming import GroupKind
+from crossreduce.torch import elastic
 
 LONG_S = 1800.0
 
@@ -152,7 +154,7 @@ def test_sizes_that_differ(address):
 
 def test_a_rank_that_is_there_twice(address, monkeypatch):
     """If two processes have the same rank, all that are waiting raise an error at once, which names it."""
-    monkeypatch.setattr(processes, "_LATE_S", 0.5)
+    monkeypatch.setattr(meeting, "_LATE_S", 0.5)
     errors = meets(address, (0, 3), (1, 3), (1, 3))
     assert {type(error) for error in errors} == {ArgumentError}
     assert all("two processes have joined as rank 1" in str(error) for error in errors)
@@ -259,7 +261,7 @@ def test_an_address_at_which_nothing_listens(host):
 
 def test_a_port_at_which_another_program_listens(monkeypatch):
     """Rank 0 raises an error if its port is taken, and other ranks one if a program answers that is not rank 0."""
-    monkeypatch.setattr(processes, "_REFUSED_S", 0.3)
+    monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ArgumentError, match=rf"rank 0 cannot listen at port {port}\.\n.*in use"):
@@ -297,7 +299,7 @@ def with_key(rendezvous, address):
 def test_ranks_with_another_key_are_refused(address, monkeypatch):
     """A rank without the key of rank 0 can neither join nor read or change what the ranks have stored. A key that is
     given is used instead of that of the environment."""
-    monkeypatch.setattr(processes, "_REFUSED_S", 0.3)
+    monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     monkeypatch.setenv("CROSSREDUCE_KEY", "of the environment")
     calls = [
         lambda: processes.join(0, 2, address, key="of rank 0", timeout_s=3),
@@ -342,7 +344,7 @@ def test_an_invitation_of_another_kind_or_a_damaged_one():
     assert text[-40:-5] not in str(caught.value)
     with pytest.raises(ArgumentError, match=r"not an invitation.*\n.*given: int"):
         processes.join_invited(7)
-    other = text.replace('"NumPy ranks"', f'"{forming.KIND}"')
+    other = text.replace('"NumPy ranks"', f'"{elastic.KIND}"')
     assert other != text
     with pytest.raises(ArgumentError, match=r"of another kind.*\n.*a group of torch"):
         processes.join_invited(other)
@@ -386,16 +388,16 @@ def forms_slowly(rendezvous, address, folder):
     def slow(*arguments):
         while not Path(folder, "left").exists():
             time.sleep(0.01)
-        return processes._group_of(*arguments)
+        return rank_group.make_group(*arguments)
 
     group = processes.join(0, 1, timeout_s=LONG_S)
-    kind, processes._KIND = processes._KIND, processes.GroupKind("NumPy ranks", StoreClient, slow)
+    kind, rank_group.KIND = rank_group.KIND, GroupKind("NumPy ranks", StoreClient, slow)
     Path(folder, "partial").write_text(group.invitation())
     Path(folder, "partial").rename(invited)
     while not group.communicator.agreements.joiners():
         time.sleep(0.01)
     made = group.grow(50)
-    processes._KIND = kind
+    rank_group.KIND = kind
     return made, total(group)
 
 

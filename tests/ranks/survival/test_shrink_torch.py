@@ -13,7 +13,7 @@ from ranks import Died, ranks
 
 import crossreduce.torch as crt
 from crossreduce.errors import ContextError, ExcludedError, PeerLostError
-from crossreduce.torch import forming
+from crossreduce.torch import elastic
 
 
 @pytest.fixture(autouse=True)
@@ -259,14 +259,14 @@ def stopped_leader(rendezvous, folder, name):
     with pytest.raises(PeerLostError, match="rank 2 died"):
         total()
     if rank == 0:  # it has decided with the others, and is stopped before it serves the store, or after that
-        continues = getattr(forming, name)
+        continues = getattr(elastic, name)
 
         def stop(*arguments, **options):
             time.sleep(0.2 * (name == "Group"))  # the others use the store meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
             return continues(*arguments, **options)
 
-        setattr(forming, name, stop)
+        setattr(elastic, name, stop)
         with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
             crt.shrink()
         return "excluded"
@@ -274,7 +274,7 @@ def stopped_leader(rendezvous, folder, name):
     return finish(folder, rank, made.reformed.members, total())
 
 
-@pytest.mark.parametrize("name", ["PeerStore", "formed", "Group"])
+@pytest.mark.parametrize("name", ["PeerStore", "make_group", "Group"])
 def test_a_leader_that_is_stopped_while_the_group_is_formed(tmp_path, name):
     """If the rank that serves the new group's store is stopped before or after the others have its address, the others
     form the group without it. When it continues, it is excluded."""

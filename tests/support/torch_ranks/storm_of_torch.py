@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from survival_storm import SIZES, Process
 
-from crossreduce.torch import reforming
+from crossreduce.torch import elastic
 
 
 class TorchProcess(Process):
     """See ``Process``."""
 
-    PLACES: ClassVar = {what: (reforming, what) for what in ("agree", "shrink", "grow", "join")}
+    PLACES: ClassVar = {what: (elastic, what) for what in ("agree", "shrink", "grow", "join")}
 
     def make_group(self):
         torch.set_num_threads(1)
@@ -23,10 +23,10 @@ class TorchProcess(Process):
 
     def join(self, invitation):
         torch.set_num_threads(1)
-        reforming.join(invitation, timeout_s=3)
+        elastic.join(invitation, timeout_s=3)
 
     def invitation(self):
-        return reforming.invitation()
+        return elastic.invitation()
 
     def synchronised(self, numbers):
         state = torch.tensor(numbers)
@@ -51,10 +51,10 @@ class TorchProcess(Process):
         return map(int, x)
 
     def committed(self):
-        return reforming.committed(self.detecting, timeout_s=self.case["wait_s"])
+        return elastic.committed(self.detecting, timeout_s=self.case["wait_s"])
 
     def grow(self):
-        return reforming.grow() is not None
+        return elastic.grow() is not None
 
     def leave(self):
         if dist.is_initialized():

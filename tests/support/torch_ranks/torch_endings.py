@@ -123,7 +123,7 @@ def destroyed_with_a_pending_op(folder):
         stay(0)
         raises(PeerLostError, "rank 0 left during op 2, all_reduce", dist.barrier)
         return
-    crossreduce.torch.group._DRAIN_S, crossreduce.torch.group._LEAVE_S = 0.5, 10.0
+    crossreduce.torch.group._DRAIN_S, crossreduce.torch.connections._LEAVE_S = 0.5, 10.0
     work = dist.all_reduce(torch.ones(3), async_op=True)
     begun = time.monotonic()
     dist.destroy_process_group()
