@@ -15,15 +15,14 @@ from pathlib import Path
 import namespaces
 import pytest
 from free_port import free_port
+from kinds_of_groups import Numpy, Torch
 from ranks import Died, ranks
-from storm_of_numpy import NumpyProcess
-from storm_of_torch import TorchProcess
 from survival_storm import FAILURES, Failure, Shared, lives
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
 PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
 LIMIT_S = 15
-KINDS = pytest.mark.parametrize("kind", [NumpyProcess, pytest.param(TorchProcess, marks=pytest.mark.system)])
+KINDS = pytest.mark.parametrize("kind", [Numpy, pytest.param(Torch, marks=pytest.mark.system)])
 
 
 def seeds(count, default):

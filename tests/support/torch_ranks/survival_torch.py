@@ -163,12 +163,6 @@ class Hsdp(Plain):
         return [p.full_tensor() for p in self.model.parameters()]
 
 
-class Replicated(Hsdp):
-    """FSDP2 with whole replicas: the mesh has one rank per shard."""
-
-    shards = 1
-
-
 def train(kind, killed):
     """Train; some ranks die in the backward pass of one step, and the others repeat that step."""
     trainer, changes = kind(), []
@@ -197,31 +191,6 @@ def plain(_):
 def ddp(_):
     """Rank 0 dies, and with it the store of the rendezvous, under DDP."""
     train(Ddp, (0,))
-
-
-@CASES.add(4, killed=(1, 3))
-def dies_in_the_change(_):
-    """A second rank dies while the ranks that are left make DistributedDataParallel again."""
-    trainer, sizes = Ddp(), []
-
-    def changed(reformed):
-        sizes.append(dist.get_world_size())
-        if reformed.members == (0, 2, 3) and dist.get_rank() == 2:
-            die()
-        trainer.renew(reformed)
-
-    die_in_backward(trainer.model, (1,))
-    for step in range(STEPS):
-        crossreduce.torch.committed(lambda step=step: trainer.backward(step), changed)
-        trainer.optimizer.step()
-    assert sizes == [3, 2]
-    expect_trained(trainer.parameters())
-
-
-@CASES.add(4, killed=(1, 3))
-def fsdp_replicated(_):
-    """Two of four whole replicas of FSDP2 die."""
-    train(Replicated, (1, 3))
 
 
 @CASES.add(4, killed=(3,))
@@ -273,7 +242,8 @@ def waits_in_a_subgroup(_):
     assert time.monotonic() - begun < 25, "less than the timeout of the groups, 30 s"
 
 
-# Changes of a group, as torchcomms tests them. Ranks contribute powers of four: a sum names its contributors.
+# Changes of a group, as torchcomms tests them; test_survival.py has identity, growth and shrinkage. Ranks contribute
+# powers of four: a sum names its contributors.
 
 
 def expect_group(c, numbers):
@@ -296,15 +266,6 @@ def grow_to(size):
         made = crossreduce.torch.grow() or made
         time.sleep(0.02)
     return made
-
-
-@CASES.add(3)
-def identity(c):
-    """A shrink without a lost rank keeps all ranks, and their order; also again and again."""
-    expect_group(c, [0, 1, 2])
-    for _ in range(3):
-        assert crossreduce.torch.shrink().reformed == ((0, 1, 2), 2), "a check of the group has two ops"
-        expect_group(c, [0, 1, 2])
 
 
 @CASES.add(4)

@@ -205,23 +205,6 @@ def messages_between_two_ranks(c):
         assert sources == set(range(1, c.size))
 
 
-@check
-def objects(c):
-    """torch's collectives of Python objects, which call those of tensors, give the right objects."""
-    out = [None] * c.size
-    dist.all_gather_object(out, {"rank": c.rank, "text": "x" * c.rank})
-    assert out == [{"rank": rank, "text": "x" * rank} for rank in range(c.size)]
-    listed = [c.rank, "a" * 5000] if c.rank == 1 else [None, None]
-    dist.broadcast_object_list(listed, 1)
-    assert listed == [1, "a" * 5000]
-    got = [None]
-    dist.scatter_object_list(got, list(range(c.size)) if c.rank == 0 else None, 0)
-    assert got == [c.rank]
-    listed = [None] * c.size if c.rank == 0 else None
-    dist.gather_object(c.rank**2, listed, 0)
-    assert c.rank or listed == [rank**2 for rank in range(c.size)]
-
-
 CHECKS |= torch_group_checks.CHECKS
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 import threading
 import time
 import traceback
@@ -97,30 +96,6 @@ def inner_backend(c):
     for x in every:
         x[x < 0.5] = 0
     torch.testing.assert_close(sparse.to_dense(), sum(every))
-
-
-@check
-def inner_backend_releases_tensors(c):
-    """When an op returns, gloo has released its tensors, even if its threads rarely get the interpreter lock."""
-
-    class Watched:
-        def __init__(self, gloo):
-            self.gloo, self.given = gloo, []
-
-        def allreduce(self, tensors, options):
-            self.given.append(weakref.ref(tensors[0]))
-            return self.gloo.allreduce(tensors, options)
-
-    collectives, interval = dist.group.WORLD._collectives, sys.getswitchinterval()
-    collectives._gloo = watched = Watched(collectives._gloo)
-    sys.setswitchinterval(100)
-    try:
-        for x in [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.int32)] * 10:
-            dist.all_reduce(x, SUM if x.is_sparse else dist.ReduceOp.BAND)
-            assert watched.given.pop()() is None
-    finally:
-        sys.setswitchinterval(interval)
-        collectives._gloo = watched.gloo
 
 
 @check

@@ -85,21 +85,6 @@ def ddp(c):
 
 
 @check
-def ddp_as_on_gloo(c):
-    """DDP on gloo and on crossreduce give the same gradients up to rounding."""
-    gloo = dist.new_group(backend="gloo")
-    grads = []
-    for group in (None, gloo):
-        model = Model().float()
-        replica = DistributedDataParallel(model, process_group=group)
-        x = given(c.rank, (64, 7))
-        replica(x).square().mean().backward()
-        grads.append([p.grad for p in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-
-
-@check
 def ddp_accumulates_and_joins(c):
     """no_sync accumulates gradients on each rank; join supports ranks with fewer batches."""
     model, alone = Model(), Model()
@@ -208,20 +193,6 @@ def zero_redundancy(c):
     for p, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-9)
     optimizer.consolidate_state_dict(0)
-
-
-@check
-def compiled(c):
-    """A function with a functional collective gives the same result under torch.compile."""
-    import torch.distributed._functional_collectives as functional
-
-    group = dist.group.WORLD
-
-    def step(x):
-        return functional.all_reduce(x * 2, "sum", group) + 1
-
-    x = given(c.rank, (20,))
-    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
 
 
 @check
