@@ -262,7 +262,7 @@ def stopped_leader(rendezvous, folder, name):
         continues = getattr(elastic, name)
 
         def stop(*arguments, **options):
-            time.sleep(0.2 * (name == "Group"))  # the others use the store meanwhile
+            time.sleep(0.2 * (name == "Options"))  # the others use the store meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
             return continues(*arguments, **options)
 
@@ -274,7 +274,7 @@ def stopped_leader(rendezvous, folder, name):
     return finish(folder, rank, made.reformed.members, total())
 
 
-@pytest.mark.parametrize("name", ["PeerStore", "make_group", "Group"])
+@pytest.mark.parametrize("name", ["PeerStore", "make_group", "Options"])
 def test_a_leader_that_is_stopped_while_the_group_is_formed(tmp_path, name):
     """If the rank that serves the new group's store is stopped before or after the others have its address, the others
     form the group without it. When it continues, it is excluded."""
