@@ -10,17 +10,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
+from ..ranks.connections.rendezvous import Origin, StoreRendezvous
 from ..ranks.survival import joining, survivors
+from ..ranks.survival.forming import Forming, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .forming import KIND, forming, kind
 from .group import BACKEND, READY, Group, given_group
+from .options import Options
+from .peer_store import PeerStore
 
+KIND: Final = "torch"
 Result = TypeVar("Result")
 
 
@@ -48,10 +53,7 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
 
 
 def committed(
-    step: Callable[[], Result],
-    changed: Callable[[Reformed], None] = lambda _: None,
-    *,
-    timeout_s: float | None = None,
+    step: Callable[[], Result], changed: Callable[[Reformed], None] = lambda _: None, *, timeout_s: float | None = None
 ) -> Result:
     """Run a training step until it has succeeded on all ranks that are left of the default group.
 
@@ -124,7 +126,7 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
     if found is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
         _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, forming(found, limit_s, grows=False), limit_s)
+    made, reformed = survivors.shrink(found.communicator, _formation(found, limit_s, grows=False), limit_s)
     return _replaced(found, made, reformed)
 
 
@@ -136,9 +138,7 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     from rank 0.
 
     Args:
-      timeout_s: how long ranks of the group that are alive are waited for, in seconds. Later ones are excluded for
-        good: pass more if ranks may compute for longer before they call this. Ranks that have ended or are stopped are
-        not waited for.
+      timeout_s: as for ``shrink``.
     Returns:
       The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
       excluded, or has ended, its next op fails with a ``PeerLostError``.
@@ -149,7 +149,7 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     """
     found = group_of(None)
     limit_s = seconds(timeout_s)
-    made, reformed = survivors.grow(found.communicator, forming(found, limit_s, grows=True), limit_s)
+    made, reformed = survivors.grow(found.communicator, _formation(found, limit_s, grows=True), limit_s)
     return None if made is None else _replaced(found, made, reformed)
 
 
@@ -185,8 +185,35 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    made = joining.join(invited, kind(), limit_s)
+    made = joining.join(invited, _kind(), limit_s)
     _install(made)
+    return made
+
+
+def _kind() -> GroupKind[Group]:
+    """Return what makes torch's groups and their stores."""
+    return GroupKind(KIND, PeerStore, make_group)
+
+
+def _formation(old: Group, timeout_s: float, *, grows: bool) -> Forming[Group]:
+    """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
+    return Forming(old.communicator, _kind(), settings, timeout_s, grows=grows)
+
+
+def _nothing() -> None:
+    """Watch nothing."""
+
+
+def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origin: Origin) -> Group:
+    """Return a group whose ranks meet at ``store``."""
+    timeout = timedelta(seconds=settings.timeout_s)
+    store.set_timeout(timeout)
+    part = dist.PrefixStore("formed/", store)
+    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
+    made.base_store, store.watch = store, _nothing
+    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
+    made.communicator.rendezvous.watch = _nothing  # ``origin`` refers to the earlier group
     return made
 
 
@@ -246,13 +273,11 @@ def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
 
 def _install(made: Group) -> None:
     """Make a group the default group."""
-    if getattr(sys.excepthook, "__qualname__", "").startswith(
-        "init_process_group."
-    ):  # torch's, which knows the earlier rank
+    # torch's hook knows the earlier rank.
+    if getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):
         names = sys.excepthook.__code__.co_freevars
         cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))
         sys.excepthook = cells["old_hook"].cell_contents
     READY.append(made)
-    dist.init_process_group(
-        BACKEND, store=made.base_store, rank=made.rank(), world_size=made.size(), timeout=made.timeout
-    )
+    place = {"store": made.base_store, "rank": made.rank(), "world_size": made.size()}
+    dist.init_process_group(BACKEND, timeout=made.timeout, **place)
