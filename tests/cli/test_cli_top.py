@@ -19,8 +19,8 @@ from members import Resources, member, memory, starter
 from ranks import Died, SocketTransport, ranks
 
 from crossreduce import kernels
-from crossreduce.cli import rates
-from crossreduce.cli.top import _print
+from crossreduce.cli.top import group_rates as rates
+from crossreduce.cli.top.command import _print
 from crossreduce.errors import PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator

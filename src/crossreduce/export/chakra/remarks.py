@@ -1,4 +1,4 @@
-"""What ``crossreduce plan`` prints about exported traces: their sizes, and their time on links that are FIFOs.
+"""What ``crossreduce export`` prints about exported traces: their sizes, and their time on links that are FIFOs.
 
 Input: a plan and the contents of its trace files. Output: lines of text.
 """

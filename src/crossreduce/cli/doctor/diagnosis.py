@@ -13,10 +13,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from ..errors import rank_list
-from ..ranks.diagnostics import DOCTOR
-from ..ranks.flight_recorder import Dump, History, Thread
-from ..ranks.shared_memory import LEFT
+from ...errors import rank_list
+from ...ranks.diagnostics import DOCTOR
+from ...ranks.flight_recorder import Dump, History, Thread
+from ...ranks.shared_memory import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3
