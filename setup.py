@@ -23,7 +23,10 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # Not platform.machine(): a cross-compilation sets _PYTHON_HOST_PLATFORM, which this function returns.
 PLATFORM = sysconfig.get_platform()
 X86 = PLATFORM.endswith(("-x86_64", "-amd64")) and not PLATFORM.startswith("macosx")
-NATIVE = "src/crossreduce/kernels/native"
+NATIVE = "src/crossreduce/native"  # a folder per concern: kernels, shared memory, sockets, ...
+CUDA = "src/crossreduce/engines/cuda/native"  # CUDA need not be installed: its driver is opened at run time
+FOLDERS = [str(path) for path in sorted(Path(NATIVE).iterdir()) if path.is_dir()]
+HEADERS = [str(path) for folder in (NATIVE, CUDA) for path in sorted(Path(folder).rglob("*.[hi][pn][pc]"))]
 # With contraction, a * b + c would be rounded once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 if "-g" not in f"{os.environ.get('CFLAGS')} {os.environ.get('CXXFLAGS')}".split():
@@ -67,11 +70,11 @@ class Build(build_ext):
     def build_extension(self, ext):
         if ext.name.endswith("kernels._native"):
             for name, flags in SETS.items():
-                ext.extra_objects += self.passes(f"{NATIVE}/isa_{name}.cpp", flags if X86 else [], ext.depends)
+                ext.extra_objects += self.passes(f"{NATIVE}/kernels/isa_{name}.cpp", flags if X86 else [], ext.depends)
         super().build_extension(ext)
 
     def passes(self, source, flags, depends):
-        options = {"output_dir": self.build_temp, "include_dirs": [NATIVE], "depends": depends}
+        options = {"output_dir": self.build_temp, "include_dirs": FOLDERS, "depends": depends}
         try:
             return self.compiler.compile([source], extra_postargs=FLAGS + flags, **options)
         except CompileError:
@@ -109,32 +112,29 @@ def extension(name, sources, **options):
     )
 
 
-kernels = extension(
-    "kernels._native",
-    [str(path) for path in sorted(Path(NATIVE).glob("*.cpp")) if not path.name.startswith("isa_")],
-    depends=[str(path) for suffix in ("hpp", "inc") for path in sorted(Path(NATIVE).glob(f"*.{suffix}"))],
-)
-arrays = extension(
-    "frameworks._numpy_arrays",
-    ["src/crossreduce/frameworks/native/numpy_arrays.cpp"],
-    include_dirs=[numpy.get_include()],
-)
-CALLS = "src/crossreduce/engines/host/native"
-CUDA = "src/crossreduce/engines/cuda/native"  # CUDA need not be installed: its driver is opened at run time
-calls = extension(
-    "engines.host._calls",
-    [str(path) for path in sorted(Path(CALLS).glob("*.cpp"))],
-    include_dirs=[numpy.get_include(), NATIVE, CUDA],
-    depends=[str(path) for folder in (CALLS, NATIVE, CUDA) for path in sorted(Path(folder).glob("*.hpp"))],
-)
-cuda = extension(
-    "engines.cuda._cuda",
-    [str(path) for path in sorted(Path(CUDA).glob("*.cpp"))],
-    include_dirs=[NATIVE],
-    depends=[str(path) for folder in (CUDA, NATIVE) for path in sorted(Path(folder).glob("*.[hc]*"))],
-)
+def sources(*folders):
+    """Return the C++ files of folders, without the kernels' passes, which ``Build`` compiles."""
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.cpp"))
+    return [str(path) for path in files if not path.name.startswith("isa_")]
+
+
+arrays = f"{NATIVE}/arrays"
+calls = f"{NATIVE}/calls"
+modules = [
+    extension(
+        "kernels._native",
+        sources(*(folder for folder in FOLDERS if folder not in (arrays, calls))),
+        include_dirs=FOLDERS,
+        depends=HEADERS,
+    ),
+    extension("frameworks._numpy_arrays", sources(arrays), include_dirs=[numpy.get_include()]),
+    extension(
+        "engines.host._calls", sources(calls), include_dirs=[numpy.get_include(), *FOLDERS, CUDA], depends=HEADERS
+    ),
+    extension("engines.cuda._cuda", sources(CUDA), include_dirs=FOLDERS, depends=HEADERS),
+]
 setup(
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
-    ext_modules=[] if OMITTED else [kernels, arrays, calls, cuda],
+    ext_modules=[] if OMITTED else modules,
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

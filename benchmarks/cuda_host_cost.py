@@ -28,8 +28,8 @@ from common import keep, samples, summary, tests_on_path
 from host_reduction import resnet50
 
 import crossreduce as cr
-from crossreduce import pipeline
 from crossreduce.engines.host import prepared as prepared_calls
+from crossreduce.reduction import pipeline
 
 tests_on_path()
 import fake_cuda

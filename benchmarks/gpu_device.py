@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from common import tests_on_path
 
-from crossreduce import pipeline
 from crossreduce.engines import cuda
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda.launches import split
 from crossreduce.engines.cuda.operations import Launch
+from crossreduce.reduction import pipeline
 
 tests_on_path()
 import fake_cuda

@@ -20,7 +20,7 @@ from common import RESULTS, keep
 import crossreduce as cr
 from crossreduce import PlanError
 from crossreduce.export import EXPORTERS
-from crossreduce.export.nccl_graph import rings
+from crossreduce.export.formats.nccl_graph import rings
 from crossreduce.planning import ring
 
 RANK = 5

@@ -196,7 +196,7 @@ def in_process(how: str, machine: str, hosts: int, change: str, topology: str = 
 
 def one_lost_link(hosts: int, nbytes: int) -> float:
     """Return the CPU seconds of one case of the part "lost"."""
-    from crossreduce.ranks.host_parts import host_schedule
+    from crossreduce.ranks.inter_host.host_parts import host_schedule
 
     def planned(count: int, lost: tuple[int, int]) -> None:
         host_schedule(None, tuple((k,) for k in range(count)), "all_reduce", nbytes, None, False, (lost,))

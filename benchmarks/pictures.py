@@ -22,7 +22,7 @@ from matplotlib.patches import Circle, FancyBboxPatch, Polygon, Rectangle
 
 import crossreduce as cr
 from crossreduce.cli.bench.chart import draw_ratios
-from crossreduce.export.graph_layout import graph_layout
+from crossreduce.export.pictures.graph_layout import graph_layout
 from crossreduce.lowering import lower
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

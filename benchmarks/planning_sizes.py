@@ -18,9 +18,9 @@ from common import tests_on_path
 import crossreduce as cr
 from crossreduce.planning import COLLECTIVES, Request
 from crossreduce.planning.forest import forest_schedules
+from crossreduce.planning.optimal.few_step import forests
+from crossreduce.planning.optimal.few_step.program import shared
 from crossreduce.planning.planners import NO_MORE
-from crossreduce.planning.shallow import forests
-from crossreduce.planning.shallow.program import shared
 from crossreduce.planning.topologies import neutral
 from crossreduce.schedule import fastest_of
 

@@ -9,13 +9,6 @@ PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 
 from os import PathLike as _PathLike
 
-from .cross_device_ops import (
-    AllReduceCrossDeviceOps,
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
 from .errors import (
     ArgumentError,
     AxisError,
@@ -37,6 +30,14 @@ from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, GroupsBound, GroupsPlan, Plan, SeparatePlans, bound, mesh_groups, plan, plan_groups
+from .reduction.cross_device_ops import (
+    AllReduceCrossDeviceOps,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from .reduction.trees import all_reduce
 from .schedule import (
     Chunk,
     Costs,
@@ -64,7 +65,6 @@ from .strategy import (
     in_cross_replica_context,
 )
 from .topology import Link, Switch, Symmetry, SymmetryGenerator, Topology
-from .trees import all_reduce
 from .values import IndexedSlices, Mirrored, PerReplica
 
 __version__ = "0.1.0"
@@ -72,7 +72,7 @@ __version__ = "0.1.0"
 
 def _write_report(plan: Plan, path: str | _PathLike[str]) -> None:
     """Write ``Plan.report``'s file."""
-    from .export.report import write_report  # here, since few programs write reports
+    from .export.explorer import write_report  # here, since few programs write reports
 
     write_report(plan, path)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .array_group import ArrayGroup
 from .errors import ArgumentError, BackendError, shown
+from .processes.array_group import ArrayGroup
 from .ranks.communicator import Communicator
-from .transports.mpi import MpiRendezvous, MpiTransport
+from .ranks.transports.mpi import MpiRendezvous, MpiTransport
 
 
 def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> MpiGroup:

@@ -24,16 +24,16 @@ except ImportError as error:
 # TensorFlow's strategies require its class Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
-from . import cross_device_ops as own
 from .autograph import Function, unconverted
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
 from .frameworks.tensorflow import ShapesError
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
-from .outputs import in_pair
+from .reduction import cross_device_ops as own
+from .reduction.outputs import in_pair
+from .reduction.validation import check_pairs, given_options, read_op, read_options
 from .topology import TopologyLike
-from .validation import check_pairs, given_options, read_op, read_options
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .observe.traces.format import DEFAULT_NBYTES
 from .ranks.tracing import start, stop
-from .traces.format import DEFAULT_NBYTES
 
 __all__ = ["recording", "start", "stop"]
 

@@ -160,7 +160,7 @@ def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
         return results
 
     monkeypatch.setattr(HostExecutable, "run", wrong)
-    monkeypatch.setattr("crossreduce.cross_device_ops.new_calls", lambda: None)  # which would not call it
+    monkeypatch.setattr("crossreduce.reduction.cross_device_ops.new_calls", lambda: None)  # which would not call it
     path = tmp_path / "bench.json"
     code, out, _ = crossreduce(
         "bench", "-b", "64", "-e", "128", "-f", "2", "-n", "1", "-g", "4", "-A", "one_device", "-J", path

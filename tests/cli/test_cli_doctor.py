@@ -13,10 +13,10 @@ from paths import SUPPORT
 from ranks import ranks
 
 import crossreduce as cr
-from crossreduce.ranks import flight_recorder
+from crossreduce.observe import flight_recorder
+from crossreduce.observe.flight_recorder import History, Op
 from crossreduce.ranks.communicator import ArrayView, Communicator
-from crossreduce.ranks.flight_recorder import History, Op
-from crossreduce.ranks.shared_memory import LEFT
+from crossreduce.ranks.intra_host.shared_memory import LEFT
 
 GOLDEN = SUPPORT / "dumps"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import crossreduce as cr
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json
-from crossreduce.export.nccl_graph import to_nccl_graph_xml
-from crossreduce.export.trace import to_chrome_trace
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.nccl_graph import to_nccl_graph_xml
+from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.planning.explain import shape
 from crossreduce.planning.granularity import is_power_of_two
 

@@ -22,10 +22,10 @@ from crossreduce import kernels
 from crossreduce.cli.top import group_rates as rates
 from crossreduce.cli.top.command import _print
 from crossreduce.errors import PeerLostError
+from crossreduce.observe.counters import CollectiveStats, WaitStats
+from crossreduce.observe.flight_recorder import Op
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.counters import CollectiveStats, WaitStats
-from crossreduce.ranks.flight_recorder import Op
 from crossreduce.ranks.observer import GroupView, Observer, RankView
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 import crossreduce as cr
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
 
 DGX = cr.Topology.machine("dgx-1v")
 # Output of msccl-tools: an all-gather of two ranks, out of place, without the attributes of later versions.

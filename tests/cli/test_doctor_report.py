@@ -14,10 +14,10 @@ from paths import SUPPORT
 from crossreduce.cli.doctor import timeline
 from crossreduce.cli.doctor.diagnosis import diagnose
 from crossreduce.cli.doctor.timeline import Axis, CallBar, RankRow
-from crossreduce.ranks import flight_recorder
-from crossreduce.ranks.diagnostics import CallSignature, timeout_text
-from crossreduce.ranks.flight_recorder import Frame, History, Op, Thread
-from crossreduce.ranks.shared_memory import LEFT
+from crossreduce.observe import flight_recorder
+from crossreduce.observe.diagnostics import CallSignature, timeout_text
+from crossreduce.observe.flight_recorder import Frame, History, Op, Thread
+from crossreduce.ranks.intra_host.shared_memory import LEFT
 
 GOLDEN = SUPPORT / "dumps"
 VOID = {"meta", "link", "br"}

@@ -369,7 +369,7 @@ def test_the_interface_has_the_layout_of_xla(tmp_path):
     lines.append('static_assert(xla_ffi::VERSION_MINOR <= XLA_FFI_API_MINOR, "version");')
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(lines))
-    native = ROOT / "src" / "crossreduce" / "kernels" / "native"
+    native = ROOT / "src" / "crossreduce" / "native" / "xla"
     command = [compiler, "-std=c++17", "-fsyntax-only", "-I", jax.ffi.include_dir(), "-I", str(native), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[:2000]

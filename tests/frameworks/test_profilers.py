@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import crossreduce as cr
 import crossreduce.jax
-from crossreduce.profilers import PROFILERS
-from crossreduce.profilers.facts import by_replica, call_facts
+from crossreduce.observe.profilers import PROFILERS
+from crossreduce.observe.profilers.facts import by_replica, call_facts
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_frameworks_that_are_imported_later_are_found():
 import json, sys
 import numpy as np
 import crossreduce as cr
-from crossreduce.profilers import PROFILERS
+from crossreduce.observe.profilers import PROFILERS
 cr.all_reduce([np.ones(2)] * 2)
 found = [len(PROFILERS.found), "torch" in sys.modules]
 import torch
@@ -237,5 +237,7 @@ print(json.dumps([*found, len(PROFILERS.found), PROFILERS.unseen, PROFILERS.are_
 """
     ran = run_python(code)
     assert json.loads(ran.stdout) == [0, False, 1, ["jax"], False], ran.stderr
-    assert "crossreduce.profilers.torch" not in run_python("import crossreduce, sys; print(*sys.modules)").stdout
-    assert sys.modules["crossreduce.profilers.torch"] in PROFILERS.found
+    assert (
+        "crossreduce.observe.profilers.torch" not in run_python("import crossreduce, sys; print(*sys.modules)").stdout
+    )
+    assert sys.modules["crossreduce.observe.profilers.torch"] in PROFILERS.found

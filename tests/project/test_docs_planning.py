@@ -19,16 +19,16 @@ from paths import ROOT
 from test_chakra import WITHIN
 
 import crossreduce as cr
-from crossreduce.export.chakra import writer
-from crossreduce.export.folding import DEVICES_FROM, HOSTS_FROM
-from crossreduce.export.grouping import tree_groups
+from crossreduce.export.formats.chakra import writer
+from crossreduce.export.pictures.folding import DEVICES_FROM, HOSTS_FROM
+from crossreduce.export.pictures.grouping import tree_groups
 from crossreduce.planning import Request, hierarchical_copy, plans, schedules
-from crossreduce.planning.bounds import helped
-from crossreduce.planning.bounds.steiner import MANY, few_enough
 from crossreduce.planning.forest import forest
-from crossreduce.planning.shallow.forests import MOST_DEVICES
-from crossreduce.planning.symmetric.forest import FEW_DEVICES
-from crossreduce.planning.trees import fitting
+from crossreduce.planning.optimal.bounds import helped
+from crossreduce.planning.optimal.bounds.steiner import MANY, few_enough
+from crossreduce.planning.optimal.few_step.forests import MOST_DEVICES
+from crossreduce.planning.optimal.symmetric.forest import FEW_DEVICES
+from crossreduce.planning.optimal.trees import fitting
 from crossreduce.schedule import fluid_rate
 from crossreduce.schedule.costs import OPERATION_S
 from crossreduce.schedule.simulate import LONGER

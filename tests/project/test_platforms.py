@@ -11,7 +11,8 @@ import sys
 
 import frameworks
 import pytest
-from test_invariants import FILES, PACKAGES, name
+from imports import FILES, name
+from test_invariants import PACKAGES
 
 LINUX = {
     "os": ("sched_getaffinity", "sched_setaffinity", "memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING", "eventfd"),
@@ -179,7 +180,7 @@ def test_ranks_name_the_system_that_they_need(platform):
 def test_the_torch_backend_names_the_system_that_it_needs(platform):
     """The modules of the torch backend can be imported on another system; a group raises the same BackendError."""
     imported, text = run(platform, TORCH, ["torch"])
-    assert {"crossreduce.torch", "crossreduce.torch.group", "crossreduce.transports.gloo"} < set(imported)
+    assert {"crossreduce.torch", "crossreduce.torch.group", "crossreduce.ranks.transports.gloo"} < set(imported)
     assert "ranks share memory by memfd_create, which this system does not have." in text
 
 

@@ -34,7 +34,7 @@ def copy(folder):
     for name in SOURCES:
         path = ROOT / name
         (shutil.copytree(path, folder / name, ignore=ignored) if path.is_dir() else shutil.copy(path, folder / name))
-    for path in folder.glob("src/crossreduce/kernels/native/*.cpp"):
+    for path in folder.glob("src/crossreduce/native/*/*.cpp"):
         path.write_text(f"const char *name_of_{path.stem} = __FILE__;\n")
     return folder
 

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
-from ..planning.bounds import COLLECTIVES
+from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .support.arguments import read_machine

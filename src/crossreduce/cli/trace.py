@@ -22,17 +22,17 @@ from rich.text import Text
 from typer import Argument, Option
 
 from ..errors import ArgumentError, ReductionError, rank_list
+from ..observe.traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, newest, read_directory
+from ..observe.traces.chrome import Predict, to_chrome
+from ..observe.traces.clocks import ClockShift, align
+from ..observe.traces.summary import SummaryRow, straggler, summarize
 from ..ops import ReduceOp, copying
 from ..packing import itemsize
-from ..ranks.host_parts import host_names, host_schedule
-from ..ranks.instructions import reduction_numbers
-from ..ranks.partial_sums import partial_itemsize, travelling_itemsize
+from ..ranks.inter_host.host_parts import host_names, host_schedule
+from ..ranks.intra_host.instructions import reduction_numbers
+from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate
 from ..topology import Topology
-from ..traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, newest, read_directory
-from ..traces.chrome import Predict, to_chrome
-from ..traces.clocks import ClockShift, align
-from ..traces.summary import SummaryRow, straggler, summarize
 from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
 from .support.tables import TableColumn, fitted, without
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence

@@ -58,35 +58,38 @@ class Exporter(NamedTuple):
 
 EXPORTERS: Final = {
     "chakra": Exporter(
-        "crossreduce.export.chakra:to_chakra",
+        "crossreduce.export.formats.chakra:to_chakra",
         ("schedule", "topology", "nbytes"),
         runs_elsewhere=True,
         by_rank=True,
         one_rank=True,
-        remarks="crossreduce.export.chakra:remarks",
+        remarks="crossreduce.export.formats.chakra:remarks",
     ),
     "msccl": Exporter(
-        "crossreduce.export.msccl.writer:to_msccl_xml",
+        "crossreduce.export.formats.msccl.writer:to_msccl_xml",
         ("schedule", "topology", "nbytes"),
         ".xml",
         runs_elsewhere=True,
         by_rank=True,
-        multiple="crossreduce.export.msccl.format:units_of_xml",
+        multiple="crossreduce.export.formats.msccl.format:units_of_xml",
     ),
     "mscclpp": Exporter(
-        "crossreduce.export.mscclpp:to_mscclpp_json",
+        "crossreduce.export.formats.mscclpp:to_mscclpp_json",
         ("schedule", "topology", "nbytes"),
         runs_elsewhere=True,
         by_rank=True,
-        multiple="crossreduce.export.mscclpp.layout:bytes_of_json",
+        multiple="crossreduce.export.formats.mscclpp.layout:bytes_of_json",
         counts="bytes",
     ),
     "nccl-graph": Exporter(
-        "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
+        "crossreduce.export.formats.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
     ),
     "schedule": Exporter("crossreduce.schedule:Schedule.to_json", ("schedule",), ".json"),
     "trace": Exporter(
-        "crossreduce.export.trace:to_chrome_trace", ("schedule", "topology", "nbytes"), ".trace.json", one_rank=True
+        "crossreduce.export.formats.trace:to_chrome_trace",
+        ("schedule", "topology", "nbytes"),
+        ".trace.json",
+        one_rank=True,
     ),
 }
 

@@ -27,9 +27,9 @@ from ..topology import Topology
 from . import EXPORTERS
 from .exportable import check_exportable
 from .fitting import fitting
-from .msccl.format import read_msccl_xml
-from .mscclpp.format import read_mscclpp_json
-from .mscclpp.layout import unit_bytes
+from .formats.msccl.format import read_msccl_xml
+from .formats.mscclpp.format import read_mscclpp_json
+from .formats.mscclpp.layout import unit_bytes
 
 SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
 STAGES: Final = len(SIZES)  # of ``advance``

@@ -34,10 +34,10 @@ from ..lowering import Program, lower
 from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
 from ..options import CommunicationOptions, algorithm_name, count
 from ..packing import itemsize
-from ..pipeline import log_once
 from ..planning import Request, hierarchical_copy, schedule_for
+from ..reduction.pipeline import log_once
+from ..reduction.validation import read_op
 from ..topology import Topology, TopologyLike, topology_of
-from ..validation import read_op
 from ..values import IndexedSlices, host_devices
 
 __all__ = ["all_reduce"]

@@ -6,10 +6,11 @@ give equal schedules everywhere.
 ``planners.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
 """
 
-from .bounds.bound import bound
-from .bounds.certificate import COLLECTIVES, Bound, Cut
-from .bounds.joint import GroupNeed, GroupsBound, RateLevel
-from .groups import GroupsPlan, mesh_groups, plan_groups
+from .groups.groups import GroupsPlan, mesh_groups, plan_groups
+from .groups.separate import SeparatePlans
+from .optimal.bounds.bound import bound
+from .optimal.bounds.certificate import COLLECTIVES, Bound, Cut
+from .optimal.bounds.joint import GroupNeed, GroupsBound, RateLevel
 from .planners import (
     Request,
     direct,
@@ -22,7 +23,6 @@ from .planners import (
 )
 from .plans import Plan, plan
 from .schedules import NAMES, PLANNERS, REGISTRY, choose, schedule_for
-from .separate import SeparatePlans
 
 __all__ = [
     "COLLECTIVES",

@@ -11,8 +11,8 @@ from ..devices import parse
 from ..schedule import GeneratedSchedule, Schedule
 from ..schedule.schedule import many
 from ..topology import Link
-from .bounds.certificate import Bound, Cut
-from .trees.fitting import common_unit
+from .optimal.bounds.certificate import Bound, Cut
+from .optimal.trees.fitting import common_unit
 
 _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8

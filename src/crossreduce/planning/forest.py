@@ -18,16 +18,16 @@ from typing import Final, NamedTuple
 
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
-from .bounds.bound import bound_of_members
-from .bounds.demands import MixedTree
-from .bounds.helped import helped
-from .bounds.linear_program import optimum
-from .bounds.steiner import Parent
+from .optimal.bounds.bound import bound_of_members
+from .optimal.bounds.demands import MixedTree
+from .optimal.bounds.helped import helped
+from .optimal.bounds.linear_program import optimum
+from .optimal.bounds.steiner import Parent
+from .optimal.symmetric.forest import symmetric, symmetric_forest
+from .optimal.trees.fitting import TOLERANCE, common_unit, fit_trees
+from .optimal.trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 from .planners import Request
-from .symmetric.forest import symmetric, symmetric_forest
 from .topologies import NeutralTopology, neutral, reachable, require_routes
-from .trees.fitting import TOLERANCE, common_unit, fit_trees
-from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
 _MOST_PACKED: Final = 256  # for more devices, trees are not packed one by one if there are some by symmetry
 _MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one

@@ -18,8 +18,8 @@ from ..packing import MOST_PACKS
 from ..schedule import Costs, Schedule, Simulation, byte_count, costs_of, fluid_rate, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, topology_of
-from .bounds.bound import bound_of_members
-from .bounds.certificate import COLLECTIVES, Bound
+from .optimal.bounds.bound import bound_of_members
+from .optimal.bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
 from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest
 

@@ -17,7 +17,7 @@ from ..schedule import Schedule
 from ..schedule.costs import SharedLimit
 from ..schedule.traffic import traffic
 from ..topology import Link, Topology
-from .bounds.certificate import Bound
+from .optimal.bounds.certificate import Bound
 from .planners import Request
 
 _MOST_NAMES: Final = 3

@@ -86,7 +86,7 @@ def _ring(request: Request) -> list[Schedule]:
 def _direct(request: Request) -> list[Schedule]:
     n = len({*request.sources, *request.destinations})
     if request.topology is not None and request.collective == "all_reduce" and n > MOST_DEVICES:
-        from .symmetric.forest import symmetric_direct
+        from .optimal.symmetric.forest import symmetric_direct
 
         generated = symmetric_direct(request)
         if generated is not None:
@@ -204,7 +204,7 @@ def fastest(request: Request) -> Pieces:
     listed = dict.fromkeys(with_routes(schedule, topology) for schedule in found) if large else found
     best = fastest_of(listed, topology, request.nbytes, costs=request.costs)
     if request.algorithm in CHOICES:
-        from .shallow.forests import faster
+        from .optimal.few_step.forests import faster
 
         return faster(request, _at_once(request, best))
     return best

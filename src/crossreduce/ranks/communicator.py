@@ -25,21 +25,22 @@ from ..errors import (
     UnsupportedError,
     message,
 )
+from ..observe.diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, op_text, planned_text
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
-from ..transports.base import Rendezvous, RunningCollective, Transport
-from ..transports.tcp import TcpTransport
-from . import contact, tracing
-from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, op_text, planned_text
-from .exchange import Patience, PeerError
-from .host_parts import distances, lost_links, same_speeds
-from .instructions import reduction_numbers
+from . import tracing
+from .connections import contact
+from .inter_host.exchange import Patience, PeerError
+from .inter_host.host_parts import distances, lost_links, same_speeds
+from .inter_host.one_host import RankExecutable
+from .intra_host.instructions import reduction_numbers
+from .intra_host.registers import Decision
+from .intra_host.shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .membership import Hosts, renewed
-from .one_host import RankExecutable
 from .peers import InnerFailure
-from .registers import Decision
-from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 from .statistics import CountedMember
+from .transports.base import Rendezvous, RunningCollective, Transport
+from .transports.tcp import TcpTransport
 
 PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s
 _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB

@@ -20,10 +20,10 @@ from typing import Final, NamedTuple
 from .. import kernels
 from ..errors import ArgumentError, shown
 from ..topology import Link, Switch, Topology
-from ..transports.base import PendingMessage, Transport
 from .communicator import Communicator
-from .exchange import wait_for
-from .host_parts import host_names
+from .inter_host.exchange import wait_for
+from .inter_host.host_parts import host_names
+from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
 _PINGS: Final = 9

@@ -33,20 +33,21 @@ from ..errors import (
     message,
     rank_list,
 )
-from ..transports.base import Rendezvous, Transport
-from ..transports.tcp import TcpTransport
-from . import contact, diagnostics, flight_recorder
-from .agreement import Agreements
-from .bootstrap import bootstrap
-from .contact import Place
-from .diagnostics import DOCTOR
-from .host_parts import distances, lost_links
-from .instructions import READABLE_BUFFERS
-from .multi_host import MultiHostEngine
-from .one_host import OneHostEngine
+from ..observe import diagnostics, flight_recorder
+from ..observe.diagnostics import DOCTOR
+from .agreement.agreement import Agreements
+from .connections import contact
+from .connections.contact import Place
+from .inter_host.host_parts import distances, lost_links
+from .inter_host.multi_host import MultiHostEngine
+from .inter_host.one_host import OneHostEngine
+from .intra_host.bootstrap import bootstrap
+from .intra_host.instructions import READABLE_BUFFERS
+from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
+from .intra_host.shared_memory import SPIN_S, RankMemory, WaitTimer, is_stopped
 from .peers import PeerInfo, Peers
-from .programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
-from .shared_memory import SPIN_S, RankMemory, WaitTimer, is_stopped
+from .transports.base import Rendezvous, Transport
+from .transports.tcp import TcpTransport
 from .watchdog import RemoteWait, WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")

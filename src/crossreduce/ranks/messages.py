@@ -1,7 +1,7 @@
 """``Messages``: messages between two ranks of a group whose ranks are all on one host.
 
 Input: memory, the other rank and a tag. Output: received messages, or errors that name the other rank. The compiled
-mailboxes in the shared memory carry the messages (``kernels/native/mailboxes.hpp``); this module handles the waits.
+mailboxes in the shared memory carry the messages (``native/mailboxes/mailboxes.hpp``); this module handles the waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..errors import MismatchError, ReductionError
 from .communicator import Communicator
-from .shared_memory import SLICE_S
+from .intra_host.shared_memory import SLICE_S
 
 ANY_RANK: Final = -1
 _WAITING: Final = -1  # what the compiled ``wait`` returns

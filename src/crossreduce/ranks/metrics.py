@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from .counters import Stats
+from ..observe.counters import Stats
 from .watchdog import PeriodicChecks
 
 _LOG: Final = logging.getLogger("crossreduce")

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, message
-from ..transports.base import Rendezvous, RunningCollective, Transport
-from . import diagnostics
-from .contact import Place
-from .diagnostics import DOCTOR, CallSignature
-from .exchange import PeerDisconnected, PeerError
-from .shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, is_stopped
+from ..observe import diagnostics
+from ..observe.diagnostics import DOCTOR, CallSignature
+from .connections.contact import Place
+from .inter_host.exchange import PeerDisconnected, PeerError
+from .intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, is_stopped
+from .transports.base import Rendezvous, RunningCollective, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 ROLL_CALL_S: Final = 0.7  # how long a rank waits for others to answer, or to publish why they aborted

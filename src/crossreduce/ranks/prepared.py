@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
 from .communicator import ArrayView, Communicator
-from .shared_memory import SLICE_S
+from .intra_host.shared_memory import SLICE_S
 
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from threading import Event
 
 from ..errors import ContextError
-from ..transports.base import Rendezvous, Transport
+from ..observe.counters import Stats, rank_counts
 from . import metrics
-from .counters import Stats, rank_counts
 from .membership import Hosts, Member
+from .transports.base import Rendezvous, Transport
 
 
 class CountedMember(Member):

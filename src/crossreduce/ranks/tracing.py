@@ -1,8 +1,8 @@
 """Traces of a process's groups: which file each rank writes, and when it begins and ends.
 
 Input: a directory, from ``start`` or CROSSREDUCE_TRACE. Output: ``DIR/rank<r>.<token>.trace`` for each group of this
-process, which compiled code writes (``trace_file.hpp``) and ``crossreduce.traces`` reads. A trace never makes a call
-fail: what goes wrong is a warning.
+process, which compiled code writes (``trace_file.hpp``) and ``crossreduce.observe.traces`` reads. A trace never makes a
+call fail: what goes wrong is a warning.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..errors import ArgumentError, message, shown
+from ..observe.flight_recorder import version
+from ..observe.traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 from ..schedule import byte_count
 from ..topology import Topology
-from ..traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
-from .flight_recorder import version
+from .intra_host.shared_memory import RankMemory
 from .peers import PeerInfo
-from .shared_memory import RankMemory
 
 _LOG: Final = logging.getLogger("crossreduce")
 _MOST_TEXT: Final = 100

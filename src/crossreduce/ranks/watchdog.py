@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from weakref import WeakMethod
 
 from ..threads import start_thread
-from ..transports.base import PendingMessage, Transport
+from .transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2
@@ -107,7 +107,7 @@ _WATCHDOG: Final = PeriodicChecks("crossreduce watchdog", _EVERY_S, "this rank w
 
 
 class WatchedTransport:
-    """A ``transports.base.Transport`` that records which other rank this rank waits for, and calls ``check``.
+    """A ``ranks.transports.base.Transport`` that records which other rank this rank waits for, and calls ``check``.
 
     ``check``: a method that the process's watchdog calls every 0.2 s; its object is not kept alive by this. If the
     system cannot start the thread, the method is not called, and messages are carried all the same.

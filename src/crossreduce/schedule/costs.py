@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from ..topology.json_format import listed, load, typed
+from ..topology.formats.json_format import listed, load, typed
 
 FORMAT: Final = "crossreduce.costs/1"
 

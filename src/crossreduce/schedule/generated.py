@@ -15,7 +15,7 @@ from math import lcm
 from typing import Any
 
 from ..errors import ScheduleError, shown
-from ..topology.json_format import listed, typed
+from ..topology.formats.json_format import listed, typed
 from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
 

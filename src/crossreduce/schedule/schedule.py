@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import ArgumentError, ScheduleError, shown
-from ..topology.json_format import listed, load, typed
+from ..topology.formats.json_format import listed, load, typed
 
 FORMAT: Final = "crossreduce.schedule/1"
 GENERATED_FORMAT: Final = "crossreduce.schedule/2"  # with a symmetry that generates the other chunks

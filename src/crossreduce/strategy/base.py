@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cross_device_ops import CrossDeviceOps
+from ..reduction.cross_device_ops import CrossDeviceOps
 from ..values import DistributedValues
 
 

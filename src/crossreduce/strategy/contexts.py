@@ -21,8 +21,8 @@ from ..errors import ArgumentError, ContextError, UnsupportedError, shown
 from ..frameworks import KNOWN, Array, Framework, ReplicaFramework, framework_of
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
-from ..trees import flatten_tree, reduce_leaves, unflatten_tree
-from ..validation import read_op, read_options
+from ..reduction.trees import flatten_tree, reduce_leaves, unflatten_tree
+from ..reduction.validation import read_op, read_options
 from ..values import DistributedValues, describe, host_devices, locate
 from .base import Strategy
 from .regroup import check_arguments, localize, map_leaves, per_replica_on, regroup

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ArgumentError, shown
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
-from ..validation import check_pairs
+from ..reduction.validation import check_pairs
 from ..values import DistributedValues, Mirrored
 from .base import Strategy
 from .contexts import REDUCE_IN_A_REPLICA, cross_replica_context

@@ -13,14 +13,14 @@ from functools import cache, partial
 from numbers import Integral
 from typing import Any
 
-from ..cross_device_ops import CrossDeviceOps
 from ..devices import parse
 from ..errors import ArgumentError, MismatchError, shown
 from ..frameworks import Array, ReplicaFramework, Sparse, ThreadModes, framework_of, get
 from ..ops import Numbers, ReduceOp
 from ..options import CommunicationOptions, count
-from ..trees import check_ops, flatten_tree, unflatten_tree
-from ..validation import check_array, check_value, per_replica, read_op, read_options
+from ..reduction.cross_device_ops import CrossDeviceOps
+from ..reduction.trees import check_ops, flatten_tree, unflatten_tree
+from ..reduction.validation import check_array, check_value, per_replica, read_op, read_options
 from ..values import DistributedValues, PerReplica, describe, host_devices, read_devices
 from .base import Strategy
 from .contexts import (

@@ -11,7 +11,7 @@ from typing import Any
 from ..devices import parse
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import framework_of
-from ..trees import flatten_tree, flatten_trees, name_leaf, unflatten_tree
+from ..reduction.trees import flatten_tree, flatten_trees, name_leaf, unflatten_tree
 from ..values import DistributedValues, PerReplica, default_devices, locate
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError, MismatchError, UnsupportedError, shown
 from ..frameworks import Sparse, framework_of
-from ..trees import flatten_tree, leaf_paths, unflatten_tree
+from ..reduction.trees import flatten_tree, leaf_paths, unflatten_tree
 from ..values import PerReplica, describe
 from .contexts import require_cross_replica
 from .regroup import map_leaves

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-from ..cross_device_ops import CrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
 from ..frameworks import Array, Immutable, ReplicaFramework, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
-from ..trees import check_ops
-from ..validation import check_array, device_names
+from ..reduction.cross_device_ops import CrossDeviceOps
+from ..reduction.trees import check_ops
+from ..reduction.validation import check_array, device_names
 from ..values import DistributedValues, Mirrored, PerReplica, describe
 from .contexts import Current, current, replica_framework
 from .regroup import DistributedVariable, localize, per_replica_on

@@ -14,9 +14,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .formats.nvidia_smi import Slot, wired
 from .kinds import kind, nvlink
 from .links import Link, Wiring
-from .nvidia_smi import Slot, wired
 from .nvml import LIBRARY, MAX_LINKS, Nvml
 
 NODES: Final = Path("/sys/devices/system/node")

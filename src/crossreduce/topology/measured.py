@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, shown
-from .json_format import typed
+from .formats.json_format import typed
 from .topology import Topology
 
 LARGEST: Final = 64 << 20

@@ -19,7 +19,7 @@ from ..devices import canonical
 from ..errors import ArgumentError, DeviceError, shown
 from ..values import read_devices
 from . import shapes
-from .json_format import read_json, write_json
+from .formats.json_format import read_json, write_json
 from .links import Link, Switch, exact
 from .routes import RoutesFrom, groups
 from .shapes import Number

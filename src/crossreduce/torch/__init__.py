@@ -24,9 +24,9 @@ except ImportError as error:
 
 from _crossreduce_torch import register
 
-from ..ranks.counters import CollectiveStats, Stats, WaitStats
+from ..observe.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
-from ..ranks.survivors import Reformed
+from ..ranks.survival.survivors import Reformed
 from ..topology import Topology
 from .group import BACKEND, Group, given_group
 from .hook import HookState, all_reduce_hook

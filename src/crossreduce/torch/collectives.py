@@ -21,10 +21,10 @@ from torch.distributed import ReduceOp as TorchOp
 
 from ..engines.host import torch as _host  # noqa: F401 - compiled code then reads tensors
 from ..errors import ArgumentError, MismatchError, UnsupportedError
+from ..observe.diagnostics import call_text, op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
-from ..ranks.diagnostics import call_text, op_text
-from ..ranks.instructions import reduction_numbers
+from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
 from .inner_gloo import InnerGloo
 from .memory import (

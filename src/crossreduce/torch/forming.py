@@ -1,4 +1,4 @@
-"""Groups of torch that are formed again: what ``ranks.forming`` needs to make them.
+"""Groups of torch that are formed again: what ``ranks.survival.forming`` needs to make them.
 
 Input: an earlier group, or a store that a rank of the new one serves. Output: a ``Forming``, or the new ``Group``.
 """
@@ -10,8 +10,8 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ..ranks.forming import Forming, GroupKind, Settings
-from ..ranks.rendezvous import Origin, StoreRendezvous
+from ..ranks.connections.rendezvous import Origin, StoreRendezvous
+from ..ranks.survival.forming import Forming, GroupKind, Settings
 from .group import Group
 from .options import Options
 from .peer_store import PeerStore

@@ -24,12 +24,12 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
+from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
 from ..ranks.membership import shared_failure
 from ..ranks.messages import ANY_RANK, Messages
-from ..ranks.rendezvous import NEW, ConnectionStore, Origin, interfaces
-from ..ranks.survivors import Reformed
-from ..transports.base import Transport
-from ..transports.gloo import BesideGloo, lazy_options, translated
+from ..ranks.survival.survivors import Reformed
+from ..ranks.transports.base import Transport
+from ..ranks.transports.gloo import BesideGloo, lazy_options, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage

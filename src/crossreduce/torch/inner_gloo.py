@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from ..ranks.communicator import Communicator
-from ..transports.gloo import GlooCollective
+from ..ranks.transports.gloo import GlooCollective
 from .memory import tensors_in
 
 _GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank

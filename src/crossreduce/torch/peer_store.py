@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ..ranks.store import StoreClient
+from ..ranks.connections.store import StoreClient
 
 
 class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """``shrink``, ``grow``, ``join`` and ``agree``: process groups that go on when ranks are lost, or that let new ones in.
 
 Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
-ranks serves, and ``Reformed``. The protocol is in ``ranks.survivors``; here gloo and torch's own tables of groups are
-made to follow.
+ranks serves, and ``Reformed``. The protocol is in ``ranks.survival.survivors``; here gloo and torch's own tables of
+groups are made to follow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
-from ..ranks import joining, survivors
-from ..ranks.survivors import SHRINK_S, Reformed
-from ..validation import seconds
+from ..ranks.survival import joining, survivors
+from ..ranks.survival.survivors import SHRINK_S, Reformed
+from ..reduction.validation import seconds
 from .forming import KIND, forming, kind
 from .group import BACKEND, READY, Group, given_group
 

@@ -1,6 +1,6 @@
 """A rendezvous at a ``torch.distributed`` store.
 
-Input: the store of a process group. Output: see ``ranks.rendezvous``.
+Input: the store of a process group. Output: see ``ranks.connections.rendezvous``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks import rendezvous
-from ..ranks.rendezvous import StoreRendezvous
-from ..ranks.store import LIMIT_S
+from ..ranks.connections import rendezvous
+from ..ranks.connections.rendezvous import StoreRendezvous
+from ..ranks.connections.store import LIMIT_S
 from .peer_store import PeerStore
 
 

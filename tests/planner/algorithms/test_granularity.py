@@ -12,8 +12,8 @@ import pytest
 
 import crossreduce as cr
 from crossreduce import planning
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.planning.granularity import is_power_of_two, rounded
 from crossreduce.schedule import fluid_rate, verify
 from crossreduce.schedule.traffic import route_links

@@ -15,7 +15,7 @@ from test_plan import COLLECTIVES, DGX, MIB, MICRO
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.planning import plans, schedules
-from crossreduce.planning.shallow import forests
+from crossreduce.planning.optimal.few_step import forests
 
 
 @pytest.fixture

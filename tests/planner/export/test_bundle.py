@@ -8,8 +8,8 @@ import pytest
 
 import crossreduce as cr
 from crossreduce.export.bundle import NO_LIMIT, SIZES, bundle
-from crossreduce.export.msccl.format import read_msccl_xml
-from crossreduce.export.mscclpp import verify_mscclpp_json
+from crossreduce.export.formats.msccl.format import read_msccl_xml
+from crossreduce.export.formats.mscclpp import verify_mscclpp_json
 from crossreduce.planning.granularity import is_power_of_two
 from crossreduce.schedule import pipelined
 

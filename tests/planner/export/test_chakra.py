@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, BackendError, PlanError
-from crossreduce.export import chakra
-from crossreduce.export.chakra import format as chakra_format
-from crossreduce.export.chakra import replay, to_chakra, writer
-from crossreduce.export.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
-from crossreduce.export.chakra.replay import replay_nodes
-from crossreduce.export.trace import to_chrome_trace
+from crossreduce.export.formats import chakra
+from crossreduce.export.formats.chakra import format as chakra_format
+from crossreduce.export.formats.chakra import replay, to_chakra, writer
+from crossreduce.export.formats.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
+from crossreduce.export.formats.chakra.replay import replay_nodes
+from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
 from crossreduce.schedule import GeneratedSchedule

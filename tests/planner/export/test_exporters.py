@@ -12,9 +12,9 @@ import pytest
 import crossreduce as cr
 from crossreduce.export import EXPORTERS, format_of
 from crossreduce.export.fitting import fitting
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.mscclpp import verify_mscclpp_json
-from crossreduce.export.nccl_graph import rings
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.mscclpp import verify_mscclpp_json
+from crossreduce.export.formats.nccl_graph import rings
 
 GPUS = tuple(f"cuda:{k}" for k in range(4))
 TOPOLOGY = cr.Topology.ring(GPUS, 25, 1e-6)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Switch, Topology
-from crossreduce.export.folding import folded
 from crossreduce.export.pictures import draw_topology
+from crossreduce.export.pictures.folding import folded
 
 
 def test_a_topology_shows_its_nodes_and_speeds(tmp_path):

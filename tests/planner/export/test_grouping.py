@@ -8,7 +8,7 @@ import pytest
 from strategies import names
 
 from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, plan
-from crossreduce.export.grouping import tree_groups, trees_of
+from crossreduce.export.pictures.grouping import tree_groups, trees_of
 from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
 
 

@@ -12,12 +12,12 @@ from strategies import names
 
 import crossreduce as cr
 from crossreduce import Chunk, PlanError, Schedule, Step, Topology
-from crossreduce.export.collective import collective
-from crossreduce.export.msccl.format import Runtime, broken_limits, read_msccl_xml
-from crossreduce.export.msccl.least import least_broken
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.mscclpp import to_mscclpp_json
-from crossreduce.export.nccl_graph import rings
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.msccl.format import Runtime, broken_limits, read_msccl_xml
+from crossreduce.export.formats.msccl.least import least_broken
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.nccl_graph import rings
 from crossreduce.lowering import lower
 from crossreduce.planning import direct, halving_doubling, one_device, ring
 from crossreduce.schedule import Costs, GeneratedSchedule, timeline

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology
-from crossreduce.export.nccl_graph import rings, to_nccl_graph_xml
+from crossreduce.export.formats.nccl_graph import rings, to_nccl_graph_xml
 from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
 
 

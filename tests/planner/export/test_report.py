@@ -15,11 +15,11 @@ from reports import Page, explained
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import ArgumentError
-from crossreduce.export.report import model as models
-from crossreduce.export.report import page as pages
-from crossreduce.export.report import report_html, stages
-from crossreduce.export.report.places import places
-from crossreduce.export.report.trees import groups
+from crossreduce.export.explorer import model as models
+from crossreduce.export.explorer import page as pages
+from crossreduce.export.explorer import report_html, stages
+from crossreduce.export.explorer.places import places
+from crossreduce.export.explorer.trees import groups
 from crossreduce.planning import Plan
 from crossreduce.schedule import timeline
 
@@ -146,10 +146,10 @@ def test_identical_rings_are_one_entry():
 def test_a_plan_with_too_many_steps_lists_no_trees(monkeypatch):
     """Beyond a number of steps no trees are listed, and beyond a number of links only the first routes."""
     plan = cr.plan("dgx-1v", nbytes="64M", algorithm="ring")
-    monkeypatch.setattr("crossreduce.export.report.trees._MOST_LINKS", 40)
+    monkeypatch.setattr("crossreduce.export.explorer.trees._MOST_LINKS", 40)
     (group,) = groups(plan)
     assert (group.number, len(group.routes)) == (6, 2)
-    monkeypatch.setattr("crossreduce.export.report.trees.MOST_STEPS", plan.schedule.steps - 1)
+    monkeypatch.setattr("crossreduce.export.explorer.trees.MOST_STEPS", plan.schedule.steps - 1)
     assert groups(plan) == ()
 
 

@@ -14,7 +14,7 @@ from reports import explained
 
 import crossreduce as cr
 from crossreduce import Topology
-from crossreduce.export.report import model as models
+from crossreduce.export.explorer import model as models
 from crossreduce.planning.explain import duration, size
 
 

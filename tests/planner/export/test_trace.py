@@ -18,8 +18,8 @@ from strategies import algorithms, names, requests
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
-from crossreduce.export import trace
-from crossreduce.export.trace import to_chrome_trace
+from crossreduce.export.formats import trace
+from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.schedule import GeneratedSchedule, timeline
@@ -283,7 +283,7 @@ def test_invalid_arguments_are_refused():
 PRINT = """
 from crossreduce import Topology
 from crossreduce.planning import direct
-from crossreduce.export.trace import to_chrome_trace
+from crossreduce.export.formats.trace import to_chrome_trace
 topology = Topology.star(5, 25, 1e-6)
 print(to_chrome_trace(direct(topology.devices, packs=2), topology, 10**6))
 """

@@ -15,10 +15,10 @@ from msccl_machine import Machine, fault
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, ScheduleError, Step, Topology
-from crossreduce.export.collective import collective
-from crossreduce.export.msccl.format import read_msccl_xml
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.msccl.format import read_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, recursive_doubling, ring
 
 

@@ -10,8 +10,8 @@ from msccl_machine import Machine, fault
 from strategies import names
 
 from crossreduce import ArgumentError, ScheduleError
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS
 
 

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from crossreduce import ScheduleError
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import ring
 
 HEAD = '<algo name="x" proto="Simple" nchannels="1" nchunksperloop="1" ngpus="7" coll="allreduce" inplace="1">'

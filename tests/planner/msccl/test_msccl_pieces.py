@@ -16,10 +16,10 @@ from strategies import names
 
 from crossreduce import Chunk, PlanError, Schedule, Step, Topology
 from crossreduce.export import EXPORTERS
-from crossreduce.export.collective import collective
-from crossreduce.export.msccl.format import read_msccl_xml
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.msccl.format import read_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import direct, plan, ring
 from crossreduce.schedule import Costs
 

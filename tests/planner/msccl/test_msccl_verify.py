@@ -10,8 +10,8 @@ from msccl_machine import RECEIVING, Machine, RunError, fault
 from strategies import names
 
 from crossreduce import ScheduleError
-from crossreduce.export.msccl.verifier import verify_msccl_xml
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS, one_device
 
 

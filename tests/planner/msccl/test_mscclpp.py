@@ -14,8 +14,8 @@ from mscclpp_machine import Machine, fault
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, Step, Topology
-from crossreduce.export.collective import collective
-from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, recursive_doubling, ring
 
 

@@ -25,8 +25,8 @@ from mscclpp_threads import fault
 from strategies import ALGORITHMS, names
 
 from crossreduce import ArgumentError, ScheduleError, Topology
-from crossreduce.export.collective import collective
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS, ring
 from crossreduce.planning import plan as cr_plan
 

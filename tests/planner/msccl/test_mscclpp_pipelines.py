@@ -15,11 +15,11 @@ from mscclpp_rates import algbw
 from strategies import names
 
 from crossreduce import PlanError, Topology, plan
-from crossreduce.export.channels import parts_of_chunks
-from crossreduce.export.collective import collective
 from crossreduce.export.exportable import check_exportable
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json, writer
-from crossreduce.export.mscclpp.parts import divided, even_parts
+from crossreduce.export.formats.channels import parts_of_chunks
+from crossreduce.export.formats.collective import collective
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json, writer
+from crossreduce.export.formats.mscclpp.parts import divided, even_parts
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
 

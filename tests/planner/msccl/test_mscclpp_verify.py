@@ -23,7 +23,7 @@ from mscclpp_threads import fault
 from strategies import names
 
 from crossreduce import ScheduleError
-from crossreduce.export.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS
 
 

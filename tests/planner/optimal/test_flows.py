@@ -9,8 +9,8 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossreduce.planning.bounds import flows
-from crossreduce.planning.bounds.flows import Network
+from crossreduce.planning.optimal.bounds import flows
+from crossreduce.planning.optimal.bounds.flows import Network
 
 INT32 = 2**31 - 1  # the limit of SciPy's flows
 

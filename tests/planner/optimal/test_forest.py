@@ -37,7 +37,7 @@ from test_verify import MUTATIONS, agree
 from crossreduce import PlanError, Schedule, Topology, bound, verify
 from crossreduce.planning import Request
 from crossreduce.planning import forest as module
-from crossreduce.planning.trees.fitting import MOST_TREES, TOLERANCE
+from crossreduce.planning.optimal.trees.fitting import MOST_TREES, TOLERANCE
 from crossreduce.schedule import fluid_rate
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")

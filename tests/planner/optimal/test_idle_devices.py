@@ -19,11 +19,11 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
-from crossreduce.planning.bounds.certificate import Cut
-from crossreduce.planning.bounds.demands import Demand
-from crossreduce.planning.bounds.mixture import TreeProgram, best_mixture
-from crossreduce.planning.bounds.steiner import CheapestTrees, few_enough
-from crossreduce.planning.bounds.tree_prices import cheapest, joints_of, price_of_buffer
+from crossreduce.planning.optimal.bounds.certificate import Cut
+from crossreduce.planning.optimal.bounds.demands import Demand
+from crossreduce.planning.optimal.bounds.mixture import TreeProgram, best_mixture
+from crossreduce.planning.optimal.bounds.steiner import CheapestTrees, few_enough
+from crossreduce.planning.optimal.bounds.tree_prices import cheapest, joints_of, price_of_buffer
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")

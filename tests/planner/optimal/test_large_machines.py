@@ -17,14 +17,14 @@ import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
 from crossreduce.planning import direct, halving_doubling, planners, ring, schedules
-from crossreduce.planning.bounds import bound as bounds
-from crossreduce.planning.bounds.bound import bound_of_members
-from crossreduce.planning.bounds.certificate import Bound
 from crossreduce.planning.forest import forest
+from crossreduce.planning.optimal.bounds import bound as bounds
+from crossreduce.planning.optimal.bounds.bound import bound_of_members
+from crossreduce.planning.optimal.bounds.certificate import Bound
+from crossreduce.planning.optimal.symmetric import forest as symmetric
+from crossreduce.planning.optimal.symmetric.quotient import Quotient, quotient_bound
+from crossreduce.planning.optimal.symmetric.trees import best_trees, solved_exactly
 from crossreduce.planning.planners import Request
-from crossreduce.planning.symmetric import forest as symmetric
-from crossreduce.planning.symmetric.quotient import Quotient, quotient_bound
-from crossreduce.planning.symmetric.trees import best_trees, solved_exactly
 from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
 from crossreduce.schedule.generated import rotations
 from crossreduce.schedule.usage import link_use

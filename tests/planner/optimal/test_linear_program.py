@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning_oracle import BINARY, DECIMAL, DIRECTED, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, Wiring, both_ways, wirings
 
 from crossreduce import Link, Topology, bound
-from crossreduce.planning.bounds.linear_program import optimum
+from crossreduce.planning.optimal.bounds.linear_program import optimum
 
 ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
 DGX_1V = Topology.machine("dgx-1v")

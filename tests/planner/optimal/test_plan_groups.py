@@ -18,11 +18,11 @@ from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, carri
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Costs, PlanError, Schedule, Step, Topology
-from crossreduce.planning.bounds.joint import RateLevel
-from crossreduce.planning.bounds.near_trees import NearTrees
-from crossreduce.planning.bounds.steiner import MANY, few_enough
-from crossreduce.planning.bounds.tree_prices import _raised, cheapest, joints_of, least_price
-from crossreduce.planning.separate import shared_rates
+from crossreduce.planning.groups.separate import shared_rates
+from crossreduce.planning.optimal.bounds.joint import RateLevel
+from crossreduce.planning.optimal.bounds.near_trees import NearTrees
+from crossreduce.planning.optimal.bounds.steiner import MANY, few_enough
+from crossreduce.planning.optimal.bounds.tree_prices import _raised, cheapest, joints_of, least_price
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -561,7 +561,7 @@ UNEVEN = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 10**7), ("cpu:1", "cpu
 )
 def test_invalid_arguments(groups, others, text, monkeypatch):
     """An invalid argument is reported with the number of its group, before anything is planned."""
-    monkeypatch.setattr("crossreduce.planning.groups.shared_links", None)
+    monkeypatch.setattr("crossreduce.planning.groups.groups.shared_links", None)
     with pytest.raises(ArgumentError, match=text):
         cr.plan_groups(LINE, groups, **others)
 

@@ -16,10 +16,10 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import Link, Topology
 from crossreduce.planning import COLLECTIVES, Request, schedules
-from crossreduce.planning.shallow import cheapest, forests, units
-from crossreduce.planning.shallow.cheapest import cheapest_trees
-from crossreduce.planning.shallow.hops import MOST_ROUTES, hops
-from crossreduce.planning.shallow.program import GAP, expected, shared
+from crossreduce.planning.optimal.few_step import cheapest, forests, units
+from crossreduce.planning.optimal.few_step.cheapest import cheapest_trees
+from crossreduce.planning.optimal.few_step.hops import MOST_ROUTES, hops
+from crossreduce.planning.optimal.few_step.program import GAP, expected, shared
 from crossreduce.planning.topologies import neutral
 from crossreduce.schedule import Pieces, fluid_rate, simulate
 

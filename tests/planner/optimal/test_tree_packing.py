@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
 
 from crossreduce import Topology
-from crossreduce.planning.trees import packing, switches
-from crossreduce.planning.trees.packing import pack_trees
-from crossreduce.planning.trees.switches import Capacities, all_reached, without_switches
+from crossreduce.planning.optimal.trees import packing, switches
+from crossreduce.planning.optimal.trees.packing import pack_trees
+from crossreduce.planning.optimal.trees.switches import Capacities, all_reached, without_switches
 
 FACTORS = st.sampled_from([1, 1, 6, 60, 2**33 + 1, 10**15 + 37])
 

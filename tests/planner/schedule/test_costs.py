@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossreduce as cr
-from crossreduce.export.channels import MOST_PARTS, parts_of_chunks
-from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.channels import MOST_PARTS, parts_of_chunks
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.schedule import both_directions
 from crossreduce.topology.machines import machine_names
 

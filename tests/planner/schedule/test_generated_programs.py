@@ -12,6 +12,11 @@ from fractions import Fraction
 import numpy as np
 import oracle
 import pytest
+from crossreduce.export.collective import collective as collective_of
+from crossreduce.export.grouping import trees_of
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.nccl_graph import rings
+from crossreduce.export.trace import to_chrome_trace
 from running import ENGINES, run_engine
 from strategies import names
 
@@ -19,11 +24,6 @@ import crossreduce as cr
 from crossreduce import Chunk, Schedule, ScheduleError, Step, Topology
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange, engine_named
 from crossreduce.engines.jax.permutations import compile_permutations
-from crossreduce.export.collective import collective as collective_of
-from crossreduce.export.grouping import trees_of
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.nccl_graph import rings
-from crossreduce.export.trace import to_chrome_trace
 from crossreduce.frameworks.null import NullArray, NullFramework
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
 from crossreduce.packing import Buffer, Span

@@ -18,7 +18,7 @@ from crossreduce import ArgumentError, Chunk, Schedule, Step, Topology, simulate
 from crossreduce.devices import parse
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device
-from crossreduce.planning.bounds import COLLECTIVES
+from crossreduce.planning.optimal.bounds import COLLECTIVES
 from crossreduce.schedule import pipelined
 from crossreduce.schedule.costs import OPERATION_S
 from crossreduce.schedule.simulate import LONGER

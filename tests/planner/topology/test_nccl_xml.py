@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import damaged
 
 from crossreduce import ArgumentError, Topology
-from crossreduce.topology import nccl_xml, nvidia_smi
+from crossreduce.topology.formats import nccl_xml, nvidia_smi
 
 machine, load = Topology.machine, Topology.load
 INTEL = 'arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85"'

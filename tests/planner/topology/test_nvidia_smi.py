@@ -9,7 +9,7 @@ from strategies import damaged
 from test_nccl_xml import machine, read_nvidia_smi
 
 from crossreduce import ArgumentError, Topology
-from crossreduce.topology import nvidia_smi
+from crossreduce.topology.formats import nvidia_smi
 from crossreduce.topology.routes import joined
 
 # The table of a DGX-1, as published for PyTorch's benchmark of DistributedDataParallel.

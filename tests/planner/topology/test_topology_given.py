@@ -8,9 +8,9 @@ import pytest
 
 import crossreduce as cr
 from crossreduce import ArgumentError, DeviceError, Topology
-from crossreduce.export.nccl_graph import to_nccl_graph_xml
+from crossreduce.export.formats.nccl_graph import to_nccl_graph_xml
+from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.export.pictures import draw_schedule, draw_topology
-from crossreduce.export.trace import to_chrome_trace
 from crossreduce.topology import topology_of
 
 DGX = Topology.machine("dgx-1v")

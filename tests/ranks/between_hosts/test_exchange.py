@@ -15,7 +15,7 @@ from crossreduce.errors import PlanError
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.planning import PLANNERS, plan
-from crossreduce.ranks.exchange import (
+from crossreduce.ranks.inter_host.exchange import (
     Exchange,
     PeerDisconnected,
     PeerTimeout,

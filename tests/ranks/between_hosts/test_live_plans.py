@@ -17,12 +17,13 @@ from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forwarded, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
-from crossreduce.ranks import communicator, host_parts, multi_host
+from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
+from crossreduce.ranks.inter_host import host_parts, multi_host
+from crossreduce.ranks.inter_host.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
 from crossreduce.ranks.measurement import measure
-from crossreduce.transports import tcp
-from crossreduce.transports.tcp import TcpTransport
+from crossreduce.ranks.transports import tcp
+from crossreduce.ranks.transports.tcp import TcpTransport
 
 EVERY = (*COLLECTIVES, "gather", "scatter", "all_to_all")
 

@@ -16,7 +16,8 @@ from overlaps import FORMS, cases, check
 from paths import program
 
 import crossreduce as cr
-from crossreduce import array_group, mpi
+from crossreduce import mpi
+from crossreduce.processes import array_group
 
 # PyPI's Open MPI installs mpiexec beside the interpreter. The variables in ALLOWED permit the user root and more ranks
 # than cores, as in containers.

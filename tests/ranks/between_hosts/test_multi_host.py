@@ -17,8 +17,8 @@ from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import watchdog
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.exchange import Exchange
-from crossreduce.ranks.host_parts import host_names
+from crossreduce.ranks.inter_host.exchange import Exchange
+from crossreduce.ranks.inter_host.host_parts import host_names
 from crossreduce.topology import Topology
 
 

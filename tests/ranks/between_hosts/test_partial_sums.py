@@ -13,7 +13,14 @@ from pairs import pairs
 
 from crossreduce import kernels
 from crossreduce.ops import Numbers, ReduceOp
-from crossreduce.ranks.partial_sums import FURTHER_NBYTES, HEADER, PartialSums, is_pair, most_further, round_sums
+from crossreduce.ranks.intra_host.partial_sums import (
+    FURTHER_NBYTES,
+    HEADER,
+    PartialSums,
+    is_pair,
+    most_further,
+    round_sums,
+)
 
 FURTHER = np.dtype([("element", "i8"), ("term", "f8")])
 SIZES = (1, 31, 64, 67, 300, 2049)

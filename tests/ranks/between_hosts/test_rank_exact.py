@@ -14,8 +14,8 @@ from test_rank_prepared import group_of
 from crossreduce.errors import ArgumentError, MismatchError, UnsupportedError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView, Communicator
-from crossreduce.ranks.exact_exchange import FURTHER_TAG
-from crossreduce.ranks.host_parts import host_names
+from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG
+from crossreduce.ranks.inter_host.host_parts import host_names
 from crossreduce.topology import Topology
 
 COMPLEX = {"float32": "complex64", "float64": "complex128"}

@@ -18,7 +18,7 @@ from test_mpi import launched
 from transport_laws import LAWS
 
 from crossreduce.errors import PeerLostError
-from crossreduce.transports.tcp import TcpTransport, connect
+from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
 def on_sockets(law, folder):

@@ -15,7 +15,7 @@ import time
 import pytest
 from histories import history, new_dump
 
-from crossreduce.ranks import flight_recorder
+from crossreduce.observe import flight_recorder
 
 
 def test_a_written_dump_is_read_back(dump_directory):

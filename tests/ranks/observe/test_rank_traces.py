@@ -24,16 +24,16 @@ from trace_events import read_events
 import crossreduce.trace
 from crossreduce import ArgumentError, ReductionError, Topology, simulate
 from crossreduce.cli.trace import _prediction, _show
+from crossreduce.observe.traces import calls as trace_calls
+from crossreduce.observe.traces.calls import CallPart, read_directory
+from crossreduce.observe.traces.clocks import ClockShift, align
+from crossreduce.observe.traces.format import RECORD, Facts, Phase, read_trace
+from crossreduce.observe.traces.summary import SummaryRow, straggler, summarize
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import itemsize
 from crossreduce.ranks import tracing
-from crossreduce.ranks.host_parts import host_schedule
-from crossreduce.ranks.shared_memory import BROKEN, LEFT
-from crossreduce.traces import calls as trace_calls
-from crossreduce.traces.calls import CallPart, read_directory
-from crossreduce.traces.clocks import ClockShift, align
-from crossreduce.traces.format import RECORD, Facts, Phase, read_trace
-from crossreduce.traces.summary import SummaryRow, straggler, summarize
+from crossreduce.ranks.inter_host.host_parts import host_schedule
+from crossreduce.ranks.intra_host.shared_memory import BROKEN, LEFT
 
 LATE_S = 0.15
 WORK = {Phase.COPY_IN, Phase.REDUCE, Phase.COPY_OUT}

@@ -16,10 +16,10 @@ from ranks import SocketTransport, ranks
 
 from crossreduce import kernels
 from crossreduce.errors import ContextError, MismatchError
+from crossreduce.observe.counters import KINDS, CollectiveStats, Stats, WaitStats
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import metrics
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.counters import KINDS, CollectiveStats, Stats, WaitStats
 from crossreduce.ranks.prepared import new_calls, prepare
 
 

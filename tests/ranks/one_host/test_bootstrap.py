@@ -14,8 +14,10 @@ from ranks import ranks
 
 from crossreduce import kernels
 from crossreduce.errors import MismatchError, ReductionError
-from crossreduce.ranks import bootstrap, flight_recorder, membership
+from crossreduce.observe import flight_recorder
+from crossreduce.ranks import membership
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.intra_host import bootstrap
 
 
 def bytes_for(count, _hosts):

@@ -16,7 +16,7 @@ import pytest
 from members import Warnings
 from ranks import Moment, SocketRendezvous, ranks
 
-from crossreduce.ranks import bootstrap
+from crossreduce.ranks.intra_host import bootstrap
 
 NOBODY = 65534
 GROUPS = 10

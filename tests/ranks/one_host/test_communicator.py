@@ -12,10 +12,10 @@ from ranks import ranks
 from strategies import DTYPES, FLOATS, ops_for
 
 from crossreduce.ops import INTEGERS, ReduceOp
-from crossreduce.ranks import shared_memory
 from crossreduce.ranks.communicator import ArrayView
-from crossreduce.ranks.one_host import SMALL_BYTES
-from crossreduce.ranks.programs import PIECE_BYTES
+from crossreduce.ranks.inter_host.one_host import SMALL_BYTES
+from crossreduce.ranks.intra_host import shared_memory
+from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 ODD = 3001  # elements: if they have 4 bytes or more, they exceed SMALL_BYTES, and each rank reduces a share of them
 

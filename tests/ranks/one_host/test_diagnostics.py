@@ -8,14 +8,7 @@ import pytest
 
 import crossreduce as cr
 from crossreduce.errors import rank_list
-from crossreduce.ranks.diagnostics import (
-    CallSignature,
-    call_text,
-    lost_text,
-    mismatch_text,
-    stall_text,
-    timeout_text,
-)
+from crossreduce.observe.diagnostics import CallSignature, call_text, lost_text, mismatch_text, stall_text, timeout_text
 
 SUM = call_text("all_reduce", "sum", dtype="float32", shape=(1024, 3))
 

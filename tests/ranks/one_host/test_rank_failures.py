@@ -16,8 +16,9 @@ from ranks import Died, Moment, ranks
 
 from crossreduce.cli import main
 from crossreduce.errors import CollectiveTimeout, PeerLostError, encoded
+from crossreduce.observe import flight_recorder
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import flight_recorder, programs
+from crossreduce.ranks.intra_host import programs
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from ranks import Moment, ranks
 
 from crossreduce.errors import PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import shared_memory
+from crossreduce.ranks.intra_host import shared_memory
 
 
 def interrupted(rendezvous, started, state):

@@ -9,7 +9,7 @@ from ranks import ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.programs import PIECE_BYTES
+from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def all_reduce(op="sum", dtype="float32", shape=(10,)):

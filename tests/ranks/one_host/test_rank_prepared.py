@@ -14,7 +14,9 @@ from ranks import Died, ranks
 
 from crossreduce import mpi
 from crossreduce.errors import ContextError, MismatchError, PeerLostError
-from crossreduce.ranks import one_host, prepared, shared_memory
+from crossreduce.ranks import prepared
+from crossreduce.ranks.inter_host import one_host
+from crossreduce.ranks.intra_host import shared_memory
 
 
 class Counted:

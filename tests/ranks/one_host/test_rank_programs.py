@@ -21,10 +21,11 @@ from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.packing import itemsize
 from crossreduce.planning import PLANNERS
-from crossreduce.ranks import one_host, programs
-from crossreduce.ranks.instructions import reduction_numbers
-from crossreduce.ranks.one_host import HostCollective, host_collective, rank_names
-from crossreduce.ranks.programs import analyze, line_shares, rank_stages
+from crossreduce.ranks.inter_host import one_host
+from crossreduce.ranks.inter_host.one_host import HostCollective, host_collective, rank_names
+from crossreduce.ranks.intra_host import programs
+from crossreduce.ranks.intra_host.instructions import reduction_numbers
+from crossreduce.ranks.intra_host.programs import analyze, line_shares, rank_stages
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED)

@@ -14,7 +14,7 @@ from crossreduce.errors import ContextError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.programs import PIECE_BYTES
+from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def soak(rendezvous):

@@ -7,15 +7,15 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks import forming
-from crossreduce.ranks.agreement import Agreements, Reach, Watch, _Speaker
-from crossreduce.ranks.contact import Place
-from crossreduce.ranks.forming import Forming, Settings
-from crossreduce.ranks.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
+from crossreduce.ranks.connections.contact import Place
+from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.rendezvous import StoreRendezvous
+from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.peers import PeerInfo
-from crossreduce.ranks.registers import Decision
-from crossreduce.ranks.rendezvous import StoreRendezvous
+from crossreduce.ranks.survival import forming
+from crossreduce.ranks.survival.forming import Forming, Settings
 
 DECISION = Decision((0, 1), 1, True, 5)
 

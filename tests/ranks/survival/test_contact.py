@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from crossreduce.errors import PeerLostError
-from crossreduce.ranks import contact, listener
-from crossreduce.ranks.agreement import read_decided
-from crossreduce.ranks.channel import AuthenticatedChannel
-from crossreduce.ranks.contact import Ended, Peer, Successor
-from crossreduce.ranks.forming import Forming, Settings
-from crossreduce.ranks.registers import Decision
-from crossreduce.ranks.store import StoreClient
+from crossreduce.ranks.agreement.agreement import read_decided
+from crossreduce.ranks.connections import contact, listener
+from crossreduce.ranks.connections.channel import AuthenticatedChannel
+from crossreduce.ranks.connections.contact import Ended, Peer, Successor
+from crossreduce.ranks.connections.store import StoreClient
+from crossreduce.ranks.intra_host.registers import Decision
+from crossreduce.ranks.survival.forming import Forming, Settings
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
 

@@ -3,8 +3,8 @@
 import pytest
 from simulated_hosts import SimulatedHosts
 
-from crossreduce.ranks.contact import Ended
-from crossreduce.ranks.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.contact import Ended
+from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
 
 NEVER = 9.0, None
 SOON = 0.01, {"arrived": {}}

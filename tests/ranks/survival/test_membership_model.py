@@ -9,9 +9,10 @@ from unittest.mock import patch
 import pytest
 from membership_model import SCENARIOS, Model, Scenario, Violation, rounds
 
-from crossreduce.ranks import ballots, registers
-from crossreduce.ranks.ballots import Ballot, has_quorum
-from crossreduce.ranks.registers import Registers
+from crossreduce.ranks.agreement.agreement import ballots
+from crossreduce.ranks.agreement.ballots import Ballot, has_quorum
+from crossreduce.ranks.intra_host import registers
+from crossreduce.ranks.intra_host.registers import Registers
 
 # Host 0 has half of the ranks, so it decides alone, and its end leaves two hosts that must agree without it.
 SURVIVORS = Scenario((2, 1, 1), ((0, 0), (2, 0), (3, 0)), most=2, crashes=1, power=True)

@@ -33,12 +33,14 @@ from crossreduce.errors import (
     UnsupportedError,
     encoded,
 )
-from crossreduce.ranks import agreement, joining, listener, survivors
-from crossreduce.ranks.listener import MOST_UNKNOWN
-from crossreduce.ranks.rendezvous import MET, StoreRendezvous
-from crossreduce.ranks.store import StoreClient, StorePart
+from crossreduce.ranks import agreement
+from crossreduce.ranks.connections import listener
+from crossreduce.ranks.connections.listener import MOST_UNKNOWN
+from crossreduce.ranks.connections.rendezvous import MET, StoreRendezvous
+from crossreduce.ranks.connections.store import StoreClient, StorePart
+from crossreduce.ranks.survival import joining, survivors
+from crossreduce.ranks.transports import tcp
 from crossreduce.torch import forming
-from crossreduce.transports import tcp
 
 LONG_S = 1800.0
 

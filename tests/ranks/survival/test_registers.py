@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossreduce import kernels
-from crossreduce.ranks.ballots import Ballot, has_quorum
-from crossreduce.ranks.registers import Contribution, Decision, Overtaken, Registers
+from crossreduce.ranks.agreement.ballots import Ballot, has_quorum
+from crossreduce.ranks.intra_host.registers import Contribution, Decision, Overtaken, Registers
 
 MANY = 200
 

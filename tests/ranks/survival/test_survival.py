@@ -19,9 +19,9 @@ from ranks import Died, SocketRendezvous, ranks
 
 import crossreduce.torch as crt
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, ExcludedError, PeerLostError
-from crossreduce.ranks import survivors
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.inquiry import SILENT_S
+from crossreduce.ranks.connections.inquiry import SILENT_S
+from crossreduce.ranks.survival import survivors
 from crossreduce.torch import forming
 
 LONG = timedelta(minutes=30)

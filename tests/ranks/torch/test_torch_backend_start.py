@@ -28,10 +28,10 @@ from crossreduce.errors import (
     PeerLostError,
     ReductionError,
 )
-from crossreduce.ranks import bootstrap
-from crossreduce.ranks.rendezvous import ConnectionStore
+from crossreduce.ranks.connections.rendezvous import ConnectionStore
+from crossreduce.ranks.intra_host import bootstrap
+from crossreduce.ranks.transports import tcp
 from crossreduce.torch.rendezvous import TorchRendezvous
-from crossreduce.transports import tcp
 
 TIMEOUT_S = 2.0
 STORES = ("file", "tcp")

@@ -19,7 +19,7 @@ from ranks import ranks
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, kernels
 from crossreduce.errors import ContextError
-from crossreduce.ranks import shared_memory
+from crossreduce.ranks.intra_host import shared_memory
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint8)
 SIZES = (0, 1, 3, 64, 1000, 5000, 30_001, 1 << 17)

@@ -9,8 +9,8 @@ from ranks import ranks
 from trace_events import read_events
 
 import crossreduce.torch  # noqa: F401 - registers the backend
-from crossreduce.traces.calls import read_directory
-from crossreduce.traces.format import Phase
+from crossreduce.observe.traces.calls import read_directory
+from crossreduce.observe.traces.format import Phase
 
 LATE_S = 0.1
 

@@ -21,8 +21,8 @@ from crossreduce.frameworks import get
 from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.lowering import lower
 from crossreduce.packing import Buffer, Span
-from crossreduce.pipeline import select
 from crossreduce.planning import PLANNERS
+from crossreduce.reduction.pipeline import select
 
 sizes = st.integers(0, 40)
 each_engine = pytest.mark.parametrize("engine", ENGINES)

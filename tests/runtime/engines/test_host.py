@@ -17,13 +17,14 @@ from planned import planned
 from running import only
 
 import crossreduce as cr
-from crossreduce import PerReplica, PlanError, ReduceOp, kernels, pipeline
+from crossreduce import PerReplica, PlanError, ReduceOp, kernels
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange
 from crossreduce.engines.host import HostExecutable, array_memory, kernel
 from crossreduce.frameworks import get
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import fused, lower
 from crossreduce.packing import Buffer, Packing, Span
+from crossreduce.reduction import pipeline
 from crossreduce.values import TensorSpec
 
 # ---- The law: kernels, loop and reference agree -------------------------------------------------------------------

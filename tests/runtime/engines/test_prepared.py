@@ -348,4 +348,4 @@ def test_one_array_per_replica_needs_no_list(name, request, monkeypatch):
             assert [library.to_numpy(x).tolist() for x in found] == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
         assert all(a is b for a, b in zip(found, out, strict=True))
         if call == 0:
-            monkeypatch.setattr("crossreduce.trees.flatten_trees", None)  # calls in Python fail from now on
+            monkeypatch.setattr("crossreduce.reduction.trees.flatten_trees", None)  # calls in Python fail from now on

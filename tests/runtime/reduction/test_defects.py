@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pairs import pairs
 
 import crossreduce as cr
-from crossreduce import pipeline
 from crossreduce.options import ALGORITHMS
+from crossreduce.reduction import pipeline
 
 ALL = [cr.ReductionToOneDevice(), *(cr.AllReduceCrossDeviceOps(name) for name in ALGORITHMS)]
 

@@ -18,8 +18,9 @@ from oracle import dtype_of
 from pairs import pairs
 
 import crossreduce as cr
-from crossreduce import ArgumentError, CommunicationOptions, UnsupportedError, kernels, pipeline
+from crossreduce import ArgumentError, CommunicationOptions, UnsupportedError, kernels
 from crossreduce.options import ALGORITHMS
+from crossreduce.reduction import pipeline
 
 EXACT = CommunicationOptions(exact=True)
 DTYPES = tuple(UNSIGNED)

@@ -11,8 +11,8 @@ from frameworks import DTYPES, NAMES, defined
 from pairs import each, pairs
 
 import crossreduce as cr
-from crossreduce import pipeline
 from crossreduce.options import ALGORITHMS
+from crossreduce.reduction import pipeline
 
 OPS = {
     "ReductionToOneDevice": cr.ReductionToOneDevice(),

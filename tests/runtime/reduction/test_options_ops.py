@@ -15,7 +15,7 @@ import crossreduce as cr
 from crossreduce import ArgumentError, CollectiveHints, CommunicationOptions, ReduceOp, UnsupportedError
 from crossreduce.ops import ACCUMULATORS
 from crossreduce.options import ALGORITHMS, DEFAULT, algorithm_name, count
-from crossreduce.validation import read_options
+from crossreduce.reduction.validation import read_options
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -13,10 +13,11 @@ from running import bounds
 from strategies import DTYPES, algorithms, arrays, dtypes, names, packings, shapes
 
 import crossreduce as cr
-from crossreduce import ArgumentError, pipeline
+from crossreduce import ArgumentError
 from crossreduce.frameworks import get
 from crossreduce.packing import MOST_PACKS, Packing, cuts, itemsize, layout
 from crossreduce.planning import PLANNERS
+from crossreduce.reduction import pipeline
 from crossreduce.values import TensorSpec
 
 specs = st.lists(st.builds(TensorSpec, shapes, dtypes), min_size=1, max_size=12).map(tuple)

@@ -13,7 +13,7 @@ from frameworks import NAMES
 from pairs import each
 
 import crossreduce as cr
-from crossreduce.trees import flatten_tree
+from crossreduce.reduction.trees import flatten_tree
 
 CLASSES = [
     None,

@@ -20,7 +20,7 @@ from crossreduce.frameworks import get
 from crossreduce.lowering import Program
 from crossreduce.ops import ReduceOp, copying
 from crossreduce.packing import Packing
-from crossreduce.pipeline import layouts
+from crossreduce.reduction.pipeline import layouts
 from crossreduce.values import TensorSpec
 
 NUMPY = get("numpy")

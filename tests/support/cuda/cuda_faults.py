@@ -192,7 +192,11 @@ def package(folder, fault, objects):
 def compiled(sources, folder):
     """Return the compiled forms of source files of the engine."""
     made = []
-    includes = [f"-I{NATIVE}", f"-I{SOURCE / 'kernels/native'}", f"-I{sysconfig.get_path('include')}"]
+    includes = [
+        f"-I{NATIVE}",
+        *(f"-I{folder}" for folder in (SOURCE / "native").iterdir()),
+        f"-I{sysconfig.get_path('include')}",
+    ]
     for source in sources:
         made.append(folder / f"{source.stem}.o")
         command = ["g++", *FLAGS, *includes, "-c", str(source), "-o", str(made[-1])]

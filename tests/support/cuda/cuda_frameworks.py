@@ -12,8 +12,9 @@ from fake_cuda import FakeDriver
 from paths import SUPPORT
 
 import crossreduce as cr
-from crossreduce import cross_device_ops, pipeline, values
+from crossreduce import values
 from crossreduce.engines import loop
+from crossreduce.reduction import cross_device_ops, pipeline
 
 SIZES = [(), (1,), (7, 3), (1000,), (0, 4), (33_333,)]
 LOGICAL = [f"cuda:0#{k}" if k else "cuda:0" for k in range(8)]

@@ -22,7 +22,6 @@ import pytest
 from cuda_jax_xla import HOST, LOCATE, REAL, jax_device, number, start
 
 import crossreduce as cr
-from crossreduce import pipeline
 from crossreduce import values as values_module
 from crossreduce.devices import parse
 from crossreduce.engines import loop
@@ -30,6 +29,7 @@ from crossreduce.engines.cuda import driver
 from crossreduce.engines.device_memory import jax as memory
 from crossreduce.errors import DriverError
 from crossreduce.frameworks import jax as framework
+from crossreduce.reduction import pipeline
 
 DEVICES = {
     "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),

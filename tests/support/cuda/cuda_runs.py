@@ -22,7 +22,7 @@ from crossreduce.engines import cuda, host
 from crossreduce.errors import DriverError
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import Packing
-from crossreduce.pipeline import layouts
+from crossreduce.reduction.pipeline import layouts
 from crossreduce.values import TensorSpec
 
 MANY = ("ring", 66, 2), ("hierarchical_copy", 3, 70), ("one_device", 5, 66)  # replicas on two devices

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from crossreduce import pipeline, values
+from crossreduce import values
 from crossreduce.engines import cuda
 from crossreduce.engines.device_memory import torch as torch_memory
 from crossreduce.frameworks import torch as torch_framework
+from crossreduce.reduction import pipeline
 
 
 class StandInMemory(torch_memory.TorchDeviceMemory):

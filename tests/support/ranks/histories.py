@@ -1,7 +1,7 @@
 """Histories and dumps of ranks, for tests of the flight recorder and of ``crossreduce doctor``."""
 
-from crossreduce.ranks import flight_recorder
-from crossreduce.ranks.flight_recorder import Dump, History, Op
+from crossreduce.observe import flight_recorder
+from crossreduce.observe.flight_recorder import Dump, History, Op
 
 SUM = "all_reduce sum float32[10]"
 

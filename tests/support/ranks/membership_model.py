@@ -31,9 +31,9 @@ from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from crossreduce.ranks import registers as registers_file
-from crossreduce.ranks.ballots import Ballot, has_quorum
-from crossreduce.ranks.registers import Contribution, Decision, Overtaken, Registers
+from crossreduce.ranks.agreement.ballots import Ballot, has_quorum
+from crossreduce.ranks.intra_host import registers as registers_file
+from crossreduce.ranks.intra_host.registers import Contribution, Decision, Overtaken, Registers
 
 MOVED = "moved"  # the answer of a host that does not take part
 IDLE = -1  # instead of a ballot or an answer

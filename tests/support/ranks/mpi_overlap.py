@@ -12,12 +12,13 @@ world = MPI.COMM_WORLD
 rank = world.Get_rank()
 os.environ["CROSSREDUCE_HOST"] = sys.argv[1][rank]
 
-from crossreduce.ranks import programs  # noqa: E402
+from crossreduce.ranks.intra_host import programs  # noqa: E402
 
 programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
 
 from crossreduce import mpi  # noqa: E402
-from crossreduce.ranks import multi_host, one_host, peer_memory  # noqa: E402
+from crossreduce.ranks.inter_host import multi_host, one_host  # noqa: E402
+from crossreduce.ranks.intra_host import peer_memory  # noqa: E402
 
 one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = one_host.COPIED_PIECE_BYTES = 16
 one_host.BLOCKING_PIECE_BYTES.clear()

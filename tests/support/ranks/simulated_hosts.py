@@ -5,8 +5,9 @@ import itertools
 from queue import Empty
 from types import SimpleNamespace
 
-from crossreduce.ranks import agreement, inquiry
-from crossreduce.ranks.contact import Ended
+from crossreduce.ranks import agreement
+from crossreduce.ranks.connections import inquiry
+from crossreduce.ranks.connections.contact import Ended
 
 
 class SimulatedHosts:

@@ -1,4 +1,4 @@
-"""The laws of ``transports.base.Transport``, which every transport must obey; each runs on all ranks of a group.
+"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; each runs on all ranks of a group.
 
 ``python transport_laws.py mpi LAW`` runs one law on the ranks that mpiexec started.
 """
@@ -127,7 +127,7 @@ LAWS = (
 def run_under_mpi(name):
     from mpi4py import MPI
 
-    from crossreduce.transports.mpi import MpiRendezvous, MpiTransport
+    from crossreduce.ranks.transports.mpi import MpiRendezvous, MpiTransport
 
     comm = MPI.COMM_WORLD.Dup()
     rendezvous = MpiRendezvous(comm, 30.0)

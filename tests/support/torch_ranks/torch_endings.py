@@ -145,7 +145,7 @@ def interrupted_in_recv(folder):
     the dumps, in which the doctor finds the reason."""
     from crossreduce import PeerLostError
     from crossreduce.cli.doctor.diagnosis import diagnose
-    from crossreduce.ranks.flight_recorder import read
+    from crossreduce.observe.flight_recorder import read
 
     dumps = os.environ["CROSSREDUCE_DUMP_DIR"] = f"{folder}/dumps"
     begin(folder, 60)

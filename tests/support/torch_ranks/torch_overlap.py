@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from overlaps import buffer, outcome_of
 
-from crossreduce.ranks import programs
+from crossreduce.ranks.intra_host import programs
 
 programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
 
-from crossreduce.ranks import multi_host, one_host, peer_memory  # noqa: E402
+from crossreduce.ranks.inter_host import multi_host, one_host  # noqa: E402
+from crossreduce.ranks.intra_host import peer_memory  # noqa: E402
 
 one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 16
 peer_memory.LEAST_BYTES = peer_memory.LEAST_BYTES_OF_TWO_RANKS = peer_memory.PIECE_BYTES = 64

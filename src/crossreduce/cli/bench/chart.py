@@ -9,7 +9,7 @@ import math
 import os
 from typing import Any, Final, NamedTuple
 
-from ...export.figure import new_figure
+from ...export.pictures.figure import new_figure
 from ...planning.explain import size
 from .ranks import PEERS as RANK_PEERS
 

@@ -15,7 +15,7 @@ from typer import Exit, Option
 
 from ... import Topology
 from ...errors import ArgumentError
-from ...planning.bounds import COLLECTIVES
+from ...planning.optimal.bounds import COLLECTIVES
 from ..support.arguments import (
     MAX_DEVICES,
     at_least,

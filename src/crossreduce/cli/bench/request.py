@@ -18,7 +18,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...frameworks.numpy import numbers_of
 from ...ops import ReduceOp
 from ...options import CommunicationOptions
-from ...ranks.instructions import reduction_numbers
+from ...ranks.intra_host.instructions import reduction_numbers
 from . import exact
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
 
-from ...ranks.flight_recorder import read
+from ...observe.flight_recorder import read
 from ..support.output import atomic_file, print_lines, printable, terminal
 from .diagnosis import Incident, diagnose
 from .page import page

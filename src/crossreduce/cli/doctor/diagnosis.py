@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import rank_list
-from ...ranks.diagnostics import DOCTOR
-from ...ranks.flight_recorder import Dump, History, Thread
-from ...ranks.shared_memory import LEFT
+from ...observe.diagnostics import DOCTOR
+from ...observe.flight_recorder import Dump, History, Thread
+from ...ranks.intra_host.shared_memory import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3

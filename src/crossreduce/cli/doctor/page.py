@@ -11,7 +11,7 @@ from html import escape
 from typing import Final
 
 from ...errors import rank_list
-from ...ranks.flight_recorder import Dump, Thread
+from ...observe.flight_recorder import Dump, Thread
 from .diagnosis import Incident, RankState
 from .style import SCRIPT, STYLE
 from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline

@@ -285,7 +285,7 @@ def write_explorer(plan: Plan, file: Path | None) -> None:
     """Write the plan explorer's page, with a progress bar; without a file do nothing."""
     if file is None:
         return
-    from ...export.report import report_html, stages
+    from ...export.explorer import report_html, stages
 
     with progress("exploring", stages(plan)) as advance:
         file.write_text(report_html(plan, advance), "utf-8", newline="\n")

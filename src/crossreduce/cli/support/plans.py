@@ -16,8 +16,8 @@ from ... import plan as library_plan
 from ...errors import ArgumentError
 from ...options import ALGORITHMS
 from ...packing import MOST_PACKS
-from ...planning.bounds import COLLECTIVES
 from ...planning.explain import shape
+from ...planning.optimal.bounds import COLLECTIVES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .output import bound_json, rate_json
 from .topologies import select

@@ -1,7 +1,7 @@
 """All-reduce among devices of one process on the CPU: a custom call of XLA, which runs the compiled kernels.
 
 Input: arrays of one dtype, ``Numbers`` and ``MeshAxes``, inside a function that JAX traces. Output: the reduced arrays.
-The devices meet in the custom call (``kernels/native/xla_call.cpp``), and one run of a kernel reduces the arrays of all
+The devices meet in the custom call (``native/xla/xla_call.cpp``), and one run of a kernel reduces the arrays of all
 of them, in the order of their positions. Each result has the memory of its operand, unless XLA still needs the operand.
 
 The platform is known only when a program is lowered. So a caller also gives the function that reduces the arrays by

@@ -1,0 +1,133 @@
+"""The trees and rings of a plan, grouped, for the plan explorer.
+
+Input: a ``Plan``. Output: groups of routes. Chunks that move along the same links to the same roots are one route, and
+so are all chunks of a ring, wherever they start. Routes of one kind with as many devices are one group.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from ...lowering import lower
+from ...planning import Plan
+from ...planning.explain import nested
+from ...schedule.costs import Pair
+from ...schedule.schedule import many
+from ...schedule.traffic import route_links
+from ..pictures.grouping import Route, chunk_roots, chunk_transfers
+
+MOST_STEPS: Final = 100_000  # of schedules with more steps, which need a minute, no trees are listed
+_MOST_LINKS: Final = 24_000  # in all routes of a plan: this limits the size of the file
+
+_Hop = tuple[int, int, Route]
+
+
+class ShownRoute(NamedTuple):
+    """Chunks that move along the same links: a tree, a ring, or another exchange."""
+
+    title: str
+    share: Fraction  # of the buffer
+    chunks: int
+    roots: tuple[str, ...]  # the devices that compute the result, or the only source
+    partial: frozenset[Pair]  # the links that carry partial results
+    final: frozenset[Pair]  # the links that carry results
+
+
+class RouteGroup(NamedTuple):
+    """Routes of one kind with equally many devices."""
+
+    title: str
+    share: Fraction
+    number: int
+    routes: tuple[ShownRoute, ...]  # perhaps only the first ones
+
+
+class _Form(NamedTuple):
+    """What chunks of one route have in common."""
+
+    used: frozenset[_Hop]
+    tops: frozenset[int]  # the roots; none for a ring
+    cycle: tuple[int, ...]  # the devices of a ring in its order
+
+
+def groups(plan: Plan) -> tuple[RouteGroup, ...]:
+    """Return the groups of a plan's trees and rings, the greatest shares first.
+
+    >>> from crossreduce import plan, Topology
+    >>> [group.title for group in groups(plan(Topology.ring(4), algorithm="ring"))]
+    ['2 rings of 4 devices']
+    """
+    if plan.schedule.steps > MOST_STEPS:
+        return ()
+    program = lower(plan.schedule)
+    hops = [[(transfer[:3], transfer[3]) for transfer in transfers] for transfers in chunk_transfers(program)]
+    alike: dict[_Form, list[int]] = {}
+    for c, chunk_program in enumerate(program.chunks):
+        used = frozenset(hop for hop, _ in hops[c])
+        cycle = _cycle(used)
+        alike.setdefault(_Form(used, frozenset() if cycle else chunk_roots(chunk_program), cycle), []).append(c)
+    kinds: dict[tuple[str, int], list[ShownRoute]] = {}
+    for form, chunks in alike.items():
+        share = sum((program.chunks[c].share for c in chunks), Fraction(0))
+        partial, final_hops = (
+            {hop for c in chunks for hop, last in hops[c] if last is is_final} for is_final in (False, True)
+        )
+        title = _title(form, partial or final_hops, program.devices)
+        roots = tuple(program.devices[k] for k in sorted(form.tops))
+        links = (_links(some, plan, program.devices) for some in (partial, final_hops))
+        devices = len({end for hop in form.used for end in hop[:2]})
+        kinds.setdefault((_kind(form), devices), []).append(ShownRoute(title, share, len(chunks), roots, *links))
+    found = [
+        RouteGroup(
+            f"{many(len(routes), kind)} of {many(devices, 'device')}",
+            sum((route.share for route in routes), Fraction(0)),
+            len(routes),
+            tuple(sorted(routes, key=lambda route: -route.share)),
+        )
+        for (kind, devices), routes in kinds.items()
+    ]
+    return _limited(sorted(found, key=lambda group: -group.share))
+
+
+def _links(hops: set[_Hop], plan: Plan, names: tuple[str, ...]) -> frozenset[Pair]:
+    """Return the links that hops use."""
+    return frozenset(pair for a, b, via in hops for pair in route_links(plan.topology, names[a], names[b], via))
+
+
+def _cycle(used: frozenset[_Hop]) -> tuple[int, ...]:
+    """Return the devices of a ring in its order, if the hops are one; else nothing."""
+    after = {src: dst for src, dst, _ in used}
+    if len(after) != len(used) or len(after) < 3:
+        return ()
+    order = [min(after)]
+    while after.get(order[-1], order[0]) != order[0] and len(order) < len(after):
+        order.append(after[order[-1]])
+    return tuple(order) if len(order) == len(after) and after.get(order[-1]) == order[0] else ()
+
+
+def _kind(form: _Form) -> str:
+    edges = {frozenset(hop[:2]) for hop in form.used}
+    nodes = form.tops.union(*edges)
+    return "ring" if form.cycle else "tree" if len(edges) == len(nodes) - 1 and len(form.tops) == 1 else "exchange"
+
+
+def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
+    """Return a ring's devices in its order, a tree as in ``Plan.explain``, or the roots of an exchange."""
+    if form.cycle:
+        return " → ".join(names[k] for k in form.cycle)
+    if _kind(form) != "tree":
+        return f"result on {', '.join(names[k] for k in sorted(form.tops))}"
+    (top,) = form.tops
+    upwards = all(src != top for src, *_ in hops)
+    return nested(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
+
+
+def _limited(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:
+    """Return the groups with as many routes as the file may hold; each has at least its first route."""
+    each = _MOST_LINKS // max(1, len(found))
+    limited = []
+    for group in found:
+        size = len(group.routes[0].partial) + len(group.routes[0].final)
+        limited.append(group._replace(routes=group.routes[: max(1, each // max(1, size))]))
+    return tuple(limited)

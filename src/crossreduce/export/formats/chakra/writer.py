@@ -1,0 +1,283 @@
+"""Write a schedule as Chakra execution traces, one per rank, which ASTRA-sim runs as a custom collective.
+
+Input: a ``Schedule``, its ``Topology``, bytes. Output: the nodes of each rank, or the contents of the files. The trace
+of a rank is made of the rank's part of the program (``Program.on``) alone, without those of the other ranks.
+
+A transfer of a piece becomes one message, or several packets if its route has more than one link: ASTRA-sim's switches
+forward whole messages, those of ``simulate`` forward bytes as they arrive. A packet is a send node of its source and a
+receive node of its destination. A computation combines operands, or joins the packets of a copied piece.
+
+The messages of a tick (piece + round) leave over a link together: when the values of all of them are there, and when
+the messages of the link's previous tick have arrived, apart from the last packets, one on each further link of their
+route. So each tick keeps a link busy for the latency and for its bytes, as in ``simulate``. This has to be in the
+dependencies of the send nodes, since ASTRA-sim starts nodes that wait for nothing in the order of a hash table. The
+messages leave packet by packet in turn, so that they share their link, and rank i sends to rank i + 1 first, so that
+ranks do not all send to the same one through a switch.
+
+The two ranks of a message number it alike, since both list the messages between them in the same order.
+
+Source: github.com/astra-sim/astra-sim, astra-sim/system/astraccl/custom_collectives/CustomAlgorithm.cc (types of nodes;
+names of files; a send is complete when its message has arrived) and astra-sim/network_frontend/analytical/common
+(messages match by tag, ends and size; no message is empty); github.com/astra-sim/collectiveapi, chakra_converter
+(attributes).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from ....errors import PlanError
+from ....lowering import GeneratedProgram, Program, lower
+from ....schedule import Schedule, byte_count
+from ....schedule.costs import Pair
+from ....schedule.traffic import NO_COSTS, orbits_of, route_links
+from ....topology import Topology, TopologyLike, topology_of
+from ..ranks import one_rank
+from .format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
+
+MOST_NODES: Final = 100_000
+"""The greatest number of nodes in all traces, as long as fewer packets and pieces can reduce it: about 12 MB."""
+
+PACKETS: Final = 128
+"""The least number of packets of a chunk that passes a switch: the switch delays it by 1 / 128 of its bytes' time."""
+
+LEAST_PACKETS: Final = 16
+"""The packets of a piece that passes a switch, unless there would be too many nodes."""
+
+
+class Traces(NamedTuple):
+    """The nodes of some ranks, and into how many parts chunks are cut."""
+
+    nodes: dict[int, tuple[TraceNode, ...]]  # by rank
+    pieces: int  # per chunk
+    packets: int  # per piece, of transfers whose routes have several links
+
+
+def to_chakra(
+    schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, rank: int | None = None
+) -> dict[str, bytes]:
+    """Return the traces of a schedule, by the name of their file: ``COLLECTIVE_ALGORITHM.RANK.et``.
+
+    Rank k is the schedule's k-th device. Messages have fixed sizes, so traces are for one size of the buffer. ASTRA-sim
+    finds its own routes; a send node stores the schedule's in the attribute ``through`` if it is not the topology's.
+
+    Args:
+      schedule: any collective whose nodes are devices.
+      topology: determines the links of each transfer.
+      nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
+      rank: the only rank whose trace is made, without the work for the others; ``None``: all ranks.
+    Raises:
+      PlanError: a switch combines, or the topology has no route for a transfer.
+      ScheduleError: ``verify`` rejects the schedule.
+      ArgumentError: an invalid number of bytes, schedule, topology or rank.
+      BackendError: protobuf is not installed.
+
+    >>> from crossreduce.planning import ring
+    >>> pair = Topology.ring(2, gb_per_s=25)
+    >>> sorted(to_chakra(ring(pair.devices), pair, 1 << 20))
+    ['all_reduce_ring.0.et', 'all_reduce_ring.1.et']
+    """
+    made = traces(schedule, topology, nbytes, rank=rank)
+    about = {
+        "schema": "1.0.2-chakra.0.0.4",
+        "collective": schedule.collective,
+        "algorithm": schedule.algorithm,
+        "nbytes": str(byte_count(nbytes)),
+        "pieces": str(made.pieces),
+        "packets": str(made.packets),
+    }
+    name = f"{schedule.collective}_{schedule.algorithm}"
+    return {
+        f"{name}.{each}.et": encode(nodes, {**about, "rank": str(each), "device": schedule.devices[each]})
+        for each, nodes in made.nodes.items()
+    }
+
+
+def traces(schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, rank: int | None = None) -> Traces:
+    """Return the nodes of the traces of a schedule; see ``to_chakra``.
+
+    >>> from crossreduce.planning import one_device
+    >>> pair = Topology.ring(2)
+    >>> for node in traces(one_device(pair.devices), pair, 100).nodes[0]:
+    ...     print(node.id, node.name, node.deps)
+    0 receive chunk 0 round 0 piece 0 from 1 ()
+    1 combine chunk 0 round 0 piece 0 (0,)
+    2 send chunk 0 round 1 piece 0 to 1 (1,)
+    """
+    topology, size = topology_of(topology), byte_count(nbytes)
+    program = lower(schedule)
+    ranks: Iterable[int] = range(len(program.devices)) if rank is None else [one_rank(rank, program.devices)]
+    switches = [name for name in program.devices if name not in topology.devices and name in topology]
+    if switches:
+        problem = "a rank of a Chakra trace must be a device, but in this schedule switches combine or copy."
+        raise PlanError.of(problem, ", ".join(switches), "a machine without in_network")
+    division = _Division(program, topology, size)
+    made = {each: _RankWriter(division, each).nodes() for each in ranks}
+    return Traces(made, division.pieces, division.packets)
+
+
+class _Division:
+    """Into how many pieces and packets chunks are cut, and over which links each transfer goes; alike for all ranks."""
+
+    def __init__(self, program: Program, topology: Topology, nbytes: int) -> None:
+        self.program, self.topology = program, topology
+        self.spans = program.spans(nbytes)
+        self._links: dict[tuple[int, int, tuple[str, ...] | None], tuple[Pair, ...]] = {}
+        self.pieces, self.packets = self._parts()
+
+    def _parts(self) -> tuple[int, int]:
+        """Return the pieces per chunk and the packets per piece; fewer than planned if there were too many nodes."""
+        counted, times, whole = self.program, 1, self.program
+        if isinstance(whole, GeneratedProgram) and orbits_of(whole.schedule, self.topology, NO_COSTS) is not None:
+            counted, times = whole.base, whole.schedule.symmetry.order  # all images of a route have as many links
+        routes = [len(self.links(one.src, one.dst, one.through)) for sent in counted.transfers for one in sent]
+        direct, routed = times * routes.count(1), times * (len(routes) - routes.count(1))
+        combinations = times * sum(len(made.operands) > 1 for chunk in counted.chunks for made in chunk.instructions)
+        pieces = self.program.pieces
+        packets = max(LEAST_PACKETS, -(-PACKETS // pieces)) if routed else 1
+        while pieces * (2 * (direct + routed * packets) + combinations + routed) > MOST_NODES:
+            if packets > LEAST_PACKETS or 1 == pieces < packets:
+                packets -= packets // 2
+            elif pieces > 1:
+                pieces -= pieces // 2
+            else:
+                break
+        return pieces, packets
+
+    def links(self, src: int, dst: int, through: tuple[str, ...] | None) -> tuple[Pair, ...]:
+        """Return the links of a transfer."""
+        key = src, dst, through
+        if key not in self._links:
+            names = self.program.devices
+            self._links[key] = route_links(self.topology, names[src], names[dst], through)
+        return self._links[key]
+
+    def size(self, chunk: int, piece: int) -> int:
+        """Return the bytes of a piece of a chunk."""
+        start, stop = self.spans[chunk]
+        return (stop - start) * (piece + 1) // self.pieces - (stop - start) * piece // self.pieces
+
+
+@dataclass
+class _Message:
+    """A transfer of a piece that the rank sends or receives; ``value``: the rank's number of the value."""
+
+    value: int
+    piece: int
+    src: int
+    dst: int
+    name: str  # of its nodes
+    packets: tuple[int, ...]  # the bytes of each
+    links: tuple[Pair, ...]
+    through: tuple[str, ...] | None  # of a message that is sent: the route if it is not the topology's own
+    received: list[int] = field(default_factory=list)  # the receive nodes of its packets, once they exist
+
+
+class _RankWriter:
+    """Builds the nodes of one rank, tick by tick; a node depends only on nodes of earlier ticks or before it."""
+
+    def __init__(self, division: _Division, rank: int) -> None:
+        self.division, self.rank, self.part = division, rank, division.program.on(rank)
+        self.found: list[TraceNode] = []
+        self.tags: Counter[tuple[int, int]] = Counter()  # the messages so far, by source and destination
+        self.ready: dict[tuple[int, int], int] = {}  # by piece and value: the node that completes the value
+        self.passed: dict[Pair, tuple[int, ...]] = {}  # for each first link: the nodes of its latest tick to wait for
+
+    def nodes(self) -> tuple[TraceNode, ...]:
+        """Return the nodes. Without work there is one computation, since ASTRA-sim rejects traces without nodes."""
+        for tick in range(self.division.program.round_count + self.division.pieces - 1):
+            self._add_tick(tick)
+        if not self.found:
+            self._add(COMP_NODE, "nothing to do", ())
+        return tuple(self.found)
+
+    def _add_tick(self, tick: int) -> None:
+        """Add the messages of a tick, packet by packet in turn, and then its computations."""
+        pieces, rounds = self.division.pieces, self.division.program.round_count
+        active = [(r, tick - r) for r in reversed(range(max(0, tick - pieces + 1), min(tick + 1, rounds)))]
+        ranks = len(self.division.program.devices)
+        messages = sorted(
+            (message for r, piece in active for message in self._messages(r, piece)),
+            key=lambda message: (message.dst - message.src) % ranks,
+        )
+        together: defaultdict[Pair, list[_Message]] = defaultdict(list)
+        for message in messages:
+            if message.src == self.rank:
+                together[message.links[0]].append(message)
+        starts = {link: self._start(link, leaving) for link, leaving in together.items()}
+        sent: defaultdict[Pair, list[tuple[int, int]]] = defaultdict(list)  # packets, with the number of their message
+        for number in range(max((len(message.packets) for message in messages), default=0)):
+            for k, message in enumerate(messages):
+                if number < len(message.packets):
+                    link = message.links[0]
+                    node = self._add_packet(message, number, starts.get(link, ()))
+                    if message.src == self.rank:
+                        sent[link].append((k, node))
+                    else:
+                        message.received.append(node)
+        for link, packets in sent.items():
+            behind = len(messages[packets[-1][0]].links) - 1  # the packets on the further links of the route
+            self.passed[link] = tuple(dict(packets[: max(1, len(packets) - behind)]).values())
+        arrived = {(message.piece, message.value): message for message in messages if message.dst == self.rank}
+        for r, piece in active:
+            self._add_values(r, piece, arrived)
+
+    def _messages(self, r: int, piece: int) -> Iterator[_Message]:
+        """Yield what the rank sends and receives in a round, for one piece."""
+        division, stage = self.division, self.part.stages[r]
+        sends = [(value, self.rank, other) for value, other in stage.sends]
+        for value, src, dst in (*sends, *((value, other, self.rank) for value, other in stage.receives)):
+            chunk = self.part.values[value].chunk
+            size = division.size(chunk, piece)
+            if size:
+                through = division.program.through(r, chunk, src, dst)
+                links = division.links(src, dst, through)
+                count = 1 if len(links) == 1 else min(size, division.packets)
+                sizes = tuple([size * (k + 1) // count - size * k // count for k in range(count)])
+                if through is not None and (dst == self.rank or links == division.links(src, dst, None)):
+                    through = None
+                name = f"chunk {chunk} round {r} piece {piece}"
+                yield _Message(value, piece, src, dst, name, sizes, links, through)
+
+    def _start(self, link: Pair, messages: list[_Message]) -> tuple[int, ...]:
+        """Return the nodes that a tick's messages over a link wait for."""
+        values = [self.ready.get((message.piece, message.value)) for message in messages]
+        return (*dict.fromkeys(node for node in values if node is not None), *self.passed.get(link, ()))
+
+    def _add_packet(self, message: _Message, number: int, deps: tuple[int, ...]) -> int:
+        """Add the node of a packet, and return its number."""
+        src, dst, size = message.src, message.dst, message.packets[number]
+        tag = self.tags[src, dst]
+        self.tags[src, dst] += 1
+        facts = {"src": src, "dst": dst, "size": size, "tag": tag}
+        if src == self.rank:
+            return self._add(COMM_SEND_NODE, f"send {message.name} to {dst}", deps, through=message.through, **facts)
+        return self._add(COMM_RECV_NODE, f"receive {message.name} from {src}", (), **facts)
+
+    def _add_values(self, r: int, piece: int, arrived: dict[tuple[int, int], _Message]) -> None:
+        """Record the nodes that complete the values of a round, and add a computation where several nodes do."""
+        stage, combined = self.part.stages[r], set[int]()
+        for made, operands, _ in stage.combinations:
+            combined.update(operands)
+            chunk = self.part.values[made].chunk
+            if self.division.size(chunk, piece):
+                messages = [arrived[piece, value] for value in operands if (piece, value) in arrived]
+                # An input is there at the start.
+                needed = [self.ready[piece, value] for value in operands if (piece, value) in self.ready]
+                needed += [node for message in messages for node in message.received]
+                name = f"combine chunk {chunk} round {r} piece {piece}"
+                self.ready[piece, made] = self._add(COMP_NODE, name, tuple(needed))
+        for value, _ in stage.receives:
+            if value not in combined and (piece, value) in arrived:
+                message = arrived[piece, value]
+                nodes = tuple(message.received)
+                self.ready[piece, value] = (
+                    nodes[0] if len(nodes) == 1 else self._add(COMP_NODE, f"join {message.name}", nodes)
+                )
+
+    def _add(self, kind: int, name: str, deps: tuple[int, ...], **facts: Any) -> int:
+        self.found.append(TraceNode(len(self.found), kind, name, deps, **facts))
+        return len(self.found) - 1

@@ -1,0 +1,341 @@
+"""Prove that an MSCCL XML file, of any tool, computes its collective.
+
+No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. Steps have the same
+effect as in the runtimes' own interpreters, see ``execution.py``.
+
+- All threadblocks of all GPUs run at the same time. Two accesses to the same memory race if one of them writes and
+  they are not ordered by their threadblock, by dependencies or by a chain of messages. The message that a step
+  receives orders its writes, but not its reads, after the steps that were done before the message was sent: the LL
+  protocols read local data before they wait for the message. A step that forwards its message (rcs, rrs, rrcs) does so
+  chunk by chunk, so the message that it sends orders only steps that were done when it began. Without races every
+  execution gives the same result, so one of them is a proof.
+- The runtimes run all steps for each slice of a long message, one slice after the other. Slices touch different bytes,
+  and each leaves all connections empty, so if one slice is right, all are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ....errors import ArgumentError, ScheduleError, shown
+from ..collective import Location, require_integers
+from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
+from .format import (
+    BUFFERS,
+    READS,
+    RECEIVES,
+    REDUCING,
+    RUNTIMES,
+    SENDS,
+    VERIFIABLE,
+    WRITES,
+    broken_limits,
+    quoted,
+    read_msccl_xml,
+)
+
+_MOST_NOTES: Final = 32  # in a report as text
+
+
+@dataclass(frozen=True)
+class MscclReport:
+    """The proved facts about a file."""
+
+    name: str
+    coll: str
+    root: int | None  # the destination of a reduce or the source of a broadcast, else None
+    proto: str
+    ngpus: int  # the number of ranks
+    channels: int  # the number of channels
+    chunks: int  # the number of equal parts of the full buffer
+    threadblocks: int  # the largest number of threadblocks of a GPU
+    steps: int  # the number of steps of all threadblocks of all GPUs
+    inplace: bool  # right for calls whose input and output share memory
+    outofplace: bool  # right for calls whose input and output are different memory
+    slots: int  # the unreceived messages that a connection can hold, assumed when deadlocks were excluded
+    notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
+
+    def __str__(self) -> str:
+        where = " and ".join(word for word, on in (("in place", self.inplace), ("out of place", self.outofplace)) if on)
+        rooted = "" if self.root is None else f" at rank {self.root}"
+        counts = (
+            f"  {self.ngpus} GPUs, {self.channels} channels, {self.chunks} chunks, "
+            f"{self.threadblocks} threadblocks per GPU, {self.steps} steps, {self.proto}"
+        )
+        notes = [f"  note: {note}" for note in self.notes[:_MOST_NOTES]]
+        if len(self.notes) > _MOST_NOTES:
+            notes.append(f"  ... and {len(self.notes) - _MOST_NOTES} further notes")
+        return "\n".join([f"{self.coll}{rooted}, {where}: right.", counts, *notes])
+
+
+def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = None) -> MscclReport:
+    """Prove that an MSCCL XML file computes its collective, without deadlock and without races.
+
+    Args:
+      text: the file's content.
+      root: the destination of a reduce or the source of a broadcast; ``None``: found, as the format does not store it.
+      slots: the number of messages that a connection holds before they are received; ``None``: as in NCCL's protocol.
+    Returns:
+      The facts about the file, and notes on limits of the runtimes that it breaks.
+    Raises:
+      ScheduleError: the file is malformed or too large, has a deadlock or race, reads memory that was never written, or
+        leaves a wrong result; the message names the step at fault, if there is one. Also for a collective other than
+        all-reduce, reduce, reduce-scatter, broadcast, all-gather and all-to-all.
+      ArgumentError: an invalid root or number of slots.
+
+    >>> from crossreduce.planning import ring
+    >>> from crossreduce.export.formats.msccl.writer import to_msccl_xml
+    >>> print(verify_msccl_xml(to_msccl_xml(ring(["cuda:0", "cuda:1"]))))
+    allreduce, in place and out of place: right.
+      2 GPUs, 1 channels, 2 chunks, 2 threadblocks per GPU, 8 steps, Simple
+    """
+    algo = read_msccl_xml(text)
+    if algo.coll not in VERIFIABLE:
+        problem = f"collectives of this kind cannot be verified: {algo.coll}."
+        raise ScheduleError.of(problem, quoted(algo.name), "a file for " + ", ".join(sorted(VERIFIABLE)))
+    require_integers(root=root, slots=slots)
+    if root is not None and algo.coll not in ("reduce", "broadcast"):
+        raise ArgumentError.of(f"the file's collective, {algo.coll}, has no root.", shown(root), "root=None")
+    if root is not None and root not in range(len(algo.gpus)):
+        remedy = f"0 to {len(algo.gpus) - 1}, or None"
+        raise ArgumentError.of("the root must be a rank of the file.", shown(root), remedy)
+    if slots is not None and slots < 1:
+        raise ArgumentError.of("the number of slots must be at least 1.", shown(slots), "slots=8")
+    slots = slots or SLOTS[algo.proto]
+    program = MscclProgram(algo)
+    order = Execution(program, slots, chunks_per_slot(algo)).order()
+    notes = [note for runtime in RUNTIMES.values() for note in broken_limits(algo, runtime)] + program.notes
+    if text.lstrip().startswith("<?xml"):
+        notes.append("msccl-executor-nccl and RCCL cannot read an XML declaration (<?xml ...?>)")
+    for inplace in (True, False):
+        if algo.inplace if inplace else algo.outofplace:
+            root = _prove(program, order, inplace, root, notes)
+    if root is not None:
+        limit = f"runtimes use the file for every root, but it is right only for {root}"
+        notes.append(f"the format does not store a root: {limit}")
+    most = max(len(gpu.threadblocks) for gpu in algo.gpus)
+    steps = sum(len(block.steps) for gpu in algo.gpus for block in gpu.threadblocks)
+    counts = len(algo.gpus), algo.channels, algo.chunks, most, steps
+    modes, unique = (algo.inplace, algo.outofplace), tuple(dict.fromkeys(notes))
+    return MscclReport(algo.name, algo.coll, root, algo.proto, *counts, *modes, slots, unique)
+
+
+class _Contents(NamedTuple):
+    """The value in a chunk of memory."""
+
+    chunk: int  # its chunk of the collective; -1: different chunks were combined, which cannot be undone
+    once: int  # bit r: it contains the contribution of rank r
+    twice: int  # bit r: it contains the contribution of rank r more than once
+
+
+@dataclass
+class _MemoryCell:
+    value: _Contents | None = None
+    writer: int = -1
+    readers: list[int] = field(default_factory=list)
+
+
+Key = tuple[int, str, int]  # (GPU, buffer, chunk)
+
+
+def _combined(a: _Contents, b: _Contents) -> _Contents:
+    if a.chunk != b.chunk:
+        return _Contents(-1, 0, 0)
+    return _Contents(a.chunk, a.once | b.once, a.twice | b.twice | (a.once & b.once))
+
+
+class _Memory:
+    """The buffers of all GPUs during one call, in place or not; only inputs of the ranks ``sources`` may be read."""
+
+    def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
+        self.program, self.inplace = program, inplace
+        self.coll, chunks = program.algo.coll, program.algo.chunks
+        self.ranks = len(program.algo.gpus)
+        self.part = chunks // self.ranks
+        self.sizes = {
+            "i": self.part if self.coll == "allgather" else chunks,
+            "o": self.part if self.coll == "reducescatter" else chunks,
+        }
+        self.cells: defaultdict[Key, _MemoryCell] = defaultdict(_MemoryCell)
+        for rank in sources:
+            for k in range(self.sizes["i"]):
+                chunk = rank * self.part + k if self.coll == "allgather" else k
+                self.cells[self.key(rank, "i", k)].value = _Contents(chunk, 1 << rank, 0)
+
+    def key(self, gpu: int, buffer: str, chunk: int) -> Key:
+        """Return the key of a chunk of a buffer; a chunk that two buffers share, in place, has one key.
+
+        In place, an all-gather's input is a part of its output, and a reduce-scatter's output a part of its input.
+        """
+        smaller, larger = ("i", "o") if self.coll == "allgather" else ("o", "i")
+        if not self.inplace or buffer != smaller:
+            return gpu, buffer, chunk
+        return gpu, larger, chunk + (gpu * self.part if self.sizes["i"] != self.sizes["o"] else 0)
+
+    def run(self, order: list[int]) -> None:
+        """Run all steps, one by one; raise for a race or another invalid access to memory."""
+        clocks = _Clocks(self.program.steps)
+        messages: dict[int, list[_Contents]] = {}
+        for number in order:
+            step = self.program.steps[number]
+            start, arrived = clocks.run(number)
+            kind = step.xml.type
+            reads = self._span(step, step.xml.src) if kind in READS else []
+            writes = self._span(step, step.xml.dst) if kind in WRITES else []
+            if reads and writes and reads != writes and not set(reads).isdisjoint(writes):
+                raise self.program.error(step, "src and dst overlap, but are not the same.")
+            values = messages.pop(step.sender, [])
+            if reads:
+                own = [self._read(number, key, start) for key in reads]
+                values = list(map(_combined, values, own)) if kind in RECEIVES else own
+            if kind == "re":
+                values = list(map(_combined, [self._read(number, key, start) for key in writes], values))
+            if writes:
+                for key, value in zip(writes, values, strict=True):
+                    self._write(number, key, value, arrived)
+            if kind in SENDS:
+                messages[number] = values
+
+    def _span(self, step: RuntimeStep, span: Location) -> list[Key]:
+        """Return the chunks of a step's source or destination."""
+        gpu = self.program.algo.gpus[step.gpu]
+        size = min(self.sizes.get(span.buffer, gpu.sizes["s"]), gpu.sizes[span.buffer])
+        if span.offset < 0 or span.offset + step.count > size:
+            chunks = f"chunks {span.offset} to {span.offset + step.count - 1} of the {BUFFERS[span.buffer]} buffer"
+            raise self.program.error(step, f"{chunks}, which has {size}.")
+        return [self.key(step.gpu, span.buffer, span.offset + k) for k in range(step.count)]
+
+    def _read(self, number: int, key: Key, done: int) -> _Contents:
+        cell = self.cells[key]
+        if cell.value is None:
+            text = f"reads {self._describe(key)}, which was never written."
+            raise self.program.error(self.program.steps[number], text)
+        if cell.writer >= 0 and not done >> cell.writer & 1:
+            raise self._race(number, "reads", key, cell.writer, "writes")
+        cell.readers.append(number)
+        return cell.value
+
+    def _write(self, number: int, key: Key, value: _Contents, done: int) -> None:
+        cell = self.cells[key]
+        if cell.writer >= 0 and not done >> cell.writer & 1:
+            raise self._race(number, "writes", key, cell.writer, "writes")
+        for reader in cell.readers:
+            if reader != number and not done >> reader & 1:
+                raise self._race(number, "writes", key, reader, "reads")
+        cell.value, cell.writer = value, number
+        cell.readers.clear()
+
+    def _race(self, number: int, does: str, key: Key, other: int, did: str) -> ScheduleError:
+        step, far = self.program.steps[number], self.program.steps[other]
+        earlier = f"tb {far.block}, step {far.number} ({far.xml.type}) {did}"
+        text = f"a race. It {does} {self._describe(key)}, which {earlier}, and the two are not ordered."
+        return self.program.error(step, text)
+
+    def _describe(self, key: Key) -> str:
+        mode = "in place" if self.inplace else "out of place"
+        return f"chunk {key[2]} of the {BUFFERS[key[1]]} buffer ({mode})"
+
+    def broadcast_root(self) -> int:
+        """Return a broadcast's root: the rank whose input is in chunk 0 of the last rank's output; 0: none."""
+        value = self.cells[self.key(self.ranks - 1, "o", 0)].value
+        return value.once.bit_length() - 1 if value is not None and value.once else 0
+
+    def output_fault(self, rank: int, root: int | None) -> str | None:
+        """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
+        everyone = (1 << self.ranks) - 1
+        for k in range(self.sizes["o"]):
+            key = self.key(rank, "o", k)
+            cell = self.cells[key]
+            if self.coll in REDUCING:
+                expected = _Contents(rank * self.part + k if self.coll == "reducescatter" else k, everyone, 0)
+            elif self.coll == "broadcast":
+                expected = _Contents(k, 1 << (root or 0), 0)
+            elif self.coll == "allgather":
+                expected = _Contents(k, 1 << k // self.part, 0)
+            else:
+                expected = _Contents(rank * self.part + k % self.part, 1 << k // self.part, 0)
+            if cell.value != expected:
+                place = f"{self.program.name}, gpu {rank}"
+                if cell.writer >= 0:
+                    far = self.program.steps[cell.writer]
+                    place += f", tb {far.block}, step {far.number} ({far.xml.type})"
+                return f"{place}: at the end {self._describe(key)} {_fault(cell.value, expected)}."
+        return None
+
+
+class _Clocks:
+    """The steps that are certainly done at each moment, as sets of bits (bit k: step k)."""
+
+    def __init__(self, steps: list[RuntimeStep]) -> None:
+        self.steps = steps
+        # For each step that later steps depend on: the steps that are done when it begins to send, and when it ends.
+        self.past: dict[int, tuple[int, int]] = {}
+        self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
+
+    def run(self, number: int) -> tuple[int, int]:
+        """Return the steps that are done when step ``number`` starts, and when the message that it receives arrives."""
+        step = self.steps[number]
+        start = 0
+        for other in (step.previous, *step.waits):
+            start |= self._use(other)[1]
+        begun, over = self._use(step.sender)
+        arrived = start | begun
+        if self.uses[number]:
+            self.past[number] = arrived, arrived | over | 1 << number
+        return start, arrived
+
+    def _use(self, other: int) -> tuple[int, int]:
+        """Return the entry of ``past`` for a step (-1: no steps), and delete it after its last use."""
+        if other < 0:
+            return 0, 0
+        self.uses[other] -= 1
+        return self.past[other] if self.uses[other] else self.past.pop(other)
+
+
+def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | None, notes: list[str]) -> int | None:
+    """Run the steps on symbolic memory, and raise unless the result is right. Return the root of the collective."""
+    coll = program.algo.coll
+    ranks = range(len(program.algo.gpus))
+    memory = _Memory(program, inplace, ranks)
+    memory.run(order)
+    if coll == "broadcast":
+        root = memory.broadcast_root() if root is None else root
+        memory = _Memory(program, inplace, range(root, root + 1))  # only the root's input may be read
+        memory.run(order)
+    elif coll == "reduce" and root is None:
+        faults = [memory.output_fault(rank, None) for rank in ranks]
+        if None not in faults:
+            raise ScheduleError(f"{program.name}: no rank has the complete sum at the end. {faults[0]}")
+        root = faults.index(None)
+    for rank in ranks if coll != "reduce" or root is None else (root,):
+        fault = memory.output_fault(rank, root)
+        if fault is not None:
+            raise ScheduleError(fault)
+    for step in () if inplace else program.steps:
+        spans = [s for s, types in ((step.xml.src, READS), (step.xml.dst, WRITES)) if step.xml.type in types]
+        if coll == "reduce" and step.gpu != root and any(span.buffer == "o" for span in spans):
+            raise program.error(step, f"uses the output buffer, which only the root {root} has.")
+        if step.xml.type in WRITES and step.xml.dst.buffer == "i":
+            place = f"gpu {step.gpu}, tb {step.block}, step {step.number}"
+            notes.append(f"{place} writes the input of an out-of-place call")
+    return root
+
+
+def _fault(value: _Contents | None, expected: _Contents) -> str:
+    """Return the difference between two values in words."""
+    if value is None:
+        return "was never written"
+    if value.chunk == -1:
+        return "combines different chunks"
+    if value.chunk != expected.chunk:
+        return f"contains chunk {value.chunk} instead of {expected.chunk}"
+    for bits, fault in (
+        (value.twice, "has the contribution of rank {} more than once"),
+        (expected.once & ~value.once, "lacks the contribution of rank {}"),
+        (value.once & ~expected.once, "has the contribution of rank {}, which does not belong there"),
+    ):
+        if bits:
+            return fault.format((bits & -bits).bit_length() - 1)
+    raise AssertionError("the values are equal")

@@ -1,0 +1,194 @@
+"""Write a schedule of rings as an NCCL graph file, so that NCCL itself uses these rings.
+
+Input: a ``Schedule`` whose chunks travel along rings of the devices. Output: XML for ``NCCL_GRAPH_FILE``.
+
+The file lists NCCL's rings, one per channel, and neither chunks nor rounds: NCCL spreads every collective evenly over
+its channels and divides it as it likes. So a ring that carries more of the buffer than another appears more often.
+NCCL finds trees itself, and uses at most as many channels as its trees have. A file is for all GPUs of one host, so it
+has no part of one rank.
+
+Source: github.com/NVIDIA/nccl, src/graph/search.cc (ncclTopoGetGraphFromXmlSub, ncclTopoGetXmlFromGraph).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import chain, pairwise
+from typing import Final
+
+from ...devices import parse
+from ...errors import ArgumentError, PlanError, shown
+from ...lowering import GeneratedProgram, Program, lower
+from ...schedule import Schedule
+from ...schedule.costs import Pair
+from ...schedule.traffic import route_links
+from ...topology import Topology, TopologyLike, topology_of
+from .collective import collective, require_integers
+
+MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS before NCCL 2.24 (64 since then), so any version can read the file
+# NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
+# bridges, the host bridge, between sockets.
+PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
+
+
+def to_nccl_graph_xml(
+    schedule: Schedule,
+    topology: TopologyLike | None = None,
+    *,
+    gb_per_s: float | Fraction | None = None,
+    path: str = "NVL",
+    copies: int = 1,
+) -> str:
+    """Return the rings of a schedule as an NCCL graph file.
+
+    The name of a GPU determines its number in the file: ``cuda:3`` is device 3 of the host.
+
+    Args:
+      schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
+      topology: a ``Topology``, a machine's name or a file's path. It determines the speed of a channel: each link's
+        bandwidth is divided by the number of channels that use it, and the least result is the speed.
+      gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
+      path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
+      copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
+        several.
+    Raises:
+      PlanError: the schedule is not of rings of one host's GPUs, needs over 32 channels, or the topology lacks a link.
+      ScheduleError: ``verify`` rejects the schedule.
+      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are not an integer above 0.
+
+    >>> from crossreduce.planning import ring
+    >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
+    <graphs version="1">
+      <graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="20" speedinter="20" latencyinter="0" \
+typeintra="NVL" typeinter="PIX" samechannels="1">
+        <channel>
+          <gpu dev="0"/>
+          <gpu dev="2"/>
+          <gpu dev="1"/>
+        </channel>
+      </graph>
+    </graphs>
+    <BLANKLINE>
+    """
+    if path not in PATHS:
+        raise ArgumentError.of("no kind of connection between GPUs has this name.", shown(path), ", ".join(PATHS))
+    require_integers(copies=copies)
+    if copies is None or copies < 1:
+        raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
+    if (topology is None) == (gb_per_s is None):
+        fault, remedy = ("neither is", "gb_per_s=20") if topology is None else ("both are", "gb_per_s=None")
+        given = f"topology={shown(topology)}, gb_per_s={shown(gb_per_s)}"
+        raise ArgumentError.of(f"give either topology or gb_per_s: {fault} given.", given, remedy)
+    devices = [parse(name) for name in schedule.devices]
+    for device in devices:
+        if device.kind != "cuda" or device.logical or device.host != devices[0].host:
+            fault = f"on another host than {devices[0]}" if device.host != devices[0].host else "a part of a GPU"
+            fault = fault if device.kind == "cuda" else "not a CUDA device"
+            problem = f"an NCCL graph can only have whole GPUs of one host, but {device} is {fault}."
+            remedy = "devices such as cuda:0, cuda:1; one file per host"
+            raise PlanError.of(problem, ", ".join(schedule.devices), remedy)
+    shares = rings(schedule)
+    parts = math.lcm(*(share.denominator for share in shares.values()))
+    counts = {cycle: int(share * parts) for cycle, share in shares.items()}
+    divisor = math.gcd(*counts.values())
+    channels = [cycle for cycle, count in counts.items() for _ in range(count // divisor * copies)]
+    if len(channels) > MOST_CHANNELS:
+        given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
+        problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
+        remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
+        raise PlanError.of(problem, given, remedy if parts > MOST_CHANNELS else f"copies={MOST_CHANNELS // parts}")
+    links = None if topology is None else topology_of(topology)
+    speed = float(gb_per_s or 0 if links is None else _speed(lower(schedule), links, channels))
+    if not 0 < speed < math.inf:
+        given = f"gb_per_s={shown(gb_per_s)}"
+        raise ArgumentError.of("the speed of a channel must be above 0 and finite.", given, "gb_per_s=20")
+    lines = [
+        '<graphs version="1">',
+        f'  <graph id="0" pattern="4" crossnic="0" nchannels="{len(channels)}" speedintra="{speed:g}" '
+        f'speedinter="{speed:g}" latencyinter="0" typeintra="{path}" typeinter="PIX" '
+        f'samechannels="{int(len(shares) == 1)}">',
+    ]
+    for cycle in channels:
+        # Older versions of NCCL read 10 as ten, newer ones as sixteen; all of them read 0xa as ten.
+        numbers = [devices[rank].index for rank in cycle]
+        gpus = [f'      <gpu dev="{k if k < 10 else hex(k)}"/>' for k in numbers]
+        lines += ["    <channel>", *gpus, "    </channel>"]
+    return "\n".join([*lines, "  </graph>", "</graphs>", ""])
+
+
+def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
+    """Return the rings along which chunks travel, and the share of the buffer that each carries.
+
+    A ring is a tuple of positions in ``schedule.devices``, in the order of travel, beginning with 0. A chunk that does
+    not complete its ring belongs to the only ring that contains its path.
+
+    Raises:
+      PlanError: a chunk does not travel along a ring; the message has the chunk, the devices and the reason.
+      ScheduleError: ``verify`` rejects the schedule.
+
+    >>> from crossreduce.planning import ring
+    >>> rings(ring(["cuda:0", "cuda:1", "cuda:2"]))
+    {(0, 1, 2): Fraction(1, 1)}
+    """
+    program = collective(schedule).program
+    listed = program.base if isinstance(program, GeneratedProgram) else program
+    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(listed.chunks) if chunk.share}
+    for transfer in chain.from_iterable(listed.transfers):
+        if transfer.chunk in arcs:
+            arcs[transfer.chunk].add((transfer.src, transfer.dst))
+    cycles = {c: _ring(schedule, c, pairs) for c, pairs in arcs.items()}
+    moved = list(cycles.items())
+    if isinstance(program, GeneratedProgram):
+        elements = list(program.schedule.symmetry.elements())
+        numbering = enumerate(program.schedule.numbering)
+        moved = [
+            (number, _from_zero([elements[element][k] for k in cycles[c]]))
+            for number, (element, c) in numbering
+            if c in cycles
+        ]
+    shares: dict[tuple[int, ...], Fraction] = {}
+    for c, cycle in moved:
+        shares[cycle] = shares.get(cycle, Fraction(0)) + program.shares[c]
+    return shares
+
+
+def _from_zero(cycle: Sequence[int]) -> tuple[int, ...]:
+    """Return a ring that begins with 0."""
+    zero = cycle.index(0)
+    return (*cycle[zero:], *cycle[:zero])
+
+
+def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the ring that contains the transfers of a chunk; see ``rings``."""
+    names = schedule.devices
+
+    def refuse(reason: str) -> PlanError:
+        return PlanError.of(f"an NCCL graph can only have rings, but {reason}.", schedule.head, 'algorithm="ring"')
+
+    for own, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
+        others: dict[int, int] = {}
+        for arc in sorted(arcs):
+            here, there = arc[own], arc[1 - own]
+            if others.setdefault(here, there) != there:
+                raise refuse(f"chunk {chunk} " + text.format(names[here], names[others[here]], names[there]))
+    successor = dict(arcs)
+    starts = sorted(set(successor) - set(successor.values())) or [0]
+    path = [starts[0]]
+    while path[-1] in successor and successor[path[-1]] != path[0]:
+        path.append(successor[path[-1]])
+    assert len(path) == len(names), "a chunk with all devices as sources or destinations passes all of them"
+    return _from_zero(path)
+
+
+def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
+    """Return the bandwidth of each channel if all channels are used at the same time."""
+    routes = {(route.src, route.dst): route.through for route in program.routes}
+    used: Counter[Pair] = Counter()
+    for cycle in channels:
+        for src, dst in pairwise((*cycle, cycle[0])):
+            ends = program.devices[src], program.devices[dst]
+            used.update(route_links(topology, *ends, routes.get((src, dst))))
+    return min(topology.by_ends[ends].bandwidth / count for ends, count in used.items())

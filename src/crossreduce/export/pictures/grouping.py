@@ -1,0 +1,259 @@
+"""The trees of a schedule, and groups of trees that have the same shape, so that a reader sees each shape once.
+
+Input: a ``Schedule`` and its ``Topology``. Output: ``TreeGroup`` values, in the order of their first chunks. The
+chunks of a ring are one group: they use the same links, with other roots and in both directions. Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import chain
+
+from ...lowering import ChunkProgram, Program, lower
+from ...schedule import Schedule
+from ...schedule.traffic import route_links
+from ...topology import Topology
+
+Graph = dict[str, dict[str, int]]  # for each node its neighbours, each with the number of the kind of link between them
+Route = tuple[str, ...] | None  # the nodes that a transfer passes, if they are given
+Ids = dict[object, int]  # numbers of values, in the order of their first use
+
+
+@dataclass(frozen=True)
+class ScheduleTree:
+    """Chunks of a schedule with the same roots and the same transfers.
+
+    Roots are the devices that produce the result, or the only source. ``links`` counts the values that pass each link,
+    by (src, dst, whether the value is final); links to and from switches are included.
+    """
+
+    chunks: tuple[int, ...]
+    share: Fraction  # of the buffer, of all these chunks
+    roots: tuple[str, ...]
+    links: Counter[tuple[str, str, bool]]
+
+    @cached_property
+    def pairs(self) -> frozenset[frozenset[str]]:
+        """The pairs of nodes between which data moves, in any direction."""
+        return frozenset(frozenset(ends[:2]) for ends in self.links)
+
+    @cached_property
+    def is_ring(self) -> bool:
+        """Whether the links form one cycle, as those of a chunk of the ring algorithm do."""
+        near: dict[str, list[str]] = {}
+        for src, dst in map(sorted, self.pairs):
+            near.setdefault(src, []).append(dst)
+            near.setdefault(dst, []).append(src)
+        if len(near) < 3 or any(len(others) != 2 for others in near.values()):
+            return False
+        seen, left = set[str](), [next(iter(near))]
+        while left:
+            node = left.pop()
+            if node not in seen:
+                seen.add(node)
+                left += near[node]
+        return len(seen) == len(near)
+
+
+@dataclass(frozen=True)
+class TreeGroup:
+    """Trees of the same shape.
+
+    A renaming of the nodes maps the links of one tree, without their directions, to the links of each other tree. It
+    keeps devices, switches, bandwidths and latencies. Trees with the same links and other roots are the usual case.
+    """
+
+    trees: tuple[ScheduleTree, ...]
+
+    @property
+    def tree(self) -> ScheduleTree:
+        """The tree that represents the group: the first one of the largest share."""
+        return max(self.trees, key=lambda tree: tree.share)
+
+    @property
+    def count(self) -> int:
+        """The number of trees."""
+        return len(self.trees)
+
+    @cached_property
+    def share(self) -> Fraction:
+        """The share of the buffer that all trees carry."""
+        return sum((tree.share for tree in self.trees), Fraction(0))
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of the chunks of all trees."""
+        return tuple(sorted(chunk for tree in self.trees for chunk in tree.chunks))
+
+    @cached_property
+    def link_sets(self) -> int:
+        """The number of different sets of links that trees use. Directions do not count. 1: only the roots differ."""
+        return len({tree.pairs for tree in self.trees})
+
+    @cached_property
+    def title(self) -> str:
+        """The number of trees and their share of the buffer, such as "2 rings: 32 x 1/48 = 2/3 of the buffer"."""
+        whole = "the whole buffer" if self.share == 1 else f"{self.share} of the buffer"
+        if self.count == 1:
+            return whole
+        rings = "ring: " if self.link_sets == 1 else f"{self.link_sets} rings: "
+        kind = rings if self.tree.is_ring else ""
+        shares = {tree.share for tree in self.trees}
+        if len(shares) == 1:
+            return f"{kind}{self.count} x {shares.pop()} = {whole}"
+        return f"{kind}{self.count} trees, {whole}"
+
+
+def chunk_transfers(program: Program) -> list[list[tuple[int, int, Route, bool]]]:
+    """Return for each chunk its transfers in order: the devices' numbers, the route, and whether the value is final."""
+    found: list[list[tuple[int, int, Route, bool]]] = [[] for _ in program.chunks]
+    for chunk, src, dst, through, final in chain.from_iterable(program.transfers):
+        found[chunk].append((src, dst, through, final))
+    return found
+
+
+def chunk_roots(chunk: ChunkProgram) -> frozenset[int]:
+    """Return the devices that compute the result of a chunk, or its only source."""
+    if len(chunk.sources) == 1:
+        return frozenset(chunk.sources)
+    return frozenset(step.device for step in chunk.instructions if step.final)
+
+
+def trees_of(schedule: Schedule, topology: Topology) -> tuple[ScheduleTree, ...]:
+    """Return the trees of a schedule; chunks with the same roots and transfers are one tree.
+
+    Raises:
+      PlanError: the topology has no route for a transfer.
+      ScheduleError: ``verify`` rejects the schedule.
+    """
+    program = lower(schedule)
+    transfers_of = chunk_transfers(program)
+    alike: dict[tuple[frozenset[int], tuple[object, ...]], list[int]] = {}
+    for c, chunk_program in enumerate(program.chunks):
+        alike.setdefault((chunk_roots(chunk_program), (*transfers_of[c],)), []).append(c)
+    trees = []
+    for (roots, _), chunks in alike.items():
+        links: Counter[tuple[str, str, bool]] = Counter()
+        for src, dst, through, final in transfers_of[chunks[0]]:
+            pairs = route_links(topology, program.devices[src], program.devices[dst], through)
+            links.update((*pair, final) for pair in pairs)
+        share = sum((program.chunks[c].share for c in chunks), Fraction(0))
+        trees.append(ScheduleTree(tuple(chunks), share, tuple(program.devices[root] for root in sorted(roots)), links))
+    return tuple(trees)
+
+
+def tree_groups(schedule: Schedule, topology: Topology) -> tuple[TreeGroup, ...]:
+    """Return the trees of a schedule in groups of the same shape, in the order of the first chunks.
+
+    >>> from crossreduce.planning import ring
+    >>> topology = Topology.ring(4, gb_per_s=25)
+    >>> [group.title for group in tree_groups(ring(topology.devices), topology)]
+    ['ring: 4 x 1/4 = the whole buffer']
+
+    Raises:
+      PlanError: the topology has no route for a transfer.
+      ScheduleError: ``verify`` rejects the schedule.
+    """
+    by_links: dict[frozenset[frozenset[str]], list[ScheduleTree]] = {}
+    for tree in trees_of(schedule, topology):
+        by_links.setdefault(tree.pairs, []).append(tree)
+    ids: Ids = {}
+    shapes: dict[tuple[int, ...], list[tuple[Graph, dict[str, int], list[ScheduleTree]]]] = {}
+    groups: list[list[ScheduleTree]] = []
+    for pairs, trees in by_links.items():
+        graph = _graph(pairs, topology, ids)
+        colours = _colours(graph, topology, ids)
+        known = shapes.setdefault(tuple(sorted(colours.values())), [])
+        for other, others_colours, group in known:
+            if _isomorphic(graph, colours, other, others_colours):
+                group += trees
+                break
+        else:
+            groups.append(trees)
+            known.append((graph, colours, trees))
+    in_order = [sorted(group, key=lambda tree: tree.chunks) for group in groups]
+    return tuple(TreeGroup(tuple(group)) for group in in_order)
+
+
+def _graph(pairs: frozenset[frozenset[str]], topology: Topology, ids: Ids) -> Graph:
+    """Return the graph of some links without directions."""
+    graph: Graph = {}
+    for a, b in sorted(map(sorted, pairs)):
+        both = (topology.link(a, b), topology.link(b, a))
+        speeds = sorted((link.bandwidth, link.latency_s) for link in both if link is not None)
+        kind = _number(ids, ("link", *speeds))
+        graph.setdefault(a, {})[b] = kind
+        graph.setdefault(b, {})[a] = kind
+    return graph
+
+
+def _colours(graph: Graph, topology: Topology, ids: Ids) -> dict[str, int]:
+    """Return a number for each node. Nodes that a renaming can map to each other have the same number.
+
+    Each round refines the numbers by the numbers of the neighbours, until the number of classes stays the same (the
+    Weisfeiler-Leman test). Numbers of different graphs can be compared.
+    """
+    reducing = {switch.name: switch.reduces for switch in topology.switches}
+    colours = {node: _number(ids, ("node", reducing.get(node))) for node in graph}
+    classes = 0
+    while len(set(colours.values())) > classes:
+        classes = len(set(colours.values()))
+        colours = {
+            node: _number(ids, (colours[node], *sorted((kind, colours[other]) for other, kind in near.items())))
+            for node, near in graph.items()
+        }
+    return colours
+
+
+def _number(ids: Ids, value: object) -> int:
+    return ids.setdefault(value, len(ids))
+
+
+def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[str, int]) -> bool:
+    """Return whether a renaming maps one graph to the other; nodes keep their colours and links their kinds.
+
+    The nodes of ``a`` are mapped in breadth-first order. If no node of ``b`` fits, the last choice is changed.
+    """
+    order = _breadth_first(a)
+    fitting: dict[int, list[str]] = {}
+    for node in b:
+        fitting.setdefault(colours_b[node], []).append(node)
+    images: dict[str, str] = {}
+    used: set[str] = set()
+
+    def choices(node: str) -> Iterator[str]:
+        mapped = [(images[near], kind) for near, kind in a[node].items() if near in images]
+        near_image: Sequence[str] = list(b[mapped[0][0]]) if mapped else fitting.get(colours_a[node], ())
+        for image in near_image:
+            alike = image not in used and colours_b[image] == colours_a[node]
+            if alike and all(b[image].get(other) == kind for other, kind in mapped):
+                yield image
+
+    tried: list[Iterator[str]] = []
+    while len(images) < len(order):
+        if len(tried) == len(images):
+            tried.append(choices(order[len(images)]))
+        image = next(tried[-1], None)
+        if image is not None:
+            images[order[len(images)]] = image
+            used.add(image)
+            continue
+        tried.pop()
+        if not tried:
+            return False
+        used.discard(images.pop(order[len(images) - 1]))
+    return len(a) == len(b) and sum(map(len, a.values())) == sum(map(len, b.values()))
+
+
+def _breadth_first(graph: Graph) -> list[str]:
+    order: dict[str, None] = {}
+    for start in graph:
+        front = [] if start in order else [start]
+        while front:
+            order.update(dict.fromkeys(front))
+            front = list(dict.fromkeys(near for node in front for near in graph[node] if near not in order))
+    return list(order)

@@ -1,0 +1,217 @@
+// Memory that the ranks of one host share: slots for data, barriers, a flight recorder, and the cause of an abort.
+//
+// An op runs a rank program: stages of instructions, with a barrier of all ranks between two stages. The programs of
+// all ranks have the same number of stages, at least two; their instructions differ. Half of each slot serves the ops
+// of even number, the other half those of odd number. A rank that begins op n has passed a barrier of op n - 1, and all
+// ranks reach that barrier after they complete op n - 2. So no rank overwrites data that another rank still reads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernel.hpp"
+#include "trace_file.hpp"
+
+constexpr int PEER_BUFFER = 1 << 20;
+constexpr int READABLE_BUFFERS = 64; // how many of the first buffers of a caller other ranks may read
+constexpr int64_t TURN_NBYTES = 1 << 15; // the distance between the places at which ops begin
+
+struct BufferRef { // the location of an operand
+    // A rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + READABLE_BUFFERS r + k: buffer k of rank r's.
+    int region;
+    int64_t offset; // bytes
+};
+
+struct Instruction { // runs a kernel
+    const Kernel *kernel;
+    std::vector<BufferRef> sources, results;
+    bool streaming;
+    Phase phase = Phase::none; // what a trace calls it; see `phase_of`
+};
+
+// What an instruction does: it copies the caller's data into a slot, combines operands, or copies a result out.
+inline Phase phase_of(const Instruction &one) {
+    if (one.sources.size() > 1) return Phase::reduce;
+    const bool to_slot = one.results[0].region >= 0, from_caller = one.sources[0].region < 0;
+    return to_slot && from_caller ? Phase::copy_in : Phase::copy_out;
+}
+
+struct RankProgram {
+    std::vector<std::vector<Instruction>> stages;
+    int slots;           // how many slots the instructions use, from the first
+    int peers;           // of how many ranks, from the first, they may read the callers' buffers
+    int buffers;         // how many of the caller's buffers they use
+    int64_t slot_nbytes; // the bytes of each slot that they use, in one half
+    int kind;            // of the collective, below CALL_KINDS; and its bytes, for the counters
+    int64_t nbytes;
+};
+
+constexpr int RECORDED_OPS = 32;    // the number of ops of each rank that the flight recorder stores
+constexpr int SIGNATURE_WORDS = 29; // words of 8 bytes
+constexpr int SIGNATURE_NBYTES = 8 * SIGNATURE_WORDS;
+constexpr int CAUSE_NBYTES = 2040;
+constexpr int ABOUT_NBYTES = 1000;
+constexpr int CALL_KINDS = 10; // the collectives, one of which is "other"; crossreduce.observe.counters has their names
+// Identifies the memory of a group; the last digits are the version of its layout. Change it with the structures below.
+constexpr uint64_t LAYOUT = 0x6372726564'000001;
+
+struct OpRecord { // an op in the flight recorder of a rank
+    std::atomic<uint64_t> number;              // the op's number, from 1; 0: the record is empty or being written
+    std::atomic<int64_t> started_ns, ended_ns; // by the monotonic clock; ended_ns is 0 until the op ends
+    std::atomic<uint32_t> length;
+    // Another rank may read the signature while it is overwritten; `read` then returns false.
+    std::atomic<uint64_t> signature[SIGNATURE_WORDS];
+
+    void write(uint64_t number, const std::string &signature, int64_t started_ns);
+    // Read the record if it is the op of this number; else return false.
+    bool read(uint64_t number, std::string &signature, int64_t &started_ns, int64_t &ended_ns) const;
+};
+
+// Counters of a rank's completed ops of one kind. Only the rank itself writes them; others, and other programs, read.
+struct CallCounts {
+    std::atomic<uint64_t> calls, nbytes, ns, waited_ns, between_hosts_ns;
+};
+
+struct WaitCounts { // the waits of one rank for another: at how many barriers it was the last one, and how long
+    std::atomic<uint64_t> barriers, ns;
+};
+
+// Add to a counter that only this thread writes: cheaper than an atomic addition.
+inline void count(std::atomic<uint64_t> &counter, uint64_t more) {
+    counter.store(counter.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+}
+
+struct alignas(64) RankState {
+    // What other ranks read at every barrier is in one cache line.
+    std::atomic<uint64_t> arrivals;   // the number of barriers that the rank has reached
+    std::atomic<uint64_t> digests[2]; // of the signatures of its last two ops, by the parity of their numbers
+    std::atomic<uint32_t> bell;       // a futex: the lower half of `arrivals`
+    std::atomic<uint32_t> sleepers;   // the number of ranks that wait on it
+    // The addresses of buffers 0 and 1 of the callers of its last two ops; at first the address of `probe`.
+    std::atomic<uint64_t> first_buffers[2][2];
+    alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
+    std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
+    std::atomic<int64_t> global_rank;         // its number in messages
+    CallCounts counts[CALL_KINDS];
+    OpRecord records[RECORDED_OPS];
+    std::atomic<uint64_t> more_buffers[2][READABLE_BUFFERS - 2];
+
+    // The address of a buffer of the caller of an op.
+    std::atomic<uint64_t> &buffer(uint64_t op, size_t k) {
+        return k < 2 ? first_buffers[op % 2][k] : more_buffers[op % 2][k - 2];
+    }
+};
+
+struct GroupState { // at the start of the memory; the states of the ranks, their waits and the slots follow
+    alignas(64) std::atomic<uint32_t> aborted; // 0: no; 1: yes; 2 + rank: this rank is writing the cause
+    uint32_t cause_length;
+    char cause[CAUSE_NBYTES];
+    // What a program that is not a rank needs to read the memory. It stays at this place in all layouts.
+    std::atomic<uint64_t> layout; // LAYOUT when the rest is written
+    uint32_t ranks, about_length;
+    char about[ABOUT_NBYTES];
+};
+
+enum class Outcome { done, waiting, mismatch, aborted, out_of_memory, unreadable };
+
+class SharedMemory {
+  public:
+    // Map the memory of all ranks, with slots of `slot` bytes. Returns null and sets errno if that fails.
+    static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // Use the caller's memory, which must be zero before the first rank uses it and must outlive this object.
+    static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // Map what precedes the slots, to be read only (observer.cpp). Returns null and sets errno if that fails: EINVAL if
+    // the memory is not that of a group, EPROTO if it has another layout, EAGAIN if its ranks have not described it.
+    static SharedMemory *observe(int fd);
+    ~SharedMemory();
+    static int64_t nbytes(int ranks, int64_t slot);
+    // Describe the group, for observers, with the numbers of the ranks of this host. Only the first rank does something,
+    // so that an observer sees either all of it or nothing.
+    void describe(const std::vector<int64_t> &global_ranks, const std::string &about);
+
+    // Begin the next op. The program, the buffers and their memory must stay valid until the op ends.
+    void begin(const RankProgram &program, std::vector<char *> buffers, const std::string &signature);
+    // Run the stages before `until`. Returns `waiting` after about `slice_ns`; the caller then calls it again.
+    Outcome advance(size_t until, int64_t slice_ns);
+    // End the current op early. All ranks must do so in the same stage.
+    void end_op(Outcome outcome = Outcome::done);
+    // Record the ops that begin from now on in a file; null: in none. Another thread may run stages of an op meanwhile,
+    // which stays in its file, but must not begin one: the caller has the lock of the Python object for both.
+    void trace_to(std::shared_ptr<TraceFile> file) {
+        next_trace = std::move(file);
+        if (program == nullptr) traced = next_trace;
+    }
+    int trace_problem() const { return next_trace ? next_trace->problem() : 0; }
+    // Record that this rank has done something outside of the stages, since the last record.
+    void trace(Phase phase, size_t stage) {
+        if (traced && program != nullptr) traced->record(phase, now_in_trace(), 0, stage);
+    }
+    // End the trace of the current op, which was aborted. No other thread may run stages.
+    void abort_trace();
+    // Abort the group and wake all ranks. Later causes are ignored.
+    void abort(const std::string &cause);
+    // Whether this rank can read the memory of another rank's process. Asked before the first op.
+    bool can_read(int of) const;
+    std::string cause() const; // empty: not aborted, or the cause is incomplete
+    bool is_aborted() const { return group->aborted.load(std::memory_order_acquire) != 0; }
+    int aborting_rank() const; // the rank that is writing the cause; -1: none
+
+    int rank, ranks;
+    int64_t slot;
+    uint64_t number = 0; // the number of this rank's latest op
+    int64_t spin_ns = 0; // how long a rank spins before it yields its CPU, and then sleeps
+    // At how many places in their half of each slot the ops begin, in turn; the same on all ranks.
+    int turns = 1;
+    // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
+    std::function<bool()> progress;
+    int64_t queued_ns = 0; // since when the next op has waited in a queue, for a trace; 0: it did not
+    RankState &state(int of) const { return states[of]; }
+    // The waits of one rank for another.
+    WaitCounts &waits(int by, int of) const { return wait_counts[static_cast<size_t>(by) * row_of_waits(ranks) + of]; }
+    const GroupState &about_group() const { return *group; }
+    // Add to the time that the current op has spent in the exchange with other hosts.
+    void count_between_hosts(uint64_t ns) { if (program != nullptr) count(states[rank].counts[program->kind].between_hosts_ns, ns); }
+    // The memory of a rank's slot for the current op, and how many bytes an op may use there.
+    char *memory(int of) const { return slots + of * slot + start; }
+    int64_t room() const { return slot / 2 - (turns - 1) * TURN_NBYTES; }
+    const RankProgram *current() const { return program; }
+
+  private:
+    SharedMemory() = default;
+    static int64_t slots_offset(int ranks);
+    static size_t row_of_waits(int ranks) { return (static_cast<size_t>(ranks) + 3) / 4 * 4; } // whole cache lines
+    void arrive();
+    bool all_reached();
+    bool wait(int64_t until_ns);
+    bool wait_from(int64_t now, int64_t until_ns);
+    Outcome run(const std::vector<Instruction> &instructions);
+    bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
+    bool signatures_match() const;
+    static int64_t now_in_trace();
+
+    GroupState *group = nullptr;
+    RankState *states = nullptr;
+    WaitCounts *wait_counts = nullptr;
+    char *slots = nullptr;
+    size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    std::thread::id maker = std::this_thread::get_id();
+    int process = 0;          // the process that mapped the memory
+    int threads = 1;
+    int64_t probe = 0;
+    uint64_t arrivals = 0; // the number of barriers that this rank has reached
+    int met = 0;           // how many other ranks, from the next one on, are known to have reached the last of them
+    const RankProgram *program = nullptr;
+    std::vector<char *> buffers;
+    std::vector<Source> sources; // of an instruction, and the memory of its results
+    std::vector<char *> results;
+    int64_t start = 0;    // where the current op's memory begins in each slot
+    size_t next = 0;      // the next stage
+    bool waiting = false; // this rank has reached a barrier that others have not
+    OpRecord *record = nullptr;
+    int latest = -1; // the rank for which this one has last waited at its barrier; -1: it has not waited
+    std::shared_ptr<TraceFile> traced, next_trace; // of the current op; of the next one
+};

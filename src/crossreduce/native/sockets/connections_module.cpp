@@ -1,0 +1,181 @@
+// The Python classes Connections and PendingMessage.
+#include "module.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+
+#include "connections.hpp"
+#include "futex.hpp"
+
+#if defined(__linux__)
+
+namespace {
+
+constexpr int64_t SLICE_NS = 50000000; // a signal that comes just before a wait for the system is handled this late
+
+struct ConnectionsObject {
+    PyObject_HEAD
+    std::shared_ptr<Connections> *connections;
+};
+
+struct MessageObject {
+    PyObject_HEAD
+    std::shared_ptr<Connections> *connections;
+    std::shared_ptr<Message> *message;
+    long rank;
+};
+
+PyTypeObject *message_type = nullptr;
+
+Connections &connections_of(PyObject *object) { return **reinterpret_cast<ConnectionsObject *>(object)->connections; }
+
+PyObject *connections_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    return make_object<ConnectionsObject>(type, [&](ConnectionsObject &self) {
+        PyObject *ranks_given, *sockets_given;
+        std::vector<int> ranks, sockets;
+        if (!PyArg_ParseTuple(args, "OO", &ranks_given, &sockets_given) || !read_ints(ranks_given, ranks) ||
+            !read_ints(sockets_given, sockets))
+            return false;
+        if (ranks.size() != sockets.size()) return value_error("there must be one socket for each rank");
+        self.connections = new std::shared_ptr<Connections>(
+            std::make_shared<Connections>(std::move(ranks), std::move(sockets)));
+        return true;
+    });
+}
+
+void connections_dealloc(PyObject *object) {
+    delete reinterpret_cast<ConnectionsObject *>(object)->connections;
+    free_object(object);
+}
+
+PyObject *begin(PyObject *object, PyObject *const *args, Py_ssize_t count, bool sending) {
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "4 arguments expected, %zd given", count);
+    char *address = static_cast<char *>(PyLong_AsVoidPtr(args[0]));
+    const long long nbytes = PyLong_AsLongLong(args[1]);
+    const long rank = PyLong_AsLong(args[2]);
+    const long long tag = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred()) return nullptr;
+    Connections &connections = connections_of(object);
+    const int peer = connections.index_of(static_cast<int>(rank));
+    if (peer < 0) return PyErr_Format(PyExc_ValueError, "this rank is not connected to rank %ld", rank);
+    if (nbytes < 0 || tag < 0) return value_error("sizes and tags are at least 0"), nullptr;
+    return reinterpret_cast<PyObject *>(make_object<MessageObject>(message_type, [&](MessageObject &self) {
+        self.rank = rank;
+        self.connections = new std::shared_ptr<Connections>(*reinterpret_cast<ConnectionsObject *>(object)->connections);
+        self.message = new std::shared_ptr<Message>();
+        const auto run = [&] {
+            const auto number = static_cast<uint64_t>(tag);
+            *self.message = sending ? connections.send(peer, number, address, nbytes)
+                                    : connections.receive(peer, number, address, nbytes);
+            return true;
+        };
+        // Another thread may hold the lock of the connections for as long as it copies a message.
+        return without_lock(false, run) || (PyErr_NoMemory(), false);
+    }));
+}
+
+PyObject *send(PyObject *object, PyObject *const *args, Py_ssize_t count) { return begin(object, args, count, true); }
+
+PyObject *receive(PyObject *object, PyObject *const *args, Py_ssize_t count) { return begin(object, args, count, false); }
+
+PyObject *abort_all(PyObject *object, PyObject *) {
+    without_lock(0, [&] { return connections_of(object).abort(), 0; });
+    Py_RETURN_NONE;
+}
+
+PyObject *close_all(PyObject *object, PyObject *) {
+    without_lock(0, [&] { return connections_of(object).close(), 0; });
+    Py_RETURN_NONE;
+}
+
+PyObject *close_after_fork(PyObject *object, PyObject *) {
+    connections_of(object).close_after_fork();
+    Py_RETURN_NONE;
+}
+
+void message_dealloc(PyObject *object) {
+    auto *self = reinterpret_cast<MessageObject *>(object);
+    delete self->message;
+    delete self->connections;
+    free_object(object);
+}
+
+PyObject *message_wait(PyObject *object, PyObject *argument) {
+    auto *self = reinterpret_cast<MessageObject *>(object);
+    const double timeout_s = PyFloat_AsDouble(argument);
+    if (PyErr_Occurred()) return nullptr;
+    if (std::isnan(timeout_s)) return value_error("the timeout must be a number"), nullptr;
+    Connections &connections = **self->connections;
+    Message &message = **self->message;
+    const int64_t began = now_ns(), limit = static_cast<int64_t>(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9);
+    while (true) {
+        const int64_t until = began + std::min(limit, now_ns() - began + SLICE_NS);
+        const auto state = without_lock(Message::State::lost, [&] { return connections.wait(message, until); });
+        switch (state) {
+        case Message::State::done:
+            Py_RETURN_NONE;
+        case Message::State::lost:
+            return PyErr_Format(PyExc_ConnectionError, "the connection to rank %ld was lost: %s", self->rank,
+                                connections.why(message.peer).c_str());
+        case Message::State::left:
+            return PyErr_Format(PyExc_ConnectionResetError, "rank %ld has left the group", self->rank);
+        case Message::State::aborted:
+            PyErr_SetString(PyExc_ConnectionError, "this rank has aborted the group");
+            return nullptr;
+        case Message::State::pending:
+            break;
+        }
+        if (PyErr_CheckSignals() < 0) return nullptr;
+        if (now_ns() >= began + limit) {
+            connections.disconnect(message.peer, "an earlier message did not complete in time");
+            PyErr_Format(PyExc_TimeoutError, "the message to or from rank %ld did not complete in time", self->rank);
+            return nullptr;
+        }
+    }
+}
+
+PyMethodDef connections_methods[] = {
+    {"send", as_function(send), METH_FASTCALL, "send(address, nbytes, rank, tag): begin to send; return the message."},
+    {"receive", as_function(receive), METH_FASTCALL, "receive(address, nbytes, rank, tag): expect a message; return it."},
+    {"abort", abort_all, METH_NOARGS, "Make all messages fail. Any thread may call it."},
+    {"close", close_all, METH_NOARGS, "Tell the peers that this rank leaves, make all messages fail, and close the sockets."},
+    {"close_after_fork", close_after_fork, METH_NOARGS, "Close the sockets in a forked process."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot connections_slots[] = {{Py_tp_new, reinterpret_cast<void *>(connections_new)},
+                                   {Py_tp_dealloc, reinterpret_cast<void *>(connections_dealloc)},
+                                   {Py_tp_methods, connections_methods},
+                                   {0, nullptr}};
+
+PyMethodDef message_methods[] = {
+    {"wait", message_wait, METH_O,
+     "wait(timeout_s): return when the memory may be used again; see crossreduce.ranks.transports.base.PendingMessage."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot message_slots[] = {{Py_tp_dealloc, reinterpret_cast<void *>(message_dealloc)},
+                               {Py_tp_methods, message_methods},
+                               {0, nullptr}};
+
+} // namespace
+
+std::shared_ptr<Connections> *connections_in(PyObject *object) {
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_new) != reinterpret_cast<void *>(connections_new)) {
+        PyErr_SetString(PyExc_TypeError, "the argument must be Connections");
+        return nullptr;
+    }
+    return reinterpret_cast<ConnectionsObject *>(object)->connections;
+}
+
+int add_connections(PyObject *module) {
+    if (add_class<MessageObject>(module, "crossreduce.kernels._native.PendingMessage", message_slots) < 0) return -1;
+    message_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "PendingMessage")); // never released
+    if (message_type == nullptr) return -1;
+    return add_class<ConnectionsObject>(module, "crossreduce.kernels._native.Connections", connections_slots);
+}
+
+#else
+
+int add_connections(PyObject *) { return 0; }
+
+#endif

@@ -1,0 +1,1 @@
+"""Records of what groups do, and what reads them."""

@@ -1,0 +1,83 @@
+"""The facts that a call's entry shows, from its arguments, which need not be valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from ...values import DistributedValues, IndexedSlices
+
+_MOST_LEAVES: Final = 10_000
+_DEEPEST: Final = 50
+
+
+class CallFacts(NamedTuple):
+    """What an entry shows. ``nbytes``: of one replica; ``arrays``: those of all replicas."""
+
+    name: str
+    op: str
+    replicas: int
+    nbytes: int
+    dtypes: str
+    arrays: tuple[Any, ...]
+
+
+def call_facts(name: str, op: Any, value: Any) -> CallFacts:
+    """Return the facts of a call about ``value``: distributed values, or lists of trees, one per replica.
+
+    A value whose facts cannot be read has none: a profiler must not make a call fail.
+
+    >>> import numpy as np
+    >>> facts = call_facts("all_reduce", "SUM", [{"w": np.ones(3), "b": [np.ones(2, np.int8)]}] * 4)
+    >>> facts.op, facts.replicas, facts.nbytes, facts.dtypes
+    ('sum', 4, 26, 'float64, int8')
+    """
+    try:
+        return _facts(name, op, value)
+    except Exception:  # noqa: BLE001 - objects of other libraries raise what they like
+        return CallFacts(name, "", 0, 0, "", ())
+
+
+def _facts(name: str, op: Any, value: Any) -> CallFacts:
+    trees = _components(value) if isinstance(value, (list, tuple, DistributedValues)) else [value]
+    arrays = tuple(islice(_leaves(trees), _MOST_LEAVES))
+    nbytes = sum(map(_nbytes, arrays))
+    dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in arrays)
+    op = str(getattr(op, "value", op)).lower()[:20]
+    return CallFacts(name, op, len(trees), nbytes // max(1, len(trees)), ", ".join(dtypes), arrays)
+
+
+def by_replica(pairs: Any) -> list[list[Any]]:
+    """Return the values of a batch as a list for each replica; invalid pairs are left out."""
+    given = pairs if isinstance(pairs, (list, tuple)) else ()
+    values = [pair[0] for pair in given if isinstance(pair, (list, tuple)) and pair]
+    rows = [_components(each) if isinstance(each, (list, tuple, DistributedValues)) else [each] for each in values]
+    return [list(row) for row in zip(*rows, strict=False)]
+
+
+def _components(value: Any) -> list[Any]:
+    return list(value.values if isinstance(value, DistributedValues) else value)
+
+
+def _nbytes(x: Any) -> int:
+    try:
+        return int(x.nbytes)
+    except Exception:  # noqa: BLE001 - torch has none for sparse tensors, and JAX none for keys
+        return 0
+
+
+def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the arrays of a tree of lists, tuples, dicts and distributed values; other nodes are left out."""
+    nodes: Iterable[Any] = ()
+    if isinstance(tree, IndexedSlices):
+        nodes = (tree.values, tree.indices)
+    elif isinstance(tree, dict):
+        nodes = tree.values()
+    elif isinstance(tree, (list, tuple, DistributedValues)):
+        nodes = _components(tree)
+    elif hasattr(tree, "dtype"):
+        yield tree
+    if depth < _DEEPEST:
+        for each in nodes:
+            yield from _leaves(each, depth + 1)

@@ -1,0 +1,1 @@
+"""Plans of several groups on shared links."""

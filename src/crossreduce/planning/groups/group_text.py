@@ -1,0 +1,97 @@
+"""Plans of several groups as text: ``GroupsPlan.explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Final
+
+from ...schedule.schedule import many
+from ..explain import duration, percent, rest_percent, size
+from ..optimal.bounds.joint import GroupsBound
+from ..plans import Plan
+from .separate import SeparatePlans, losses
+
+_MOST_GROUPS: Final = 32
+_MOST_LETTERS: Final = 30
+
+
+def explained(bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, own: SeparatePlans | None) -> str:
+    """Return a text: the rates of all groups, what limits them, and what separate plans would lose.
+
+    ``own``: separate plans without helpers.
+    """
+    needs, rates = bound.groups, bound.rates
+    weights = [group.weight for group in needs]
+    collectives = ", ".join(dict.fromkeys(group.collective for group in needs))
+    lines = [
+        f"{collectives} of {many(len(needs), 'group')} at the same time on "
+        f"{many(len(bound.topology.devices), 'device')}, which share the links"
+    ]
+    levels = bound.levels
+    if not levels:
+        return f"{lines[0]}: no data has to move."
+    loss = f" (a loss of {rest_percent(bound.ratio)})" if bound.ratio < 1 else ""
+    lines.append(f"  proved    {percent(bound.ratio)} of the rates that no plans exceed{loss}, by prices of the links")
+    weighted = " x weight" if set(weights) != {1} else ""
+    for limit in dict.fromkeys(level.rate for level in levels):
+        listed = sorted(k for level in levels if level.rate == limit for k in level.groups)
+        word = "group" if len(listed) == 1 else "groups"
+        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {', '.join(map(str, listed))}")
+    ways = [("separate", "with all helpers", separate), ("own links", "without helpers", own)]
+    least = _least(rates, weights)
+    for label, how, apart in ways:
+        text = "some groups are not connected"
+        if apart is not None:
+            lowest = _least(apart.rates, weights)
+            text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
+        lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
+    heads = "".join(f"{head:>10s}" for head in ("GB/s", "alone", "separate", "loss", "own links", "time"))
+    lines.append(f"  {'group':35s}{heads}")
+    lost = losses(rates, separate.rates)
+    for k, group in list(enumerate(needs))[:_MOST_GROUPS]:
+        numbers = [_gb_per_s(rate) for rate in (rates[k], separate.plans[k].rate, separate.rates[k])]
+        numbers += [percent_of(lost[k]), _gb_per_s(None if own is None else own.rates[k])]
+        weight = f" x {float(group.weight):.4g}" if group.weight != 1 else ""
+        name = f"{k:>3} {_names(group.members)}{weight}"
+        lines.append(f"  {name:35s}" + "".join(f"{text:>10s}" for text in (*numbers, duration(plans[k].seconds))))
+    if len(needs) > _MOST_GROUPS:
+        lines.append(f"      and {len(needs) - _MOST_GROUPS} more")
+    totals = ", ".join(dict.fromkeys(size(one.nbytes) for one in plans))
+    lines.append(f"  alone: all links for one group; time: {totals} with a group's part of the links")
+    return "\n".join(lines)
+
+
+def _least(rates: Sequence[Fraction | None], weights: Sequence[Fraction]) -> Fraction:
+    return min(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
+
+
+def _gb_per_s(rate: Fraction | None) -> str:
+    return "-" if rate is None else f"{float(rate):.2f}"
+
+
+def percent_of(loss: Fraction) -> str:
+    """Return a loss in percent, with its sign.
+
+    >>> percent_of(Fraction(1, 3)), percent_of(Fraction(-1, 2)), percent_of(Fraction(0))
+    ('-33.3 %', '+50 %', '0 %')
+    """
+    return "0 %" if not loss else f"{-float(loss) * 100:+.3g} %"
+
+
+def _loss(loss: Fraction) -> str:
+    return "no loss" if not loss else f"a loss of {float(loss) * 100:.3g} %"
+
+
+def _names(members: tuple[str, ...]) -> str:
+    """Return the first devices of a group, as far as they fit a column.
+
+    >>> _names(("cuda:0", "cuda:1")), _names(tuple(f"host0/cuda:{k}" for k in range(8)))
+    ('cuda:0 cuda:1', 'host0/cuda:0 and 7 more')
+    """
+    text = " ".join(members)
+    shown = len(members)
+    while len(text) > _MOST_LETTERS and shown > 1:
+        shown -= 1
+        text = f"{' '.join(members[:shown])} and {len(members) - shown} more"
+    return text

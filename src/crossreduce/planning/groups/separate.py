@@ -1,0 +1,99 @@
+"""Plans that were made separately and run at the same time: the rates that the links they share leave to each.
+
+Input: a topology, and the collectives of several groups. Output: ``SeparatePlans``. In the fluid model, large buffers
+move along all trees of a plan at one rate. The rates of all plans grow together, in proportion to their weights, until
+a link is full. The rates of the plans that use this link then stay, and those of the others grow further.
+
+Source: Bertsekas & Gallager, Data Networks, 2nd edition, 1992, section 6.5 (max-min fair rates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ...errors import PlanError
+from ...schedule import link_shares
+from ...schedule.costs import Pair
+from ...topology import Topology
+from ..optimal.bounds.joint import GroupNeed
+from ..planners import NO_MORE, Request
+from ..plans import Plan, planned
+
+
+@dataclass(frozen=True)
+class SeparatePlans:
+    """A plan for each group, made as if no other group existed, and their rates if all run at the same time."""
+
+    plans: tuple[Plan, ...]  # trees with the greatest rate of the group alone, ``Plan.rate``
+    rates: tuple[Fraction | None, ...]  # in GB/s, of each group while all groups run; None: nothing moves
+
+
+def separate_plans(
+    topology: Topology, groups: tuple[GroupNeed, ...], nbytes: tuple[int, ...], *, helpers: bool
+) -> SeparatePlans | None:
+    """Plan each group alone, by trees ("forest"), and share the links among these plans.
+
+    ``helpers``: whether other devices forward and combine; without them, ``None``: a group has no links of its own.
+    """
+    plans = []
+    for group, size in zip(groups, nbytes, strict=True):
+        members = tuple(device for device in topology.devices if device in group.members)
+        try:
+            plans.append(planned(request_of(group, topology if helpers else topology.part(members), size)))
+        except PlanError:  # the devices of the group have no route to each other
+            return None
+    widths = {(link.src, link.dst): link.bandwidth for link in topology.links}
+    shares = [link_shares(plan.schedule, plan.topology) for plan in plans]
+    return SeparatePlans(tuple(plans), shared_rates(widths, shares, [group.weight for group in groups]))
+
+
+def losses(rates: Sequence[Fraction | None], separate: Sequence[Fraction | None]) -> tuple[Fraction, ...]:
+    """Return the part of its rate that each group loses with separate plans; below 0: it gains."""
+    return tuple(
+        Fraction(0) if rate is None or apart is None else 1 - apart / rate
+        for rate, apart in zip(rates, separate, strict=True)
+    )
+
+
+def request_of(group: GroupNeed, topology: Topology, nbytes: int) -> Request:
+    """Return the request of one group's collective by trees."""
+    root = group.members if group.root is None else (group.root,)
+    sources = root if group.collective == "broadcast" else group.members
+    destinations = root if group.collective == "reduce" else group.members
+    return Request(group.collective, sources, destinations, "forest", topology, nbytes, costs=NO_MORE)
+
+
+def shared_rates(
+    widths: Mapping[Pair, Fraction], shares: Sequence[Mapping[Pair, Fraction]], weights: Sequence[Fraction]
+) -> tuple[Fraction | None, ...]:
+    """Return the max-min fair rates of plans that share links.
+
+    Args:
+      widths: the bandwidth of each link in GB/s.
+      shares: for each plan, the part of its buffer that each link carries; links with 0 are left out.
+      weights: of the plans.
+
+    The first two plans share one link; the second one also has a link of its own, on which it leaves room to the third.
+
+    >>> one, two = ("a", "b"), ("c", "d")
+    >>> rates = shared_rates({one: Fraction(10), two: Fraction(20)}, [{one: 1}, {one: 1, two: 1}, {two: 1}], [1, 1, 1])
+    >>> [str(rate) for rate in rates]
+    ['5', '5', '15']
+    """
+    rates: list[Fraction | None] = [None] * len(shares)
+    free = {k for k, links in enumerate(shares) if links}
+    while free:
+        levels: dict[Pair, Fraction] = {}  # the rate of weight 1 at which the link is full
+        for pair in {pair: None for k in sorted(free) for pair in shares[k]}:
+            left = widths[pair] - sum(
+                (rate * shares[k].get(pair, 0) for k, rate in enumerate(rates) if rate), Fraction(0)
+            )
+            levels[pair] = left / sum((weights[k] * shares[k].get(pair, 0) for k in sorted(free)), Fraction(0))
+        least = min(levels.values())
+        full = {pair for pair, level in levels.items() if level == least}
+        for k in [k for k in free if full & shares[k].keys()]:
+            rates[k] = least * weights[k]
+            free.remove(k)
+    return tuple(rates)

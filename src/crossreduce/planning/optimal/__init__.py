@@ -1,0 +1,1 @@
+"""Bounds, and plans that reach them."""

@@ -1,0 +1,197 @@
+"""``bound``: the greatest rate of a collective on a topology, with its proof. ``certificate.py`` has the theory.
+
+Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
+Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program, and so is that of the others if a
+switch has not as much bandwidth in as out. If other devices help, perhaps no trees reach the rate of the cuts: then the
+bound is the optimum of a program over all trees (``mixture.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final
+
+from ....errors import ArgumentError, PlanError, shown
+from ....topology import Topology, TopologyLike, topology_of
+from ...topologies import neutral, require_routes
+from ..symmetric.forest import symmetric_bound
+from .certificate import COLLECTIVES, Bound, Cut
+
+# On larger topologies with helpers, cuts are not searched if the best trees are known: it can take minutes.
+_MOST_NODES: Final = 24
+_ROUNDING: Final = Fraction(1, 10**6)  # the relative error of rates of rounded trees
+
+Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
+
+
+def bound(
+    topology: TopologyLike, collective: str, root: Roots = None, devices: Iterable[str | int] | None = None
+) -> Bound:
+    """Return the greatest rate that a schedule of a collective can have on a topology, with its proof.
+
+    Args:
+      topology: any in which data can get from the sources to the destinations: a ``Topology``, the name of a machine
+        or the path of a file.
+      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
+      root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes, which move at the same
+        time, and whose sum ``algbw`` counts; ``None``: the root with the greatest rate.
+      devices: the devices that take part, by name or number; the others only forward and combine. ``None``: all.
+    Raises:
+      ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
+      PlanError: a device cannot be reached; the error names the cut.
+
+    >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
+    >>> [str(bound(box, collective).algbw) for collective in COLLECTIVES]
+    ['1800/7', '450', '450', '3600/7', '3600/7']
+    >>> bound(box.with_switches(reducing=True), "all_reduce").algbw
+    Fraction(450, 1)
+    """
+    topology = topology_of(topology)
+    if not isinstance(collective, str) or collective not in COLLECTIVES:
+        known = "one of " + ", ".join(COLLECTIVES)
+        raise ArgumentError.of("there is no such collective.", shown(collective), known)
+    members = topology.devices if devices is None else topology.members(devices)
+    return bound_of_members(topology, collective, members, _read_roots(topology, members, collective, root))
+
+
+def _read_roots(
+    topology: Topology, members: tuple[str, ...], collective: str, root: Roots
+) -> tuple[tuple[str, Fraction], ...] | None:
+    if root is None:
+        return None
+    if collective not in ("broadcast", "reduce"):
+        raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "root=None")
+    if isinstance(root, bool) or not isinstance(root, (str, int, Mapping)):
+        problem = "a root must be a device, or a mapping from devices to bytes."
+        raise ArgumentError.of(problem, shown(root), '"cuda:0"')
+    given = root if isinstance(root, Mapping) else {root: 1}
+    roots: dict[str, Fraction] = {}
+    for name, weight in given.items():
+        device = topology.node(name)
+        if device not in members:
+            known = "one of " + ", ".join(members)
+            raise ArgumentError.of("the root must be a device that takes part.", shown(name), known)
+        if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
+            problem = "the bytes of a root must be an int or a Fraction, 0 or more."
+            raise ArgumentError.of(problem, f"{name}: {shown(weight)}", '{"cuda:0": 1 << 20}')
+        roots[device] = roots.get(device, Fraction(0)) + weight
+    if not any(roots.values()):
+        raise ArgumentError.of("at least one root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}')
+    return tuple(sorted(roots.items(), key=lambda item: members.index(item[0])))
+
+
+@lru_cache(maxsize=4096)
+def bound_of_members(
+    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
+) -> Bound:
+    """Return the bound of a collective among some devices, given by canonical names, with checked roots."""
+    everyone = tuple((device, Fraction(1)) for device in members)
+    if len(members) == 1:
+        return Bound(topology, collective, members, roots or everyone, None, ())
+    if roots is None and collective in ("broadcast", "reduce"):
+        return _best_root(topology, collective, members)
+    parts = roots or everyone
+    starts = [root for root, weight in parts if weight]
+    gives, takes = (members, starts) if collective == "reduce" else (starts, members)
+    require_routes(topology, gives, takes, collective)
+    trees, reached = _of_trees(topology, collective, members, roots)
+    if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
+        return many
+    # If trees reach the rate, cuts prove no less. They are the shorter proof, where they are found at once.
+    slow = len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)
+    if trees is not None and reached and slow:
+        return trees
+    cuts = _of_cuts(topology, collective, members, parts)
+    return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
+
+
+def _of_trees(
+    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
+) -> tuple[Bound | None, bool]:
+    """Return the rate that prices of trees with helpers prove, and whether trees reach it, except for rounding.
+
+    ``None``: all devices take part, or they are too many.
+    """
+    if all(device in members for device in topology.devices):
+        return None, False
+    from .helped import helped
+
+    found = helped(topology, collective, members, roots)
+    if found is None:
+        return None, False
+    names, links = found.seen.names, found.seen.topology.links
+    prices = tuple(
+        (names[link.src], names[link.dst], price)
+        for link, price in zip(links, found.mixture.prices, strict=True)
+        if price
+    )
+    parts = roots or tuple((device, Fraction(1)) for device in members)
+    proved = Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
+    return proved, found.mixture.rate >= found.mixture.most * (1 - _ROUNDING)
+
+
+def _of_cuts(
+    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+) -> Bound:
+    """Return the least rate that cuts prove."""
+    if collective == "all_reduce":
+        from .linear_program import optimum
+
+        wiring, names = neutral(topology, members)
+        found = optimum(wiring)
+        cuts = tuple(
+            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts
+        )
+        potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
+        return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    return _one_way(topology, collective, members, parts)
+
+
+def _one_way(
+    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
+) -> Bound:
+    """Return the bound of a collective other than all-reduce: that of the tightest cut, or of a linear program.
+
+    If all switches that only forward have as much bandwidth in as out, the tightest cut gives the exact rate.
+    """
+    from .cuts import cuts_suffice, tightest_cut
+
+    wiring, names = neutral(topology, members)
+    alias = {node: name for name, node in names.items()}
+    outward = collective in ("broadcast", "all_gather")
+    inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
+    rate = sum((weight for _, weight in parts), Fraction(0)) / ratio
+    cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
+    if not cuts_suffice(wiring):
+        from .linear_program import optimum
+
+        numbers = {device: k for k, device in enumerate(members)}
+        weights = tuple((numbers[root], weight) for root, weight in parts if weight)
+        found = optimum(wiring if outward else wiring.reversed(), weights)
+        if found.rate < rate:
+            cuts = tuple(Cut(frozenset(names[node] for node in nodes), w, outward) for nodes, w, _ in found.cuts)
+            # On the reversed links, a price that moves from links in to links out moves the other way.
+            unused = Fraction(0)
+            potentials = tuple(
+                (names[switch], shift, unused) if outward else (names[switch], unused, -shift)
+                for switch, shift, _ in found.potentials
+            )
+            return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    return Bound(topology, collective, members, parts, rate, (cut,))
+
+
+def _best_root(topology: Topology, collective: str, members: tuple[str, ...]) -> Bound:
+    """Return the bound of the root with the greatest rate."""
+    # If links are equal in both directions, every root has the same bound: the least cut that separates two members.
+    choices = members[:1] if topology.symmetric else members
+    bounds: list[Bound] = []
+    for device in choices:
+        try:
+            bounds.append(bound_of_members(topology, collective, members, ((device, Fraction(1)),)))
+        except PlanError as error:  # this root does not reach all devices; another one may
+            failure = error
+    if not bounds:
+        raise failure
+    return max(bounds, key=lambda best: best.algbw or 0)

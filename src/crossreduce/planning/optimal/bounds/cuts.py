@@ -1,0 +1,72 @@
+"""The cut that limits a rate: the set of nodes that needs the longest time to send out (or receive) its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import lcm
+
+from ....topology import Topology
+from .flows import Network
+
+
+def tightest_cut(
+    topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
+) -> tuple[frozenset[str], Fraction]:
+    """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
+
+    S lacks at least one device. w(S) is the sum of the weights in S, B(S) the bandwidth out of S (if not
+    ``outward``: into S). This is Newton's method on cuts: of the sets that lack exactly one device, start with one of
+    the greatest quotient; if, in that many seconds, the weights cannot all flow to some device (if not ``outward``:
+    from it), the minimum cut of this flow has a greater quotient: continue with it.
+    """
+    numbers = {node: number for number, node in enumerate(topology.nodes)}
+    scale = lcm(*(link.bandwidth.denominator for link in topology.links))
+    arcs = {
+        (numbers[src], numbers[dst]) if outward else (numbers[dst], numbers[src]): int(bandwidth * scale)
+        for src, dst, bandwidth, _ in topology.links
+    }
+    parts = lcm(*(weight.denominator for weight in weights.values()))
+    starts = {numbers[device]: int(weight * parts) for device, weight in weights.items() if weight}
+    whole = sum(starts.values())
+    source = len(numbers)
+    entering = [0] * source
+    for (_, dst), capacity in arcs.items():
+        entering[dst] += capacity
+
+    def without(sink: int) -> Fraction:
+        needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
+        return Fraction(needed, entering[sink]) if needed else Fraction(0)
+
+    # First the device without which the set of all other nodes has the greatest quotient.
+    sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
+    best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
+    network = _at_rate(arcs, starts, source, ratio)
+    for sink in sinks:
+        while network.flow(source, sink) < whole * ratio.denominator:
+            best = network.cut(source, sink) - {source}
+            leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
+            ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
+            network = _at_rate(arcs, starts, source, ratio)
+    return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
+
+
+def cuts_suffice(topology: Topology) -> bool:
+    """Return whether the tightest cut is the best rate: switches that only forward have as much bandwidth in as out."""
+    surplus = dict.fromkeys((switch.name for switch in topology.switches if not switch.reduces), Fraction(0))
+    for src, dst, bandwidth, _ in topology.links:
+        if src in surplus:
+            surplus[src] -= bandwidth
+        if dst in surplus:
+            surplus[dst] += bandwidth
+    return not any(surplus.values())
+
+
+def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
+    """Return the network with one more node, ``source``, from which each root gets its weight divided by ``ratio``.
+
+    All capacities are multiplied by the ratio's numerator, so that they are integers.
+    """
+    capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
+    capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
+    return Network(source + 1, capacities)

@@ -1,0 +1,166 @@
+"""Trees for given roots and bandwidths.
+
+Output: trees that together respect the bandwidths and reach the rate that these allow; or fewer trees, which may lose
+``TOLERANCE`` of that rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Final
+
+from ....errors import PlanError
+from ....topology import Link, Topology
+from ..bounds.cuts import cuts_suffice, tightest_cut
+from ..bounds.linear_program import optimum
+from ..bounds.steiner import Through
+from .packing import Batch, pack_trees
+from .schedule import Tree
+from .switches import Arc, Capacities, all_reached, without_switches
+
+# If the trees that reach the bound exactly are at most this many per root on average, they are used. If not, fewer
+# trees are tried, which may lose ``TOLERANCE`` of the rate. NCCL's own search only tries the speeds of a list
+# (search.cc), most of which are 5 to 33 % below the one before.
+MOST_TREES: Final = 4
+TOLERANCE: Final = Fraction(2, 100)
+
+Pair = tuple[str, str]
+
+
+def fit_trees(
+    topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
+) -> tuple[list[Tree], Fraction]:
+    """Return trees out of roots that together respect the bandwidths, and k: the average number of unit trees per root.
+
+    A tree of weight w counts as w unit trees. ``used`` has the bandwidth of each link that may be used, ``weights`` the
+    weight of each root, by its number. Names are neutral (``topologies.neutral``). PlanError: no such trees were found.
+    """
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    n, devices = len(topology.devices), range(len(topology.devices))
+    total = sum(weights.values(), Fraction(0))
+    shares = {topology.devices[root]: weight for root, weight in weights.items()}
+    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
+    # No tree uses a link more often than it has edges; the rest of wider links would only make the search slower.
+    most = (n - 1) * rate * total
+    used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
+    if not cuts_suffice(_with_bandwidths(topology, used)):
+        found = optimum(_with_bandwidths(topology, used), tuple(weights.items()))
+        if found.reached <= 0:
+            raise _not_divided(topology)
+        used = found.down
+        rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]
+    arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
+    groups = [0] * n
+    for k, island in enumerate(topology.islands):
+        for device in island:
+            groups[number[device]] = k
+    switches = range(n, len(number))
+
+    def packed(unit: Fraction, roots: dict[int, int], most: int | None) -> list[Tree] | None:
+        capacities = Capacities()
+        for arc, bandwidth in arcs.items():
+            capacities.add(arc, (), int(bandwidth / unit))
+        capacities = without_switches(capacities, switches, roots, devices, groups, len(number))
+        if not all_reached(capacities.totals(), roots, devices, n):
+            return None
+        batches = pack_trees(capacities.totals(), roots, n, most)
+        return None if batches is None else _with_routes(batches, capacities)
+
+    unit = common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
+    exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
+    trees = packed(unit, exact, MOST_TREES * len(exact))
+    if trees is not None and len(trees) <= MOST_TREES * len(exact):
+        return trees, Fraction(sum(exact.values()), len(exact))
+    least = min(weights.values())
+    for k in range(1, MOST_TREES + 1):
+        roots = {root: max(1, int(k * weight / least)) for root, weight in weights.items()}
+        if sum(roots.values()) > MOST_TREES * len(roots):
+            break
+        coarse = _largest_unit(arcs, roots, rate * total, devices, len(number))
+        if coarse * sum(roots.values()) >= (1 - TOLERANCE) * rate * total:
+            few = packed(coarse, roots, None)
+            if few is not None:
+                return few, Fraction(sum(roots.values()), len(roots))
+    trees = trees or packed(unit, exact, None)
+    if trees is None:
+        raise _not_divided(topology)
+    return trees, Fraction(sum(exact.values()), len(exact))
+
+
+def _not_divided(topology: Topology) -> PlanError:
+    problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
+    return PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
+
+
+def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
+    """Return the topology with other bandwidths."""
+    links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
+    return Topology.unchecked(topology.devices, links, topology.switches)
+
+
+def common_unit(values: Iterable[Fraction]) -> Fraction:
+    """Return the greatest number of which all values are integer multiples."""
+    listed = [value for value in values if value]
+    scale = lcm(*(value.denominator for value in listed))
+    return Fraction(gcd(*(int(value * scale) for value in listed)), scale)
+
+
+def _largest_unit(
+    arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
+) -> Fraction:
+    """Return the largest unit for which capacities, rounded down to its multiples, have room for all trees; 0: none.
+
+    Only units that divide some capacity, and that lose at most ``TOLERANCE`` of the rate, are considered.
+    """
+    most = rate / sum(roots.values())
+    units = {
+        bandwidth / parts
+        for bandwidth in set(arcs.values())
+        for parts in range(-(-bandwidth // most), int(bandwidth / (most * (1 - TOLERANCE))) + 1)
+    }
+    tried = sorted(units, reverse=True)
+    low, high = 0, len(tried)
+    while low < high:
+        middle = (low + high) // 2
+        capacities = {arc: int(bandwidth / tried[middle]) for arc, bandwidth in arcs.items()}
+        if all_reached(capacities, roots, sinks, n):
+            high = middle
+        else:
+            low = middle + 1
+    return tried[low] if low < len(tried) else Fraction(0)
+
+
+def _with_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
+    """Return trees with their routes through switches; a batch that needs two routes between two nodes is divided."""
+    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}
+    for root, weight, arcs in batches:
+        left = weight
+        while left:
+            part, parents = left, []
+            for src, dst in arcs:
+                here = capacities[src, dst]
+                # The first route with room for all trees, else the first one with the most room.
+                through = max(here, key=lambda route: min(here[route], left))
+                part = min(part, here[through])
+                parents.append((dst, src, through))
+            for dst, src, through in parents:
+                capacities[src, dst][through] -= part
+                if not capacities[src, dst][through]:
+                    del capacities[src, dst][through]
+            key = (root, tuple((dst, src, _without_loops(src, through, dst)) for dst, src, through in parents))
+            trees[key] = trees.get(key, 0) + part
+            left -= part
+    return [Tree(root, weight, parents) for (root, parents), weight in trees.items()]
+
+
+def _without_loops(src: int, through: Through, dst: int) -> Through:
+    """Return a route without its loops, which the replacement of one switch after another can make."""
+    nodes = [src]
+    for node in (*through, dst):
+        if node in nodes:
+            del nodes[nodes.index(node) + 1 :]
+        else:
+            nodes.append(node)
+    return tuple(nodes[1:-1])

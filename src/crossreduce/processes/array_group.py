@@ -1,0 +1,273 @@
+"""``ArrayGroup``: the collectives of NumPy arrays in a group of ranks.
+
+Input: a ``Communicator``, and arrays. Output: arrays. ``mpi.py`` and ``processes.py`` make the groups.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import index
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import ArgumentError, UnsupportedError, shown
+from ..observe.counters import Stats
+from ..ops import INTEGERS, ReduceOp, require_dtype
+from ..options import CommunicationOptions
+from ..ranks.communicator import ArrayView, Communicator
+from ..ranks.measurement import measure
+from ..ranks.prepared import call_name, new_calls, prepare
+from ..reduction.validation import read_op
+from ..topology import Topology
+
+Array = np.ndarray[Any, Any]
+
+
+class ArrayGroup:
+    """The ranks that joined. All make the same calls in the same order; each call returns with this rank's result.
+
+    Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
+    Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Users call ``join`` instead."""
+        self.communicator = communicator
+        self._calls = new_calls(communicator)
+        self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
+
+    def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False) -> Array:
+        """Return the reduction of all ranks' arrays, with the same bits on every rank.
+
+        Args:
+          x: an array, of the same shape and dtype on all ranks.
+          op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
+          out: the array for the result; ``None``: a new array.
+          exact: whether sums and means of floats are the exact real numbers, rounded once: the same bits for every
+            order of the ranks, and any number of hosts (see docs/explanation/exactness.md).
+        Raises:
+          ArgumentError: ``exact`` is not a bool.
+          MismatchError: ranks differ in shape, dtype, op or ``exact``; nothing was written, and the group can still be
+            used.
+          UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
+          PeerLostError, CollectiveTimeout: a rank died or was late; the group cannot be used again.
+        """
+        exact = _flag(exact)
+        name = call_name("all_reduce", exact)
+        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)
+        if done is not None:
+            return done
+        op = read_op(op)
+        given = _readable(x, op)
+        given, result = _with_result(given, given.shape, out)
+        self.communicator.all_reduce(op, _memory(given), _memory(result), exact)
+        self._prepare("all_reduce", op, None, x, given, _memory(given), result, exact)
+        return result
+
+    def reduce(
+        self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None, *, exact: bool = False
+    ) -> Array | None:
+        """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
+        op, exact, root = read_op(op), _flag(exact), _root(root)
+        given = _readable(x, op)
+        if self.rank != root:
+            self.communicator.reduce(op, _memory(given), None, root, exact)
+            return None
+        given, result = _with_result(given, given.shape, out)
+        self.communicator.reduce(op, _memory(given), _memory(result), root, exact)
+        return result
+
+    def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
+        """Return the array of rank ``root``. ``x`` has the same shape and dtype on every rank."""
+        root = _root(root)
+        done: Array | None = self._calls.run(self.communicator, "broadcast", None, root, x, out)
+        if done is not None:
+            return done
+        given = _readable(x)
+        given, result = _with_result(given, given.shape, out)
+        array = _memory(given if self.rank == root else result)
+        self.communicator.broadcast(array, root)
+        if self.rank == root and result is not given:
+            np.copyto(result, given)
+        self._prepare("broadcast", None, root, x, given, array, result)
+        return result
+
+    def all_gather(self, x: Any, out: Array | None = None) -> Array:
+        """Return all ranks' arrays, stacked, of shape ``(size, *x.shape)``."""
+        done: Array | None = self._calls.run(self.communicator, "all_gather", None, 0, x, out)
+        if done is not None:
+            return done
+        given = _readable(x)
+        given, result = _with_result(given, (self.size, *given.shape), out)
+        self.communicator.all_gather(_memory(given), _rows(result))
+        self._prepare("all_gather", None, None, x, given, _memory(given), result)
+        return result
+
+    def reduce_scatter(
+        self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False
+    ) -> Array:
+        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``; see ``all_reduce``."""
+        exact = _flag(exact)
+        name = call_name("reduce_scatter", exact)
+        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)
+        if done is not None:
+            return done
+        op = read_op(op)
+        given = self._require_rows(_readable(x, op))
+        given, result = _with_result(given, given.shape[1:], out)
+        self.communicator.reduce_scatter(op, _rows(given), _memory(result), exact)
+        self._prepare("reduce_scatter", op, None, x, given, _memory(result), result, exact)
+        return result
+
+    def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
+        """Return all ranks' arrays, stacked, on rank ``root`` and ``None`` on all others."""
+        given, root = _readable(x), _root(root)
+        result = None
+        if self.rank == root:
+            given, result = _with_result(given, (self.size, *given.shape), out)
+        self.communicator.gather(_memory(given), None if result is None else _rows(result), root)
+        return result
+
+    def scatter(self, x: Any, out: Array, root: int = 0) -> Array:
+        """Copy this rank's row of ``root``'s array to ``out`` and return ``out``.
+
+        Args:
+          x: on rank ``root`` an array of shape ``(size, *out.shape)``; ignored on all others.
+          out: on every rank an array of the same shape and dtype.
+        """
+        root = _root(root)
+        _, result = _with_result(_readable(out), np.shape(out), out)
+        given = None
+        if self.rank == root:
+            given = self._require_rows(_readable(x))
+            if given.shape[1:] != result.shape or given.dtype != result.dtype:
+                sizes = f"x {given.dtype}{given.shape}, out {result.dtype}{result.shape}"
+                remedy = f"x of {result.dtype} and shape {(self.size, *result.shape)}"
+                raise ArgumentError.of("each row of x must have the shape and dtype of out.", sizes, remedy)
+            given, _ = _with_result(given, result.shape, result)
+        self.communicator.scatter(None if given is None else _rows(given), _memory(result), root)
+        return result
+
+    def all_to_all(self, x: Any, out: Array | None = None) -> Array:
+        """Return an array whose row k is row ``rank`` of rank k's ``x``; both have shape ``(size, ...)``."""
+        done: Array | None = self._calls.run(self.communicator, "all_to_all", None, 0, x, out)
+        if done is not None:
+            return done
+        given = self._require_rows(_readable(x))
+        given, result = _with_result(given, given.shape, out)
+        if np.may_share_memory(given, result):  # a row would be written before it is read
+            given = given.copy()
+        self.communicator.all_to_all(_rows(given), _rows(result))
+        self._prepare("all_to_all", None, None, x, given, _memory(given[0, ...]), result)
+        return result
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self.communicator.barrier()
+
+    def measure_topology(self, seconds: float = 1.0) -> Topology:
+        """Measure the links between hosts, plan on them from now on, and return them: see ``ranks.measurement``."""
+        return measure(self.communicator, seconds)
+
+    def stats(self) -> Stats:
+        """Return this rank's calls so far: bytes, seconds, and how long it waited for which rank.
+
+        >>> print(group.stats())  # doctest: +SKIP
+        group "world", rank 0 of 8: 120 calls, 480000 bytes, 0.310 s, waited 0.120 s
+          all_reduce: 120 calls, 480000 bytes, 0.310 s, waited 0.120 s
+          waited for rank 3: 0.097 s, at 71 barriers
+        """
+        return self.communicator.stats()
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
+        self.communicator.close()
+
+    def __enter__(self) -> Self:
+        """Return the group itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _prepare(
+        self,
+        collective: str,
+        op: ReduceOp | None,
+        root: int | None,
+        x: Any,
+        given: Array,
+        array: ArrayView,
+        result: Array,
+        exact: bool = False,
+    ) -> None:
+        """Prepare a call that has just run, unless its array had to be converted or copied."""
+        if given is x:
+            prepare(self._calls, self.communicator, collective, op, root, given, array, result, exact)
+
+    def _require_rows(self, given: Array) -> Array:
+        if given.ndim == 0 or given.shape[0] != self.size:
+            problem = f"the array must have one row for each of the {self.size} ranks."
+            raise ArgumentError.of(problem, f"shape {given.shape}", f"shape ({self.size}, ...)")
+        return given
+
+
+def _readable(x: Any, op: ReduceOp | None = None) -> Array:
+    """Return an array that the kernels can read, in C order and this machine's byte order."""
+    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+        problem = "masked arrays cannot be reduced."
+        raise UnsupportedError.of(problem, shown(x), "fill the masked elements: x.filled(0)")
+    array = np.asarray(x)
+    if array.dtype.byteorder not in "=|":
+        array = array.astype(array.dtype.newbyteorder("="))
+    require_dtype(array.dtype.name)
+    if op is ReduceOp.MEAN and array.dtype.name in INTEGERS:
+        array = array.astype(np.float64)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
+    """Return the input and the array for a result; the input is copied if the result overlaps it.
+
+    Both may be exactly the same memory, since each element is read before it is written.
+    """
+    if out is None:
+        return given, np.empty(shape, given.dtype)
+    fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == given.dtype
+    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
+        what = shown(out)
+        if isinstance(out, np.ndarray):
+            what = f"{out.dtype}{out.shape}" + ", read-only" * (not out.flags.writeable)
+            what += ", not in C order" * (not out.flags.c_contiguous)
+        problem = f"out must be a writable NumPy array in C order, of {given.dtype} and shape {shape}."
+        raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{given.dtype}")')
+    in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
+    return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
+
+
+def _root(root: Any) -> int:
+    """Return a root as an integer, or raise an ``ArgumentError``; the communicator checks that there is such a rank."""
+    if type(root) is int:
+        return root
+    with suppress(TypeError):
+        if not isinstance(root, (bool, np.ndarray)):
+            return index(root)
+    raise ArgumentError.of("root must be the number of a rank.", shown(root), "root=0")
+
+
+def _flag(exact: Any) -> bool:
+    """Return ``exact``, or raise an ``ArgumentError`` if it is not a bool."""
+    return exact if isinstance(exact, bool) else CommunicationOptions(exact=exact).exact
+
+
+def _memory(array: Array) -> ArrayView:
+    return ArrayView(array.ctypes.data, array.size, array.dtype.name, array.shape)
+
+
+def _rows(array: Array) -> list[ArrayView]:
+    return [_memory(array[k, ...]) for k in range(len(array))]

@@ -1,0 +1,1 @@
+"""How ranks agree on who of them is left."""

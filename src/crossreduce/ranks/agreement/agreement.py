@@ -1,0 +1,504 @@
+"""``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
+
+Input: the memory of this rank's host, and where the ranks of other hosts listen (``contact``). Output: decisions, the
+same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
+lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
+speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
+
+Two groups that both go on are impossible: a decision needs a quorum of hosts, and a rank that is not among its members
+never gets one again. A rank that cannot reach a quorum raises an error instead of going on.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Final
+
+from ...errors import ExcludedError
+from ..connections import contact
+from ..connections.contact import Json, Peer, Place
+from ..connections.inquiry import Inquiry
+from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
+from ..intra_host.shared_memory import RankMemory
+from ..peers import PeerInfo
+from ..transports import tcp
+from .ballots import Ballot
+
+_PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
+_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
+_REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
+_RECENT_S: Final = 1.0  # for how long a direct answer shows that a link is not lost
+_TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
+_VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
+_TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
+_LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
+_BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
+JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
+_MOVED: Final = {"moved": True}
+_LOG: Final = logging.getLogger("crossreduce")
+
+
+class Agreements:
+    """The agreements of one group, in the view of one rank. One thread at a time calls ``decide``.
+
+    ``electors``: the ranks that take part in the next agreement. ``published``: what other ranks may ask this one for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        memory: RankMemory,
+        peers: Sequence[PeerInfo],
+        global_ranks: Sequence[int],
+        name: str,
+    ) -> None:
+        self._rank, self._hosts, self._memory, self._infos, self._name = rank, hosts, memory, peers, name
+        self._global_ranks = global_ranks
+        self.token = peers[0].token
+        self._host_of = {each: k for k, host in enumerate(hosts) for each in host}
+        self._own = self._host_of[rank]
+        others = [each for each in self._host_of if self._host_of[each] != self._own]
+        self._peers = {each: Peer(peers[each].place, rank=each) for each in others}
+        self.electors: tuple[int, ...] = tuple(range(len(peers)))
+        self.number = 0  # of the latest agreement of this rank
+        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
+        self.published: dict[str, Json] = {}
+        self.last: tuple[int, Decision] | None = None  # the decision of number ``number``, with a ballot of it
+        self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
+
+    @property
+    def _registers(self) -> Registers:
+        return self._memory.registers
+
+    def know(self, addresses: Mapping[int, str]) -> None:
+        """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
+        for rank, address in addresses.items():
+            for other in self._hosts[self._host_of[rank]]:
+                if other in self._peers:
+                    self._peers[other].known = self._peers[other].known or address
+
+    def joiners(self) -> dict[str, Json]:
+        """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
+        since = time.monotonic() - JOINER_S
+        for token, (at, _) in [*self.waiting.items()]:
+            if at <= since:
+                self.waiting.pop(token, None)  # another thread may have done it
+        return {token: place for token, (_, place) in [*self.waiting.items()]}
+
+    def place_of(self, rank: int) -> Place:
+        """Return where a rank of the group listens."""
+        return self._infos[rank].place
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
+        return self._host_of[rank]
+
+    def peer(self, rank: int) -> Peer:
+        """Return a rank of the group as a process to ask."""
+        found = self._peers.get(rank)
+        if found is None:
+            place = self._infos[rank].place
+            found = self._peers[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
+        return found
+
+    def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
+        """Agree with the electors on who of them has arrived here; see ``Decision`` for what else is agreed on.
+
+        ``timeout_s``: how long electors that are alive are waited for.
+
+        Raises:
+          ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
+        """
+        self.number, self.last = self.number + 1, None
+        number, began = self.number, time.monotonic()
+        electors = self.electors
+        try:
+            self._registers.arrive(Contribution(number, kind, flag, progress))
+            speaker = _Speaker(self, number, electors, timeout_s)
+            pause_s, look_at, speaks = _PAUSES_S[0], began, False
+            while (known := self._registers.decision(number)) is None:
+                now = time.monotonic()
+                if now > began + timeout_s + _BEYOND_S:
+                    raise self._no_quorum(electors, timeout_s)
+                if now >= look_at:
+                    speaks, look_at = self._speaks(number, electors), now + _LOOK_S
+                if not (speaks and speaker.speak()):
+                    speaker.wait(pause_s)
+                    pause_s = min(2 * pause_s, _PAUSES_S[1])
+        except Overtaken:
+            raise self._excluded() from None
+        found = known[1]
+        self.electors, self.last = found.members, known
+        if self._rank not in found.members:
+            raise self._excluded()
+        if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
+            self._tell_beyond(beyond, number, known)
+            self._relayed -= beyond  # until it passes on a connection again
+        return found
+
+    def _tell_beyond(self, hosts: Collection[int], number: int, known: tuple[int, Decision]) -> None:
+        """Tell a decision to hosts that others may reach only through this process, which may end at once."""
+        try:
+            told = self.request("decided", number, ballot=known[0], decision=known[1])
+            _wait_until_noted(self.inquiry(hosts, known[1].members, told), hosts, lambda _: False)
+        except Overtaken:
+            raise self._excluded() from None
+        except RuntimeError:  # too many threads
+            _LOG.warning("a decision was not passed on, for want of threads")
+
+    def _speaks(self, number: int, electors: Sequence[int]) -> bool:
+        """Return whether this rank speaks for its host: no lower one that has arrived can."""
+        for rank in self._hosts[self._own]:
+            if rank == self._rank:
+                return True
+            if rank in electors and self._has_arrived(rank, number) and self._is_running(rank):
+                return False
+        raise AssertionError("this rank is on its host")
+
+    def _has_arrived(self, rank: int, number: int) -> bool:
+        return self._registers.contribution(self._memory.host.index(rank)).number >= number
+
+    def _is_running(self, rank: int) -> bool:
+        return self._memory.alive(rank) and not self._memory.is_stopped(rank)
+
+    # Answers to ranks of other hosts
+
+    def answer(self, request: dict[str, Json]) -> dict[str, Json]:
+        """Answer a request of another rank; any thread calls this."""
+        what, number = request["what"], int(request.get("number", 0))
+        try:
+            if what == "connect":
+                return self._relays_to(int(request["rank"]))
+            if what == "published":
+                return {"value": self.published.get(str(request["key"]))}
+            if what == "join":
+                self.waiting[str(request["token"])] = time.monotonic(), request["place"]
+                self.joiners()  # forgets those that have not asked again
+                return {"members": [self._infos[rank].place for rank in self.electors]}
+            if what == "waiting":
+                return {"waiting": self.joiners()}
+            if what == "result":
+                return {"decided": self._registers.decision(number)}
+            if not self._registers.follows(number, read_decided(request["previous"])):
+                return {"otherwise": True}
+            if what == "status":
+                return self.status(number, request["electors"])
+            ballot = int(request["ballot"])
+            if what == "promise":
+                return {"accepted": self._registers.promise(number, ballot, request["ended"])}
+            decision = read_decision(request["decision"])
+            if what == "accept":
+                return {"accepted": self._registers.accept(number, ballot, decision)}
+            self._registers.decide(number, ballot, decision)
+        except Overtaken:
+            return _MOVED
+        except (OSError, ValueError):  # the memory is closed, or the request is not valid
+            return contact.elsewhere(self.token, request)
+        return {}
+
+    def _relays_to(self, rank: int) -> dict[str, Json]:
+        """Return where this process connects to if it is to be the relay to another rank."""
+        peer = self._peers.get(rank)
+        if peer is None or self._host_of[rank] == self._own or self._rank not in self.electors:
+            return {"unknown": True}
+        self._relayed.add(self._host_of[rank])
+        addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # those would be this host's
+        return {"addresses": [peer.known] if peer.known else addresses, "known": bool(peer.known)}
+
+    def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
+        """Return the state of an agreement on this host: which of its electors have arrived, and which are late.
+
+        Ranks that have ended, or are stopped, are neither. ``decided``: see ``Registers.decision``.
+        """
+        decided = self._registers.decision(number)
+        arrived, late = {}, []
+        for place, rank in enumerate(self._memory.host):
+            if rank not in electors:
+                continue
+            given = self._registers.contribution(place)
+            if rank == self._rank or self._memory.alive(rank):
+                if given.number == number:
+                    arrived[str(rank)] = [given.kind, given.flag, given.progress]
+                elif not self._memory.is_stopped(rank):
+                    late.append(rank)
+        return {"decided": decided, "arrived": arrived, "late": late}
+
+    # Questions to other hosts
+
+    def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
+        """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
+        previous = self._registers.decision(number - 1) if number > 1 else None
+        return {"what": what, "number": number, "previous": previous, **content}
+
+    def inquiry(
+        self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
+    ) -> Inquiry:
+        """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
+        processes = {host: [self._peers[rank] for rank in self._hosts[host] if rank in electors] for host in hosts}
+        relays = {host: self.relays(host, electors) for host in processes}
+        return Inquiry(processes, self.token, request, again_s, relays)
+
+    def forget_relays(self, members: Sequence[int]) -> None:
+        """Use only ``members`` as relays from now on: others may leave at any time."""
+        for peer in self._peers.values():
+            relay = peer.relay
+            if relay is not None and relay.rank not in members:
+                peer.relay = None
+
+    def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
+        """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
+        if host == self._own:
+            return []
+        others = [ranks for k, ranks in enumerate(self._hosts) if k not in (self._own, host)]
+        in_turn = [rank for several in zip_longest(*others) for rank in several if rank in electors]
+        return [self._peers[rank] for rank in in_turn]
+
+    # Errors
+
+    def _excluded(self) -> ExcludedError:
+        own = self._global_ranks[self._rank]
+        problem = f'rank {own} is not in group "{self._name}" any more: the other ranks have gone on without it.'
+        return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
+
+    def _no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
+        own = self._global_ranks[self._rank]
+        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to go on: others may go on without it.'
+        hosts = Counter(self._host_of[rank] for rank in electors)
+        given = f"waited {timeout_s:g} s; this host has {hosts[self._own]} of the {len(electors)} ranks"
+        remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
+        remedy += "unless the other ranks have ended"
+        return ExcludedError.of(problem, given, remedy)
+
+
+class Reach:
+    """Finds out which ranks of other hosts answer only through a relay, so that the link to their hosts is lost."""
+
+    def __init__(self, group: Agreements, members: Sequence[int]) -> None:
+        self._group, self._members = group, members
+        self._inquiry: Inquiry | None = None
+
+    def is_beyond(self, rank: int) -> bool:
+        """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
+        group, members = self._group, self._members
+        if self._inquiry is None:
+            others = {group._host_of[each] for each in members} - {group._own}
+            self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
+        self._inquiry.read()
+        if rank not in group._peers or group._peers[rank].relay is None:
+            return False
+        reached_at = max(group._peers[each].reached_at for each in group._hosts[group._host_of[rank]])
+        return reached_at < time.monotonic() - _RECENT_S
+
+
+class Watch:
+    """Finds those electors of the next agreement that are lost, while they do something else together."""
+
+    def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
+        self._group, self._electors, self._number = group, electors, group.number + 1
+        self._inquiry: Inquiry | None = None
+
+    def lost(self) -> list[int]:
+        """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
+
+        This does not wait for answers of other hosts; it reports them when it is called again.
+        """
+        group, electors, number = self._group, self._electors, self._number
+        try:
+            if self._inquiry is None:
+                others = {group._host_of[rank] for rank in electors} - {group._own}
+                request = group.request("status", number, electors=electors)
+                self._inquiry = group.inquiry(others, electors, request, _LOOK_S)
+            self._inquiry.read()
+            found = {**self._inquiry.found, group._own: group.status(number, electors)}
+        except Overtaken:  # they have excluded this rank
+            return [rank for rank in electors if rank != group._rank]
+        lost = []
+        for rank in electors:
+            host = group._host_of[rank]
+            if host in found:
+                status = found[host] or {}
+                arrived = status.get("arrived", {}).get(str(rank))
+                if not arrived[1] if arrived else rank not in status.get("late", []):
+                    lost.append(rank)
+                    continue
+            if host != group._own and self._inquiry.is_silent(host):
+                lost.append(rank)
+        return lost
+
+
+class _Speaker:
+    """What the speaker of a host does in one agreement."""
+
+    def __init__(self, group: Agreements, number: int, electors: tuple[int, ...], timeout_s: float) -> None:
+        self._group, self._number, self._electors = group, number, electors
+        self._began = time.monotonic()
+        self._until = self._began + timeout_s
+        self._weights = Counter(group._host_of[rank] for rank in electors)
+        self._others = [host for host in self._weights if host != group._own]
+        self._turn = sorted(self._weights).index(group._own)
+        self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
+        self._ended: set[int] = set()  # the hosts on which no elector lives any more
+        self._late: list[int] = []  # those of this host when they were last looked at
+        self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
+        self._ready_at = 0.0
+        self._round = 0
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until another host answers."""
+        if self._statuses is None or not self._others:
+            time.sleep(seconds)
+        else:
+            self._read(self._statuses, seconds)
+
+    def speak(self) -> bool:
+        """Do one step towards a decision; return whether the registers should be looked at at once."""
+        now = time.monotonic()
+        if self._statuses is None:
+            if self._others and now < self._began + _TURN_S * self._turn:
+                return False
+            request = self._group.request("status", self._number, electors=self._electors)
+            self._statuses = self._group.inquiry(self._others, self._electors, request, _LOOK_S)
+        contributions = self._ready(self._statuses)
+        if contributions is None:
+            return False
+        if self._turn:  # a host before this one will speak, unless it cannot
+            self._ready_at = self._ready_at or now
+            lower = {host for host in self._weights if host < self._group._own}
+            if now < self._ready_at + 2 * _TURN_S * self._turn and lower & {
+                self._group._host_of[rank] for rank in contributions
+            }:
+                return False
+        return self._vote(Decision.of(contributions), self._statuses)
+
+    def _read(self, statuses: Inquiry, wait_s: float = 0.0) -> None:
+        """Note the new answers of other hosts."""
+        for host in statuses.read(wait_s):
+            status = statuses.found[host]
+            if status is None:
+                self._ended.add(host)
+            elif "moved" in status:
+                if not self._is_decided():
+                    raise Overtaken
+            elif (decided := read_decided(status["decided"])) is not None:
+                self._group._registers.decide(self._number, *decided)
+
+    def _is_decided(self) -> bool:
+        """Return whether this host knows the decision, such as from the speaker of another host."""
+        return self._group._registers.decision(self._number) is not None
+
+    def _ready(self, statuses: Inquiry) -> dict[int, Contribution] | None:
+        """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
+
+        What a host has answered before it fell silent does not count: its ranks could not go on with the others.
+        """
+        self._read(statuses)
+        if self._is_decided():
+            return None
+        group, now = self._group, time.monotonic()
+        if now < self._look_at and not any(group._has_arrived(rank, self._number) for rank in self._late):
+            return None
+        contributions: dict[int, Contribution] = {}
+        waits = now < self._until
+        for host in [*self._others, self._group._own]:
+            status = None
+            if host == self._group._own:
+                status = self._group.status(self._number, self._electors)
+            elif statuses.is_current(host):
+                status = statuses.found[host]
+            elif host not in self._ended and (statuses.is_due(host) or (waits and not statuses.is_silent(host))):
+                return None
+            if status is None:
+                continue
+            if status["late"] and waits:
+                if host == self._group._own:
+                    self._late, self._look_at = status["late"], time.monotonic() + _LOOK_S
+                return None
+            for rank, (kind, flag, progress) in status["arrived"].items():
+                contributions[int(rank)] = Contribution(self._number, kind, flag, progress)
+        return contributions
+
+    def _vote(self, decision: Decision, statuses: Inquiry) -> bool:
+        """Try to make a decision final; return whether it is."""
+        group, number, own = self._group, self._number, self._group._own
+        registers = group._registers
+        ballot = Ballot(self._round * len(group._hosts) + own, own, decision, self._weights, self._ended)
+        self._round += 1
+        if ballot.number >= registers.ballots:
+            raise group._no_quorum(self._electors, self._until - self._began)
+        if not ballot.accepting:
+            ballot.promised(own, registers.promise(number, ballot.number, ballot.ended))
+            request = group.request("promise", number, ballot=ballot.number, ended=sorted(ballot.ended))
+            for host, answer in self._answers(request, lambda: ballot.accepting):
+                ballot.promised(host, read_decided(answer["accepted"]))
+        if ballot.accepting:
+            ballot.accepted(own, registers.accept(number, ballot.number, ballot.decision))
+            request = group.request("accept", number, ballot=ballot.number, decision=ballot.decision)
+            for host, answer in self._answers(request, lambda: ballot.final or ballot.refused):
+                ballot.accepted(host, answer["accepted"] and read_decision(answer["accepted"]))
+        if not ballot.final:
+            if self._is_decided():
+                return True
+            there = ballot.answered | self._ended
+            unreached = [statuses.answered_at[host] for host in self._others if host not in there]
+            if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
+                raise group._no_quorum(self._electors, time.monotonic() - self._began)
+            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
+            return False
+        registers.decide(number, ballot.number, ballot.decision)
+        told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
+        members = {group._host_of[rank] for rank in ballot.decision.members} - {own}
+        self._tell(told, members, statuses)
+        return True
+
+    def _answers(
+        self, request: dict[str, Json], is_enough: Callable[[], bool]
+    ) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield the answers of other hosts to a vote, until there are enough: a host may not answer at all.
+
+        A rank that has gone on already tells only those that ask for the status what was decided.
+        """
+        others = [host for host in self._others if host not in self._ended]
+        if is_enough() or not others:
+            return
+        inquiry, until = self._group.inquiry(others, self._electors, request), time.monotonic() + _VOTE_S
+        while len(inquiry.found) < len(others) and time.monotonic() < until and not self._is_decided():
+            for host in inquiry.read(_LOOK_S):
+                answer = inquiry.found[host]
+                if answer is None:
+                    self._ended.add(host)
+                elif "moved" not in answer:
+                    yield host, answer
+                    if is_enough():
+                        return
+
+    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: Inquiry) -> None:
+        """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
+
+        If this process ended at once, they could decide something else without it. A silent host could do so anyway.
+        """
+        _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
+
+
+def _wait_until_noted(inquiry: Inquiry, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
+    """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
+    until = time.monotonic() + _TOLD_S
+    inquiry.read()
+    while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):
+        inquiry.read(_LOOK_S)
+
+
+def read_decision(given: Sequence[Json]) -> Decision:
+    """Return a decision that was sent as JSON."""
+    members, kind, flag, progress = given
+    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))
+
+
+def read_decided(given: Sequence[Json] | None) -> tuple[int, Decision] | None:
+    """Return a decision that was sent as JSON with its ballot, or ``None``."""
+    return None if given is None else (int(given[0]), read_decision(given[1]))

@@ -1,0 +1,86 @@
+"""``Ballot``: one attempt of one host to make a decision final; Paxos between the hosts of a group. No I/O, no clock.
+
+Input: the answers of hosts. Output: what to ask them next, and whether the decision is final. A host answers with its
+``Registers``, so it answers the same whichever of its ranks are alive. Source: L. Lamport, "Paxos Made Simple" (2001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ..intra_host.registers import Decision
+
+
+def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Collection[int] = ()) -> bool:
+    """Return whether so many hosts have answered that no others can decide anything else.
+
+    Args:
+      weights: the number of ranks that vote on each host. Hosts without any have no entry.
+      answered: the hosts that have answered.
+      ended: hosts on which certainly no rank that votes lives any more, if the ballot counts without them.
+
+    A quorum is hosts with more than half of the ranks; or with half of them, the lowest host included. Any two such
+    sets have a host in common. A ballot that counts without ended hosts needs all others.
+
+    >>> two = {0: 2, 1: 2}
+    >>> has_quorum(two, {0}), has_quorum(two, {1}), has_quorum(two, {1}, {0})
+    (True, False, True)
+    >>> has_quorum({0: 1, 1: 1, 2: 1}, {1, 2}), has_quorum({0: 1, 1: 1, 2: 1}, {2}, {0})
+    (True, False)
+    """
+    if ended:
+        return all(host in answered or host in ended for host in weights)
+    ranks = 2 * sum(weights.get(host, 0) for host in answered)
+    total = sum(weights.values())
+    return ranks > total or (ranks == total and min(weights) in answered)
+
+
+class Ballot:
+    """A ballot of host ``own`` for ``decision``, unless hosts have accepted another one before.
+
+    The caller asks host ``own`` and after it the others to promise (unless ``accepting``), then in the same order to
+    accept, passes on their answers, and asks no more when this is ``final`` or ``refused``.
+
+    Args:
+      number: see ``Registers``. A rank uses each number once.
+      weights: the number of ranks that vote on each host.
+      ended: all hosts that have ended, as far as the caller knows. The attribute ``ended``, which the caller gives to
+        ``Registers.promise``, is empty if the other hosts are a quorum.
+    """
+
+    def __init__(
+        self, number: int, own: int, decision: Decision, weights: Mapping[int, int], ended: Collection[int] = ()
+    ) -> None:
+        self.number, self.own, self.decision, self.weights = number, own, decision, weights
+        living = weights.keys() - set(ended)
+        self.ended = frozenset[int]() if has_quorum(weights, living) else frozenset(ended)
+        # In ballot 0 no host can have accepted anything before, but an ended host may have made a later ballot final.
+        self.accepting = number == 0 and not self.ended
+        self.final = self.refused = False
+        self.answered: set[int] = set()  # in the current phase
+        self._last = -1  # the ballot of the last decision that a host has accepted
+
+    def promised(self, host: int, accepted: tuple[int, Decision] | None) -> None:
+        """A host has promised; ``accepted``: see ``Registers.promise``."""
+        if self.accepting:
+            return
+        assert self.own in self.answered or host == self.own, "host own promises first"
+        if accepted is not None and accepted[0] > self._last:
+            self._last, self.decision = accepted
+        self.answered.add(host)
+        if has_quorum(self.weights, self.answered, self.ended):
+            self.accepting, self.answered = True, set()
+
+    def accepted(self, host: int, decision: Decision | None) -> None:
+        """A host has accepted ``decision`` in this ballot; ``None``: it has promised not to.
+
+        Another rank of host ``own`` may have begun the same ballot with another decision, which then counts.
+        """
+        if decision is None:
+            self.refused = True
+            return
+        if host == self.own:
+            self.decision = decision
+        assert decision == self.decision, "a ballot has one decision"
+        self.answered.add(host)
+        self.final = self.own in self.answered and has_quorum(self.weights, self.answered, self.ended)

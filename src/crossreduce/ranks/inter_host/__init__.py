@@ -1,0 +1,1 @@
+"""Collectives over one or several hosts, and the exchange between them."""

@@ -1,0 +1,434 @@
+"""The exchange of a stripe between hosts: one rank of each runs the hosts' schedule over a transport, piece by piece.
+
+Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
+fully reduced pieces. The other ranks of the host are not involved.
+
+Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + lag * r; the lag is ROUND_LAG,
+or 1 for a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages
+before the receiver waits for it, so that the link is not idle; receives are posted one stage early. A round sends what
+was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete. An op
+may consist of several exchanges, which execute each stage together (``run_stage``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise, repeat
+from typing import Final, NamedTuple
+
+from ... import kernels
+from ...lowering import Combination, DeviceProgram, Program
+from ...ops import Numbers
+from ...packing import itemsize
+from ..intra_host.instructions import kernel
+from ..intra_host.partial_sums import header_nbytes, partial_itemsize
+from ..intra_host.programs import LINE
+from ..transports.base import PendingMessage, Transport
+
+EAGER_BYTES: Final = 1 << 14
+"""If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
+_EARLY: Final = 0.9  # the part of the limit of a check before which no other rank gives up this one; clocks may differ
+_LATE: Final = 3  # a rank that begins a check later than this many limits after this one may make another call
+_PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
+ROUND_LAG: Final = 2
+"""Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
+
+
+class PeerError(OSError):
+    """A message from or to rank ``rank`` of another host failed."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class PeerDisconnected(PeerError, ConnectionError):  # noqa: N818 - becomes a PeerLostError
+    """The connection to the rank is lost."""
+
+
+class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a CollectiveTimeout
+    """The message did not complete in time."""
+
+
+class PieceMemory(NamedTuple):
+    """Where the values of a piece are in the memory of the piece, which has ``nbytes`` bytes.
+
+    ``places``: for each local value its offset and size in bytes, and its number of elements. ``results_at``: the
+    offset at which the results of all chunks begin; they follow each other in the order of the chunks.
+    """
+
+    places: tuple[tuple[int, int, int], ...]
+    results_at: int
+    nbytes: int
+
+
+class ExchangeProgram(NamedTuple):
+    """One host's part in an op. It is made once and serves any number of calls."""
+
+    part: DeviceProgram  # the host's part in the program
+    peers: tuple[int, ...]  # for each host the rank that runs the exchange there
+    pieces: tuple[PieceMemory, ...]  # the memory of each piece
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # for each piece where each chunk begins and ends, in elements
+    numbers: Numbers  # how values are computed; partial results have the accumulator's dtype, or are exact
+    lag: int  # stages from a round of a piece to its next
+    delay: int  # a piece that enters in stage t is complete in stage t + delay
+    window: int  # the number of pieces that have memory at the same time
+    room: int  # bytes of each piece's memory
+    eager: bool  # whether the messages of the first round are parts of the op's first messages; for a single piece
+
+    def partial_at(self, piece: int) -> int:
+        """Return the offset in the exchange's memory at which a piece's partial result has to be."""
+        return piece % self.window * self.room
+
+    def results_at(self, piece: int) -> int:
+        """Return the offset in the exchange's memory at which a piece's results are, if this host needs them."""
+        return self.partial_at(piece) + self.pieces[piece].results_at
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the exchange's memory."""
+        return self.window * self.room
+
+
+def _lag(pieces: int) -> int:
+    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
+
+
+def delay(program: Program, pieces: int) -> int:
+    """Return how many stages after its first one a piece is complete; each round takes ``lag`` stages. At least 1."""
+    return max(1, _lag(pieces) * program.round_count - 1)
+
+
+@lru_cache(maxsize=1024)
+def exchange_program(
+    program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
+) -> ExchangeProgram:
+    """Return what host number ``host`` does, for pieces of ``sizes`` elements; see ``ExchangeProgram``.
+
+    ``program``: its devices are the hosts; all chunks have the same sources and destinations.
+    """
+    program.require_uniform()
+    part = program.on(host)
+    late = delay(program, len(sizes))
+    # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
+    has_results = program.chunks[0].sources == (host,)
+    pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
+    # The memory of a piece is used from the stage before its first, which posts its receives, to the one that completes
+    # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
+    window = min(len(sizes), late + 2)
+    room = max(piece.nbytes for piece in pieces)
+    spans = tuple(program.spans(size) for size in sizes)
+    return ExchangeProgram(part, peers, pieces, spans, numbers, _lag(len(sizes)), late, window, room, eager)
+
+
+@lru_cache(maxsize=4096)
+def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
+    """Lay out a piece's values: partial result, then results (``has_results``: they are the same), then all others."""
+    spans = program.spans(size)
+    partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
+    kept = set() if has_results else {value for value in part.results if value >= 0}
+    inputs = _lines(size * partial + len(spans) * header)
+    results_at = inputs if kept else 0
+    at = inputs + _lines(size * result) if kept else inputs
+    places = []
+    for number, (chunk, final) in enumerate(part.values):
+        start, stop = spans[chunk]
+        nbytes = (stop - start) * (result if final else partial)
+        if not final and nbytes:
+            nbytes += header
+        if number < len(spans):
+            place = start * partial + number * header
+        elif number in kept:
+            place = results_at + start * result
+        else:
+            place = at
+            at += _lines(nbytes)
+        places.append((place, nbytes, stop - start))
+    return PieceMemory(tuple(places), results_at, at)
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
+
+
+class Exchange:
+    """One op's exchange: ``program``, whose messages have ``tag`` and must each complete within ``timeout_s`` seconds.
+
+    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage([self], t)``,
+    and then finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits
+    for the remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is
+    freed, since messages are still written to its memory.
+    """
+
+    def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
+        self._program = program
+        self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
+        self._memory = kernels.memory(max(1, program.nbytes + LINE))
+        self.base = _lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
+        self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
+
+    def first_sends(self) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and receiver of what this host sends in the first messages."""
+        return self._first(self._program.part.stages[0].sends)
+
+    def first_receives(self) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and sender of what other hosts send in the first messages."""
+        return self._first(self._program.part.stages[0].receives)
+
+    def _first(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        base, places = self._places(0)
+        for value, host in moves if self._program.eager else ():
+            place, nbytes, _ = places[value]
+            yield base + place, nbytes, self._program.peers[host]
+
+    def send(self, stage: int) -> None:
+        """Start to send what this stage requires."""
+        for piece, r in self._active(stage):
+            if r == 0 and self._program.eager:
+                continue
+            sends = self._sends[piece % self._program.window]
+            self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
+
+    def complete(self, stage: int) -> None:
+        """Wait for the messages that have to arrive in this stage, and combine them."""
+        for piece, r in self._active(stage - self._program.lag + 1):
+            self._finish(piece, r)
+
+    def close(self) -> None:
+        """Wait until all messages are sent."""
+        for sends in self._sends:
+            self._wait(sends)
+
+    def _active(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces that execute a round in a stage, with the round."""
+        for r in range(len(self._program.part.stages)):
+            piece = stage - self._program.lag * r
+            if 0 <= piece < len(self._program.pieces):
+                yield piece, r
+
+    def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
+
+    def post_receives(self, stage: int) -> None:
+        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
+        for piece, r in self._active(stage):
+            if r == 0:
+                self._wait(self._sends[piece % self._program.window])
+            receives = self._receives[piece, r] = []
+            if r > 0 or not self._program.eager:
+                self._start(piece, self._program.part.stages[r].receives, self._transport.receive, receives)
+
+    def _start(
+        self,
+        piece: int,
+        moves: Sequence[tuple[int, int]],
+        start: Callable[[int, int, int, int], PendingMessage],
+        started: list[tuple[PendingMessage, int]],
+    ) -> None:
+        """Start to send or receive the values of a piece, and add the messages to ``started``."""
+        base, places = self._places(piece)
+        for value, host in moves:
+            place, nbytes, _ = places[value]
+            if nbytes:
+                rank = self._program.peers[host]
+                started.append((start(base + place, nbytes, rank, self._tag), rank))
+
+    def _finish(self, piece: int, r: int) -> None:
+        self._wait(self._receives.pop((piece, r)))
+        for combination in self._program.part.stages[r].combinations:
+            if self._program.pieces[piece].places[combination.made][1]:
+                self._combine(piece, combination)
+
+    def _combine(self, piece: int, combination: Combination) -> None:
+        made, operands, final = combination
+        base, places = self._places(piece)
+        numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
+        if not final:
+            numbers = numbers._replace(result=numbers.accumulator, divisor=1)
+        combine = kernel(numbers, places[made][2], len(operands), 1)
+        combine.run([[base + places[value][0] for value in operands]], [[base + places[made][0]]], 1, False, False)
+
+    def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
+        while messages:
+            wait_for(*messages[0], self._timeout_s)
+            del messages[0]
+
+
+def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:
+    """Return the data of the first messages of an op, by the receiving ranks."""
+    data: dict[int, bytes] = {}
+    for address, nbytes, rank in chain.from_iterable(each.first_sends() for each in exchanges):
+        data[rank] = data.get(rank, b"") + ctypes.string_at(address, nbytes)
+    return data
+
+
+def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None:
+    """Take what other ranks have sent as ``first_data``."""
+    at = dict.fromkeys(data, 0)
+    for address, nbytes, rank in chain.from_iterable(each.first_receives() for each in exchanges):
+        ctypes.memmove(address, data[rank][at[rank] : at[rank] + nbytes], nbytes)
+        at[rank] += nbytes
+
+
+def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
+    """Send, receive and combine what a stage of an op requires, which consists of these exchanges.
+
+    All of them have the same number of pieces and rounds. Two hosts list the exchanges in which both take part in the
+    same order, so messages need no names: they are ordered by stage, exchange and round. No exchange waits for a
+    message before all have started theirs.
+
+    Raises:
+      PeerError: a rank of another host was lost or is late; the op cannot continue.
+    """
+    for posted in range(stage + 1 if stage else 0, stage + 2):
+        for each in exchanges:
+            each.post_receives(posted)
+    for each in exchanges:
+        each.send(stage)
+    for each in exchanges:
+        each.complete(stage)
+
+
+def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
+    """Wait for a message from or to a rank, and raise a ``PeerError`` if it fails or does not complete in time."""
+    try:
+        pending.wait(timeout_s)
+    except TimeoutError as error:
+        raise PeerTimeout(rank, str(error)) from error
+    except OSError as error:
+        raise PeerDisconnected(rank, str(error)) from error
+
+
+def agreed(
+    digest: bytes,
+    data: Mapping[int, bytes],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+    diameter: int = 1,
+    patience: Patience | None = None,
+) -> dict[int, bytes] | None:
+    """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
+
+    Returns what each of these ranks has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests
+    of all hosts are not equal. If some hosts have no link to each other, their neighbours pass on that they differ.
+
+    Args:
+      digest: of this rank's call, of equal length on all hosts.
+      data: for each rank at most ``EAGER_BYTES``; ranks may be missing.
+      ranks: one of each host to which this host has a link.
+      transport: between hosts.
+      tag: of the messages.
+      timeout_s: how long each message may take.
+      diameter: the most links on the shortest route between any two hosts.
+      patience: gives up ranks to which the link is lost; the others continue. ``None``: no rank is given up.
+    Raises:
+      PeerError: a rank of another host was lost or is late.
+    """
+    size = len(digest)
+    received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
+    messages, asked = [digest + data.get(rank, b"") for rank in ranks], ranks
+    wait = wait_for if patience is None else patience.wait
+    _exchange(messages, received, ranks, transport, tag, timeout_s, wait)
+    given_up = set() if patience is None else patience.given_up
+    answers = [memory for rank, memory in zip(ranks, received, strict=True) if rank not in given_up]
+    same = all(memory.raw[:size] == digest for memory in answers)
+    # A host that differs from this one is at most ``diameter`` links away. Two neighbours on the route to
+    # it differ. The nearer one detects it in the first messages, and is at most ``diameter - 1`` links away.
+    for _ in range(diameter - 1):
+        ranks = [rank for rank in ranks if rank not in given_up]
+        if patience is not None:
+            patience.begun += 1
+        verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
+        _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
+        same = same and all(memory.raw == b"=" for memory in verdicts)
+    return {rank: memory.raw[size:] for rank, memory in zip(asked, received, strict=True)} if same else None
+
+
+def _exchange(
+    messages: Sequence[bytes],
+    received: Sequence[ctypes.Array[ctypes.c_char]],
+    ranks: Sequence[int],
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+    wait: Callable[[PendingMessage, int, float], None],
+) -> None:
+    """Send a message to each rank, and receive one from each; ``wait`` waits for one of these messages."""
+    sent = [ctypes.create_string_buffer(message, len(message)) for message in messages]
+    started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
+    pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
+    for message, rank in pending:
+        wait(message, rank, timeout_s)
+
+
+class Patience:
+    """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
+
+    Time counts from when all ranks of the group have begun the check, as ``are_there`` returns. A message of the first
+    round may take ``limit_s`` from then on. One of a later round may take that for each round, since its sender may
+    first have waited in vain for others. The transport must close the connection of a message that has not arrived, so
+    that memory is not written any more. No rank is given up while one is late, or makes another call; if one comes very
+    late, messages may take as long as in any other call.
+    """
+
+    def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
+        self.given_up: set[int] = set()
+        self.begun = 1  # the rounds that have begun
+        self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
+        self._complete_at: float | None = None  # when all ranks were there
+
+    def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
+        """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
+        if rank in self.given_up:
+            return
+        late, pause_s = self._began + _LATE * self._limit_s, _PAUSES_S[0]
+        while not self._is_complete() and time.monotonic() < late:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+        if self._complete_at is not None:
+            left_s = self._complete_at + self.begun * self._limit_s - time.monotonic()
+            timeout_s = min(max(0.0, left_s), timeout_s)
+        try:
+            wait_for(pending, rank, timeout_s)
+        except (PeerDisconnected, PeerTimeout) as error:
+            # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
+            # closed earlier, the other rank has probably died.
+            early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
+            if early or not self._is_complete():
+                raise
+            self.given_up.add(rank)
+
+    def _is_complete(self) -> bool:
+        if self._complete_at is None and self._are_there():
+            self._complete_at = time.monotonic()
+        return self._complete_at is not None
+
+
+def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:
+    """Return the elements of each piece: small pieces first and last, so that the pipeline fills and drains quickly.
+
+    Args:
+      size: elements, of ``nbytes`` bytes each.
+      smallest: the most bytes of the first and the last pieces, unless one element is larger.
+      largest: the most bytes of any piece, with the same exception.
+      depth: how many such small pieces a large array has at either end: the stages that the first piece needs.
+
+    >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)
+    ((100, 200, 200, 200, 200, 100), (90,), (0,))
+    """
+    step, most = max(1, smallest // nbytes), max(1, largest // nbytes)
+    ends: list[int] = []
+    while size > 3 * step and step < most:
+        ends.append(step)
+        size -= 2 * step
+        if len(ends) >= depth:
+            step = min(2 * step, most)
+    count = max(1, -(-size // step))
+    middle = (b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
+    return *ends, *middle, *ends[::-1]

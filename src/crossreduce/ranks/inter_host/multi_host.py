@@ -1,0 +1,412 @@
+"""The engine for groups on several hosts: reduce on each host, exchange between hosts, distribute the results.
+
+Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
+for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
+stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
+reduction to the leaders and the distribution of the results are rank programs (see ``host_parts``). They are pipelined
+with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
+stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
+they are divided and rounded, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Final
+
+from ...lowering import Program, forwarded, lower, part_of
+from ...observe.counters import counted
+from ...observe.traces.format import Phase as TracePhase
+from ...ops import Numbers
+from ...packing import itemsize
+from ...topology import Topology
+from ..intra_host.instructions import (
+    ArrayPlaces,
+    BufferReference,
+    Phase,
+    RankInstruction,
+    kernel,
+    native_program,
+    pipelined,
+)
+from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
+from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
+from ..intra_host.shared_memory import RankMemory, StageRunner
+from ..transports.base import Transport
+from .exact_exchange import ExactExchange, HostTerms
+from .exchange import (
+    EAGER_BYTES,
+    Exchange,
+    ExchangeProgram,
+    Patience,
+    agreed,
+    delay,
+    exchange_program,
+    first_data,
+    piece_sizes,
+    run_stage,
+    take_first,
+)
+from .host_parts import (
+    HostPart,
+    Lost,
+    Stripe,
+    crossing_arrays,
+    distances,
+    equal_links,
+    host_names,
+    host_parts,
+    host_programs,
+    host_schedule,
+    stripe,
+)
+from .one_host import RankExecutable
+
+TAG: Final = 0
+SMALLEST_PIECE: Final = 1 << 17
+"""Bytes that cross a link in a large array's first and last pieces, of all leaders together."""
+
+PLANNED_BYTES: Final = 1 << 26
+"""The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
+
+_LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
+
+# Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
+_VERDICT, _REMOTE = 0, 1
+_SAME, _DIFFERENT = 1, 2
+
+
+class MultiHostEngine:
+    """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
+
+    ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts. ``lost``: the
+    pairs of hosts without a link, over which no message is sent.
+    """
+
+    def __init__(
+        self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport, lost: Lost = ()
+    ) -> None:
+        self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
+        self.ranks, self.host = memory.host, hosts.index(memory.host)
+        self.leaders = min(map(len, hosts))
+        self.peers = rail_peers(hosts, rank)
+        self.leader = self.ranks.index(rank) if self.peers else None
+        self.topology: Topology | None  # the topology of the hosts, if it was measured
+        self.digest = b""  # of the last call
+        self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
+        self.patience: Patience | None = None  # while the links are checked
+        self.lose(lost)
+
+    def lose(self, lost: Lost) -> None:
+        """Send no messages between these pairs of hosts any more; plan with equal links, without them, until told."""
+        self.lost, self.topology = lost, None
+        hops = distances(len(self.hosts), lost)
+        own = hops[self.host]
+        self._neighbours = [peer for host, peer in enumerate(self.peers) if own[host] == 1]  # none: this is no leader
+        self.diameter = max(map(max, hops))  # the links of the longest route
+
+    def plan_digest(self, topology: Topology) -> bytes:
+        """Return a digest of a topology of the hosts and of the schedule of a large all-reduce on it."""
+        schedule = host_schedule(topology, self.hosts, "all_reduce", PLANNED_BYTES, None, lost=self.lost)
+        return _digest(topology.to_json().encode(), schedule.to_json())
+
+    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
+        """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
+        if size == 0:
+            return RankExecutable(native_program([[]] * 3, *counted(text, collective)), 3, text, _digest(text, ""))
+        nbytes = travelling_itemsize(numbers, collective)
+        parts = host_parts(self.hosts, collective, root)
+        arrays = sum(len(part.arrays) for part in parts)
+        rounded = 1 << (size * arrays * nbytes - 1).bit_length()
+        widened = partial_itemsize(numbers) > itemsize(numbers.result)
+        schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
+        between = lower(schedule)
+        if self.lost:
+            between = forwarded(between, self.topology or equal_links(len(self.hosts), self.lost))
+        crossing = nbytes * crossing_arrays(len(self.hosts), parts)
+        # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2
+        # hosts of 4 ranks take 1.08, 1.065 and 1.055 of the link's time with pieces of 1 MiB, 1/2 and 1/4 MiB at
+        # 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with one slow link, in 4 rounds, 1.20, 1.135
+        # and 1.10 of the bound.
+        most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
+        # A stage of an exact reduction takes longer. Two hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at 1 Gbit/s: exact
+        # all-reduces take 1.8 to 2.2 times as long as others with the same smallest piece, 1.6 to 2.0 with twice it.
+        smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
+        sizes = piece_sizes(size, crossing, smallest, most, delay(between, 2))
+        exchanges = {}  # by the numbers of the parts
+        if self.leader is not None:
+            order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
+            # The parts that cross are the same for all hosts, so they all decide alike.
+            elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
+            partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
+            eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
+            for p, part in enumerate(parts):
+                made = self._part_exchange(part, between, order, sizes, numbers, eager)
+                if made is not None:
+                    exchanges[p] = made
+        depth = delay(between, len(sizes)) + 2
+        phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
+        stages = pipelined(len(sizes), phases, depth)
+        digest = _digest(text, f"{schedule.to_json()} {sizes}")
+        program = native_program(stages, *counted(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
+        return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
+
+    def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
+        """Return the most elements per array with which the pieces of all hosts fit into slots."""
+        # Hosts with the same number of ranks, and the root at the same place, have slots of the same size.
+        kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
+        analyses = [host_programs(self.hosts, collective, root, k).analyses(numbers) for k in kinds.values()]
+        return min(fitting_size(one, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for one in analyses)
+
+    def _part_exchange(
+        self,
+        part: HostPart,
+        between: Program,
+        order: list[int],
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        eager: bool,
+    ) -> ExchangeProgram | None:
+        """Return what this leader exchanges of a part; ``None``: its host takes no part. ``order``: see ``compile``."""
+        if not part.crosses:
+            return None
+        ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
+        stripes = tuple(self._stripe(part, size, numbers).size for size in sizes)
+        peers = tuple(self.peers[host] for host in order)
+        made = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
+        return made if any(stage.sends or stage.receives for stage in made.part.stages) else None
+
+    def _stripe(self, part: HostPart, size: int, numbers: Numbers) -> Stripe:
+        assert self.leader is not None
+        return stripe(len(part.arrays), self.leaders, self.leader, size, itemsize(numbers.dtype))
+
+    @staticmethod
+    def compile_inner(text: bytes) -> RankExecutable:
+        """Return the executable of a call that another library executes."""
+        return RankExecutable(native_program([[]] * 5, *counted(text)), 5, text, _digest(text, "inner"))
+
+    def _local_parts(
+        self,
+        collective: str,
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        root: int | None,
+        exchanges: dict[int, ExchangeProgram],
+        depth: int,
+    ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
+        """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
+
+        The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
+        third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
+        slot begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
+        leader's buffers after the caller's. Piece j is distributed in stage j + ``depth``.
+        """
+        parts = host_parts(self.hosts, collective, root)
+        programs = host_programs(self.hosts, collective, root, self.host)
+        arrays = [array for part in parts for array in part.arrays]
+        read = [array.input for array in arrays if self.rank in array.sources]
+        written = [array.output for array in arrays if self.rank in array.destinations]
+        buffers = 1 + max(read + written)  # the number of the caller's
+        nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
+        starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
+        streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
+
+        def given(p: int, a: int) -> ArrayPlaces:
+            return ArrayPlaces(parts[p].arrays[a].input, starts)
+
+        def wanted(p: int, a: int) -> ArrayPlaces:
+            return ArrayPlaces(parts[p].arrays[a].output, starts)
+
+        def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
+            """Return where a leader's stripe of an array is in the memory of the exchange; others do not use it."""
+            if p not in exchanges:
+                return ArrayPlaces(buffers, ())
+            shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
+            places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
+            return ArrayPlaces(buffers + [*exchanges].index(p), places)
+
+        partials = partial(striped, ExchangeProgram.partial_at, wide)
+        results = partial(striped, ExchangeProgram.results_at, narrow)
+        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]
+        ends = {"up": (given, partials), "local": (given, wanted), "down": (results, wanted)}
+        compiled, used = {}, (LINE,) * len(self.ranks)
+        kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
+        for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
+            inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
+            compiled[kind] = RankCompiler(
+                analysis,
+                self.ranks.index(self.rank),
+                sizes,
+                inputs,
+                outputs,
+                streaming=streaming and kind != "up",
+                bases=used,
+            )
+            used = compiled[kind].ends
+        assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+        first = {"up": 0, "local": _LOCAL_DELAY}
+        phases: list[Phase] = [
+            (delay + phase, partial(compiled[kind].phase, phase=phase))
+            for kind, delay in first.items()
+            if kind in compiled
+            for phase in ((0,) if numbers.exact else (0, 1))
+        ]
+        folds: tuple[list[RankInstruction], ...] = ()
+        if numbers.exact and exchanges:
+            folds = tuple(compiled["up"].phase(piece, 1) for piece in range(len(sizes)))
+        deliveries: tuple[list[RankInstruction], ...] = ()
+        if "down" in compiled:
+            phases.append((depth, partial(compiled["down"].phase, phase=1)))
+            if exchanges:
+                delivered = [compiled["down"].phase(piece, 0) for piece in range(len(sizes))]
+                deliveries = (*([] for _ in range(depth - 2)), *delivered)
+        return phases, deliveries, folds
+
+    def run(
+        self,
+        executable: RankExecutable,
+        addresses: tuple[int, ...],
+        runner: StageRunner,
+        timeout_s: float,
+        inner: Callable[[], None] | None = None,
+    ) -> bool:
+        """Run a call; see ``OneHostEngine.run``."""
+        self.digest = executable.digest
+        exchanges = self._exchanges = tuple(self._exchange(program, timeout_s) for program in executable.exchanges)
+        addresses = (*addresses, *(exchange.base for exchange in exchanges))
+        same_here = runner.begin(executable.program, addresses, executable.text, 2)
+        same = same_here
+        if same_here and executable.folds:
+            self._fold(executable, exchanges, addresses, 0)
+        if self.leader is not None:
+            digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
+            data: dict[int, bytes] = {}
+            if not same_here:
+                digest = bytes(len(digest))  # zeros differ from every call's digest
+            else:
+                data = first_data(exchanges)
+            received = self._agreed(digest, data, timeout_s)
+            same = same_here and received is not None
+            if received is not None:
+                take_first(exchanges, received)
+        if not same_here:
+            self._exchanges = ()
+            return False
+        if self.leader is not None:
+            self._word(_VERDICT).value = _SAME if same else _DIFFERENT
+        if exchanges and same:
+            self._exchange_stage(executable, exchanges, addresses, 1)
+        runner.reach(3)
+        if self._word(_VERDICT, self.ranks[0]).value != _SAME:
+            self.memory.end_op()
+            self._exchanges = ()
+            return False
+        if inner is not None:
+            with self._waiting_for_hosts(TracePhase.INNER, 2):
+                inner()
+            runner.reach(4)  # all ranks of this host have returned from it
+            if self.leader is not None:
+                self._agreed(bytes(1), {}, timeout_s, TracePhase.BETWEEN_HOSTS)  # and all ranks of the other hosts
+            runner.reach(5)
+        elif not exchanges and executable.stages > 3:
+            runner.reach(executable.stages)
+        elif exchanges:
+            for stage in range(2, executable.stages - 1):
+                self._exchange_stage(executable, exchanges, addresses, stage)
+                runner.reach(stage + 2)
+            with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, executable.stages - 1):
+                for exchange in exchanges:
+                    exchange.close()
+            self._exchanges = ()
+        return True
+
+    def _agreed(
+        self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
+    ) -> dict[int, bytes] | None:
+        """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
+        with self._waiting_for_hosts(phase, 1):
+            others, transport, rounds = self._neighbours, self.transport, self.diameter
+            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
+
+    def _exchange_stage(
+        self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
+    ) -> None:
+        """Execute the inter-host part of a stage, after the stage's instructions."""
+        if 1 < stage <= len(executable.folds):
+            self._fold(executable, exchanges, addresses, stage - 1)
+        with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, stage):
+            run_stage(exchanges, stage - 1)
+        delivered = executable.deliveries[stage - 1] if executable.deliveries else ()
+        for size, operands, results, numbers, _ in delivered:
+            run = kernel(numbers, size, len(operands), len(results)).run
+            sources, targets = ([self._address(place, addresses) for place in each] for each in (operands, results))
+            run([sources], [targets], 1, False, False)
+        if delivered:
+            self.memory.native.trace(TracePhase.COPY_OUT, stage)
+
+    def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
+        """Return the exchange of an op."""
+        if program.numbers.exact:
+            return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
+        return Exchange(program, self.transport, TAG, timeout_s)
+
+    def _fold(
+        self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], piece: int
+    ) -> None:
+        """Make the partial sums of a piece of an exact reduction."""
+        terms: list[list[HostTerms]] = [[] for _ in exchanges]
+        for size, operands, ((region, offset),), *_ in executable.folds[piece]:
+            number = ~region - len(addresses) + len(exchanges)  # their memories are the last of the buffers
+            terms[number].append(HostTerms(size, [self._address(place, addresses) for place in operands], offset))
+        for exchange, found in zip(exchanges, terms, strict=True):
+            assert isinstance(exchange, ExactExchange)
+            exchange.add(piece, found)
+        self.memory.native.trace(TracePhase.REDUCE, piece + 1)
+
+    def _address(self, place: BufferReference, addresses: tuple[int, ...]) -> int:
+        region, offset = place
+        return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
+
+    @property
+    def has_unfinished_exchange(self) -> bool:
+        """Whether messages of an op that an exception has ended may still be under way."""
+        return bool(self._exchanges)
+
+    def is_waiting_for_hosts(self, rank: int) -> bool:
+        """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
+        other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn
+        return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
+
+    @contextmanager
+    def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
+        word = self._word(_REMOTE)
+        word.value, began = 1, time.monotonic_ns()
+        yield  # an error skips the next lines; it breaks the group, so no later call reads the word
+        word.value = 0
+        self.memory.count_between_hosts(time.monotonic_ns() - began)
+        self.memory.native.trace(phase, stage)
+
+    def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
+        """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
+        start = self.memory.address(self.rank if rank is None else rank) + offset
+        return ctypes.c_int32.from_address(start + 4 * which)
+
+
+def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
+    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
+
+    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
+    ((1, 3), ())
+    """
+    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
+    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()
+
+
+def _digest(text: bytes, more: str) -> bytes:
+    return blake2b(text + b"\0" + more.encode(), digest_size=16).digest()

@@ -1,0 +1,261 @@
+"""Bootstrap: the ranks of a group find out which of them share a host, and share memory there.
+
+Input: a rendezvous, and the number of bytes that a host's ranks need. Output: the hosts, a file descriptor of this
+host's memory, and the number of CPUs of its ranks. Ranks are on one host if their identifiers (``_identity``) are equal
+and one of them could send its memory to all others. The memory has no name in the file system, so nothing is left
+behind however a process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import stat
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ... import kernels
+from ...errors import MismatchError, ReductionError, message, rank_list
+from ...observe.flight_recorder import version
+from ..transports.base import Rendezvous
+
+with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
+_LOG: Final = logging.getLogger("crossreduce")
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
+_CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
+_MOST_ALONE: Final = 8  # how many hosts the shared memory is made for at least
+_MESSAGES: Final = 128  # sent before any is read: the buffer of a socket has room for 278, and two batches may be in it
+_NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
+
+
+class BootstrapResult(NamedTuple):
+    """``hosts``: the ranks of each host, in the order of the hosts' lowest ranks. ``host``: the ranks of this host.
+
+    ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus``: the number of CPUs on
+    which at least one of these ranks may run; launchers may bind each rank to CPUs of its own.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    host: tuple[int, ...]
+    fd: int
+    cpus: int
+
+
+class _HostInfo(NamedTuple):
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is its socket's.
+
+    The ranks' versions are compared before anything else is read, so ``version`` must stay the first field.
+    """
+
+    version: str
+    identity: list[str]
+    name: str
+    cpus: list[int]
+
+
+def bootstrap(
+    rendezvous: Rendezvous, nbytes: Callable[[int, int], int], global_ranks: Sequence[int] | None = None
+) -> BootstrapResult:
+    """Find out which ranks share a host, and share memory with them, on Linux. All ranks call it together.
+
+    ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
+
+    Args:
+      rendezvous: where the ranks meet.
+      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the most
+        hosts that there may be.
+      global_ranks: the ranks' numbers in messages; ``None``: 0, 1, ...
+    Raises:
+      MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
+      ReductionError: this rank cannot allocate memory even for itself alone.
+      CollectiveTimeout: some ranks did not reach the rendezvous in time.
+    """
+    rank, name, cpus = rendezvous.rank, _new_name(), sorted(os.sched_getaffinity(0))
+    numbers = global_ranks or range(rendezvous.size)
+    with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        own = _HostInfo(version(), _identity() or [name], name, cpus)  # without identifiers it shares no memory
+        received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
+        infos = [_HostInfo(*info) for info in received]
+        ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
+        # If the ranks of a host cannot share memory, each of them counts as a host.
+        most_hosts = max(_MOST_ALONE, len({tuple(info.identity) for info in infos}))
+        size, fd, problem, name = nbytes(len(ranks), most_hosts), -1, "", ""
+        try:
+            try:
+                if rank == ranks[0]:
+                    fd = _memory(size)
+                else:
+                    name = _receive_only_from(infos[ranks[0]].name, receiver)
+            except OSError as error:
+                problem = f"rank {numbers[rank]} could not share {size} bytes: {error}"
+            names = [text.decode() for text in rendezvous.all_gather(name.encode())]
+            most = max(Counter(tuple(info.identity) for info in infos).values())
+            for start in range(1, most, _MESSAGES):
+                batch = ranks[start : start + _MESSAGES]
+                try:
+                    if rank == ranks[0] and not problem:
+                        _send(sender, fd, [names[other] for other in batch if names[other]])
+                except OSError as error:
+                    problem = f"rank {numbers[rank]} could not send its memory: {error}"
+                rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
+                try:
+                    if rank in batch and not problem:
+                        fd = _received(receiver, size)
+                except OSError as error:
+                    problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
+            problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
+            hosts = _hosts(infos, problems)
+            if ranks not in map(list, hosts) and rank == ranks[0]:
+                text = (
+                    f"{rank_list(numbers[other] for other in ranks)} are on one host but could not share memory; "
+                    "each is now treated as if it were alone on a host."
+                )
+                why = "; ".join(problems[rank] for rank in ranks if problems[rank])
+                remedy = (
+                    "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
+                    "share memory with the others"
+                )
+                _LOG.warning("%s", message(text, why, remedy))
+            if any(problems[other] for other in ranks):
+                if fd >= 0:
+                    os.close(fd)
+                fd, size = -1, nbytes(1, rendezvous.size)
+                try:
+                    fd = _memory(size)
+                except OSError as error:
+                    remedy = "ulimit -f unlimited" if error.errno == errno.EFBIG else "a larger memory limit"
+                    problem = "memory could not be allocated."
+                    raise ReductionError.of(problem, f"{size} bytes: {error}", remedy) from error
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        host = next(ranks for ranks in hosts if rank in ranks)
+        return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}))
+
+
+def _require_same_version(versions: dict[int, str]) -> None:
+    """Raise ``MismatchError`` unless all ranks have the same version of crossreduce."""
+    found: dict[str, list[int]] = {}
+    for rank, each in versions.items():
+        found.setdefault(each, []).append(rank)
+    if len(found) > 1:
+        given = "; ".join(f"{rank_list(ranks)}: {each}" for each, ranks in found.items())
+        problem = "the ranks have different versions of crossreduce."
+        raise MismatchError.of(problem, given, "pip install the same version on all hosts")
+
+
+def _identity() -> list[str]:
+    """Return the identifiers that are equal on ranks that may share memory; empty if they cannot be read."""
+    try:
+        system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
+    except OSError as error:
+        _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
+        return []
+    return [*system, os.environ.get("CROSSREDUCE_HOST", "")]
+
+
+def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host: all those of one identity, or each alone if one of them had a problem.
+
+    >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
+    ((0, 1), (2,), (3,))
+    """
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank, info in enumerate(infos):
+        found.setdefault(tuple(info.identity), []).append(rank)
+    hosts: list[tuple[int, ...]] = []
+    for ranks in found.values():
+        hosts += [(rank,) for rank in ranks] if any(problems[rank] for rank in ranks) else [tuple(ranks)]
+    return tuple(sorted(hosts))
+
+
+def _memory(nbytes: int) -> int:
+    """Return a file descriptor of allocated memory of fixed size that only this user can open."""
+    available = kernels.available_memory()
+    if nbytes > available:  # Linux would kill processes before it refused to allocate
+        raise OSError(errno.ENOMEM, f"{available} bytes are available")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("crossreduce", flags | _NOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create("crossreduce", flags)
+    try:
+        os.fchmod(fd, stat.S_IRUSR | stat.S_IWUSR)
+        os.posix_fallocate(fd, 0, max(nbytes, 1))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# A rank of a host sends the memory through datagram sockets that processes of other programs and users cannot reach,
+# although their names are public in /proc/net/unix: the sender is shut down for reading before it has a name, and a
+# receiver is connected to the sender, the only socket from which Linux then accepts messages for it, before it has one.
+
+
+def _new_name() -> str:
+    return f"\0crossreduce-{secrets.token_hex(16)}"
+
+
+def _sender(name: str) -> socket.socket:
+    """Return a datagram socket with a name, to which receivers can connect, and which receives nothing."""
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        sender.shutdown(socket.SHUT_RD)
+        sender.bind(name)
+    except BaseException:
+        sender.close()
+        raise
+    return sender
+
+
+def _receive_only_from(sender: str, receiver: socket.socket) -> str:
+    """Let ``receiver`` receive messages of the socket named ``sender`` and of no other; return the receiver's name."""
+    name = _new_name()
+    receiver.connect(sender)
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # not earlier: it gives an unconnected socket a name
+    receiver.bind(name)
+    return name
+
+
+def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
+    """Send the memory to the receivers of other ranks; they need not read it yet."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+    for name in names:
+        sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
+
+
+def _received(receiver: socket.socket, nbytes: int) -> int:
+    """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
+    room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
+    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+    found = {kind: data for _, kind, data in parts}
+    if socket.SCM_RIGHTS not in found:
+        raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")
+    (fd,) = struct.unpack("i", found[socket.SCM_RIGHTS])
+    _, user, _ = _CREDENTIALS.unpack(found[socket.SCM_CREDENTIALS])
+    size, problem = os.fstat(fd).st_size, ""
+    if user != os.getuid():
+        problem = f"a process of user {user} sent it"
+    elif size < nbytes:
+        problem = f"it has {size} bytes, and this rank needs {nbytes}; all ranks need the same version of crossreduce"
+    if problem:
+        os.close(fd)
+        raise OSError(errno.EBADMSG, problem)
+    return int(fd)

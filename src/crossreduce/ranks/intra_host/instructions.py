@@ -1,0 +1,133 @@
+"""Instructions of ranks, how the pieces of an array are pipelined, and the compiled form that runs.
+
+Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. ``programs`` decides
+which instructions a rank executes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from ... import kernels
+from ...kernels import FusedProgram, Segment
+from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
+from ...packing import itemsize
+
+PEER_BUFFER: Final = 1 << 20
+READABLE_BUFFERS: Final = 64
+"""The region of buffer k < ``READABLE_BUFFERS`` of the caller of rank r is ``PEER_BUFFER + READABLE_BUFFERS r + k``, as
+in the native shared_memory.hpp; it can only be copied."""
+
+
+class BufferReference(NamedTuple):
+    """``offset`` bytes into the slot of rank k of the host (region k), into the caller's buffer k (region ~k), or into
+    a buffer of another rank's caller (see ``PEER_BUFFER``)."""
+
+    region: int
+    offset: int
+
+
+class RankInstruction(NamedTuple):
+    """Combines ``size`` elements of the operands, in order, into all results; a single operand is copied.
+
+    ``streaming``: results are written with streaming stores, which bypass the cache.
+    """
+
+    size: int
+    operands: tuple[BufferReference, ...]
+    results: tuple[BufferReference, ...]
+    numbers: Numbers
+    streaming: bool = False
+
+
+# A phase: its delay, and a function from the number of a piece to its instructions. Piece j executes them in stage
+# j + delay.
+Phase = tuple[int, Callable[[int], list[RankInstruction]]]
+
+
+class ArrayPlaces(NamedTuple):
+    """Where an array is: the number of the caller's buffer, and for each piece the offset of its start in bytes."""
+
+    buffer: int
+    starts: tuple[int, ...]
+
+
+def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False) -> Numbers:
+    """Return the ``Numbers`` by which ranks reduce arrays of a dtype to a result of the same dtype.
+
+    The mean of integers is that of NCCL: the sum wraps around in the dtype, and is then divided, truncated towards
+    zero. Source: NCCL, FuncSumPostDiv in src/device/reduce_kernel.h (github.com/NVIDIA/nccl, commit 0180f9a).
+
+    ``exact``: sums and means of floats are exact real numbers, rounded once; see ``Numbers.exactly``. Partial results
+    are then exact, too; the accumulator is the dtype of their parts (see ``partial_sums``).
+
+    Raises:
+      UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
+    """
+    wide = dtype if dtype in INTEGERS else ACCUMULATORS[op, dtype]
+    numbers = Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+    if exact:
+        numbers = numbers.exactly()
+    if numbers.exact:
+        numbers = numbers._replace(accumulator="complex128" if dtype in COMPLEX else "float64")
+    return numbers
+
+
+def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
+    """Return the instructions; one that continues the previous one is joined to it (see ``_continues``)."""
+    made: list[RankInstruction] = []
+    for following in instructions:
+        if made and _continues(made[-1], following):
+            made[-1] = made[-1]._replace(size=made[-1].size + following.size)
+        else:
+            made.append(following)
+    return made
+
+
+def _continues(one: RankInstruction, following: RankInstruction) -> bool:
+    """Return whether ``following`` does the same as ``one`` with the elements that follow those of ``one``."""
+
+    def after(places: tuple[BufferReference, ...], dtype: str) -> tuple[BufferReference, ...]:
+        return tuple(BufferReference(region, offset + one.size * itemsize(dtype)) for region, offset in places)
+
+    operands, results = after(one.operands, one.numbers.dtype), after(one.results, one.numbers.result)
+    return following == (following.size, operands, results, one.numbers, one.streaming)
+
+
+def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
+    """Return the stages that execute all phases of ``pieces`` pieces; no phase has a delay above ``depth``."""
+    stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
+    for piece in range(pieces):
+        for delay, instructions in phases:
+            stages[piece + delay] += instructions(piece)
+    return stages
+
+
+def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
+    """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
+
+    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.counted``.
+    """
+
+    def native(each: RankInstruction) -> tuple[Any, ...]:
+        run = kernel(each.numbers, each.size, len(each.operands), len(each.results))
+        return run, each.operands, each.results, each.streaming
+
+    return kernels.native().RankProgram([list(map(native, stage)) for stage in stages], kind, nbytes)
+
+
+@lru_cache(maxsize=4096)
+def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
+    """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
+    everything = (Segment(0, 0, size, 0),)
+    _, dtype, wide, result, divisor, _ = numbers
+    if operands == 1:
+        dtypes = (dtype, dtype if result == dtype else wide, result)
+        fused = FusedProgram(0, (), (0,) * results)
+        return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
+    fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
+    dtypes = (dtype, wide, result)
+    op = numbers.kernel_op
+    return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)

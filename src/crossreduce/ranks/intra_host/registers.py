@@ -1,0 +1,262 @@
+"""``Registers``: what the ranks of one host write down for agreements, in memory that outlives each of these ranks.
+
+Input: memory that the ranks of a host share. Output: for each agreement of the group (see ``agreement``) the arrivals
+of the host's ranks, the host's promises and accepted decisions, and the decision that is final. No rank waits for
+another one here, so a rank that dies or is stopped at any moment blocks nobody.
+
+A host is one acceptor. For each ballot of an agreement it has a register that is written once: with "nothing", which
+rules out that the host accepts a decision in this ballot, or with an accepted decision. So a promise of Paxos is: write
+"nothing" into all registers of earlier ballots that are not written. Source: H. Howard and R. Mortier, "A Generalised
+Solution to Distributed Consensus" (2019), https://arxiv.org/abs/1902.06776.
+
+The survivors of a group decide without hosts that have ended, whose messages may still arrive. So a ballot that counts
+without these hosts rules out all their ballots, and all decisions of these ballots that a host has not been told yet: a
+host has one more register for each host, with the final decision that a ballot of that host made. And a host answers
+requests for an agreement only if it has the same electors as the host that asks (``follows``).
+``tests/ranks/survival/test_membership_model.py`` shows for each of these rules how a group breaks without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any, Final, NamedTuple
+
+from ... import kernels
+
+ROUNDS: Final = 16  # of an agreement; in each round every host has one ballot
+_RING: Final = 4  # agreements in memory at a time: a rank that arrives at number k has left all up to k - 1
+_UNSET, _NOTHING, _ACCEPTED = range(3)  # the states of a register
+_STATE_BITS, _PLACE_BITS = 2, 22  # a register's word: number of the agreement, place of the rank with the value, state
+_POSITION_WORDS: Final = 4  # of a rank: the number of its agreement, kind and flag, progress, unused
+_WORD: Final = 8  # bytes
+
+
+class Contribution(NamedTuple):
+    """What one rank brings to an agreement.
+
+    ``number``: of the agreement, from 1; 0: this rank has arrived at none. ``kind``: what the rank wants to agree on; a
+    small number. ``progress``: a number of which the least one is agreed on.
+    """
+
+    number: int
+    kind: int
+    flag: bool
+    progress: int
+
+
+class Decision(NamedTuple):
+    """The result of an agreement. ``members``: the ranks of the group that took part, ascending.
+
+    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``progress``:
+    the least one.
+    """
+
+    members: tuple[int, ...]
+    kind: int
+    flag: bool
+    progress: int
+
+    @classmethod
+    def of(cls, contributions: dict[int, Contribution]) -> Decision:
+        """Return the decision of ranks with these contributions.
+
+        >>> Decision.of({0: Contribution(1, 0, True, 7), 2: Contribution(1, 0, True, 6)})
+        Decision(members=(0, 2), kind=0, flag=True, progress=6)
+        """
+        given = contributions.values()
+        same = len({each.kind for each in given}) == 1
+        flag = same and all(each.flag for each in given)
+        kind, progress = max(each.kind for each in given), min(each.progress for each in given)
+        return cls(tuple(sorted(contributions)), kind, flag, progress)
+
+
+class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the public error
+    """The group has gone on to later agreements without this rank."""
+
+
+class Registers:
+    """The registers of one host, in the view of its rank at ``place``; ``ranks`` are on it, ``size`` in the group.
+
+    ``memory``: a writable buffer of ``nbytes(ranks, size, hosts)`` bytes, at first zero, which all ranks of the host
+    share. The ballots of host h have the numbers h, h + hosts, h + 2 hosts, ..., below ``ballots``.
+    """
+
+    def __init__(self, memory: Any, place: int, ranks: int, size: int, hosts: int) -> None:
+        self._memory, self._place, self._ranks, self._hosts = memory, place, ranks, hosts
+        self.ballots = ROUNDS * hosts
+        self._final = self.ballots + hosts  # the register of the final decision
+        self._value_words = _value_words(size)
+        self._native = kernels.native()
+        self._lock = threading.Lock()  # one thread at a time writes this rank's values
+        view = memoryview(memory)
+        self._words = view[: self.nbytes(ranks, size, hosts)].cast("B").cast("Q")
+
+    @staticmethod
+    def nbytes(ranks: int, size: int, hosts: int) -> int:
+        """Return the bytes of memory for ``ranks`` ranks of a host in a group of ``size`` ranks on ``hosts`` hosts."""
+        registers = _RING * (ROUNDS * hosts + hosts + 1)
+        return _WORD * (registers + _POSITION_WORDS * ranks + registers * ranks * _value_words(size))
+
+    def close(self) -> None:
+        """Release the memory. Other methods must not be called any more."""
+        with self._lock:
+            self._words.release()
+
+    # Arrivals
+
+    def arrive(self, contribution: Contribution) -> None:
+        """Write this rank's contribution to an agreement, at which it has arrived now."""
+        at = self._position(self._place)
+        with self._lock:
+            self._words[at + 1] = contribution.kind << 1 | contribution.flag
+            self._words[at + 2] = contribution.progress
+            self._native.store_word(self._memory, at, contribution.number)
+
+    def contribution(self, place: int) -> Contribution:
+        """Return what the rank at ``place`` wrote at its latest arrival. It changes once that agreement is decided."""
+        at = self._position(place)
+        number = self._native.load_word(self._memory, at)
+        kind = self._words[at + 1]
+        return Contribution(number, kind >> 1, bool(kind & 1), self._words[at + 2])
+
+    # Ballots
+
+    def promise(self, number: int, ballot: int, ended: Collection[int] = ()) -> tuple[int, Decision] | None:
+        """Rule out from now on that this host accepts in an earlier ballot, or anything of ballots of hosts ``ended``.
+
+        Return the last decision that was accepted or decided in one of these ballots, with its ballot.
+
+        Raises:
+          Overtaken: the group is at a later agreement.
+        """
+        ruled_out = [*range(ballot)]
+        for host in ended:
+            ruled_out += [*range(host, self.ballots, self._hosts), self.ballots + host]
+        with self._lock:
+            accepted = [each for each in ruled_out if self._write(number, each, _NOTHING) == _ACCEPTED]
+            return max((self._value(number, each) for each in accepted), default=None)
+
+    def accept(self, number: int, ballot: int, decision: Decision) -> Decision | None:
+        """Accept a decision in a ballot; return the one that was accepted in it first; ``None``: that is ruled out.
+
+        Raises:
+          Overtaken: the group is at a later agreement.
+        """
+        with self._lock:
+            found = self._accept(number, ballot, ballot, decision)
+            return found and found[1]
+
+    def decide(self, number: int, ballot: int, decision: Decision) -> bool:
+        """Write the decision that a ballot has made final; return whether this host knows the final decision now.
+
+        It does not if it has ruled out the ballots of that host; then it learns the decision by a later ballot.
+
+        Raises:
+          Overtaken: the group is at a later agreement.
+        """
+        with self._lock:
+            if self._accept(number, self.ballots + ballot % self._hosts, ballot, decision) is not None:
+                self._accept(number, self._final, ballot, decision)
+            return self._state(number, self._final)[0] == _ACCEPTED
+
+    def decision(self, number: int) -> tuple[int, Decision] | None:
+        """Return the final decision of an agreement, with a ballot that has made it final, if this host knows it.
+
+        Raises:
+          Overtaken: the group is at a later agreement.
+        """
+        with self._lock:
+            return self._value(number, self._final) if self._state(number, self._final)[0] == _ACCEPTED else None
+
+    def follows(self, number: int, previous: tuple[int, Decision] | None) -> bool:
+        """Return whether this host takes part in agreement ``number`` with the electors of a host that asks it.
+
+        ``previous``: what ``decision(number - 1)`` is on the host that asks; ``None`` for the first agreement. This
+        host is told it, too. Only if this returns ``True``, the host may answer requests for this agreement.
+
+        Raises:
+          Overtaken: the group is at a later agreement.
+        """
+        if previous is None:
+            return number == 1
+        self.decide(number - 1, *previous)
+        known = self.decision(number - 1)
+        return known is not None and known[1] == previous[1]
+
+    # Words
+
+    def _state(self, number: int, register: int) -> tuple[int, int]:
+        """Return the state of a register and its word.
+
+        First the registers of the ballots, then one for each host that tells a final decision, then the decision.
+        """
+        word = self._native.load_word(self._memory, self._register(number, register))
+        written = word >> (_STATE_BITS + _PLACE_BITS)
+        if written > number:
+            raise Overtaken
+        return (word & ((1 << _STATE_BITS) - 1) if written == number else _UNSET), word
+
+    def _write(self, number: int, register: int, state: int) -> int:
+        """Write a register if it is not written, and return its state."""
+        while True:
+            known, before = self._state(number, register)
+            if known != _UNSET:
+                return known
+            after = (number << _PLACE_BITS | self._place) << _STATE_BITS | state
+            self._native.swap_word(self._memory, self._register(number, register), before, after)
+
+    def _accept(self, number: int, register: int, ballot: int, decision: Decision) -> tuple[int, Decision] | None:
+        """Write a decision into a register if it is not written; return the one in it; ``None``: that is ruled out."""
+        self._store(number, register, ballot, decision)
+        return self._value(number, register) if self._write(number, register, _ACCEPTED) == _ACCEPTED else None
+
+    def _value(self, number: int, register: int) -> tuple[int, Decision]:
+        """Return the decision in a register, with the ballot in which it was accepted."""
+        _, word = self._state(number, register)
+        at = self._slot(word >> _STATE_BITS & ((1 << _PLACE_BITS) - 1), number, register)
+        ballot, kind, progress, *mask = self._words[at : at + self._value_words]
+        if self._state(number, register)[1] != word:
+            raise Overtaken
+        return ballot, Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), progress)
+
+    def _store(self, number: int, register: int, ballot: int, decision: Decision) -> None:
+        """Write a decision where a register that this rank writes will find it."""
+        while True:
+            state, before = self._state(number, register)
+            if state != _UNSET:
+                return
+            if before >> (_STATE_BITS + _PLACE_BITS) == number:
+                break
+            # The register still has an earlier agreement, whose value may be in this rank's slot: end that first.
+            after = (number << _PLACE_BITS | self._place) << _STATE_BITS | _UNSET
+            self._native.swap_word(self._memory, self._register(number, register), before, after)
+        at = self._slot(self._place, number, register)
+        mask = _mask_of(decision.members, self._value_words - 3)
+        for k, word in enumerate((ballot, decision.kind << 1 | decision.flag, decision.progress, *mask)):
+            self._words[at + k] = word
+
+    def _register(self, number: int, register: int) -> int:
+        return number % _RING * (self._final + 1) + register
+
+    def _position(self, place: int) -> int:
+        return _RING * (self._final + 1) + _POSITION_WORDS * place
+
+    def _slot(self, place: int, number: int, register: int) -> int:
+        slots = (place * _RING + number % _RING) * (self._final + 1) + register
+        return self._position(self._ranks) + slots * self._value_words
+
+
+def _value_words(size: int) -> int:
+    return 3 + -(-size // 64)
+
+
+def _mask_of(ranks: Iterable[int], words: int) -> list[int]:
+    mask = [0] * words
+    for rank in ranks:
+        mask[rank // 64] |= 1 << rank % 64
+    return mask
+
+
+def _ranks_of(mask: Iterable[int]) -> tuple[int, ...]:
+    return tuple(64 * k + bit for k, word in enumerate(mask) for bit in range(64) if word >> bit & 1)

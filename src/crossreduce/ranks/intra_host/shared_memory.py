@@ -1,0 +1,348 @@
+"""``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
+
+Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
+outcome (see ``DONE``) with which a call stopped. The kernels move the data; this module handles the waits.
+
+Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
+process ends, for any reason, so other ranks can detect the end.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ... import kernels
+from ...errors import ReductionError, UnsupportedError, decoded, encoded
+from ...observe.diagnostics import CallSignature
+from .registers import Registers
+
+with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
+SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
+SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
+EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank is not blamed
+MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
+MAX_CAUSE_BYTES: Final = 2040
+LEFT: Final = "left the group"
+READS_PEERS: Final = True  # whether messages are read from the memory of another rank's process where that is allowed
+_PAGE: Final = 1 << 16  # the largest page of any system
+_LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+
+DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
+"""Outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
+aborted; the kernels could not allocate working memory; the memory of another rank's process cannot be read."""
+
+
+class RankMemory:
+    """One host's shared memory, from the view of one of its ranks.
+
+    Args:
+      fd: the memory, of at least ``RankMemory.nbytes`` bytes; it is closed with this object.
+      host: the ranks of this host, ascending.
+      rank: this rank.
+      slot: bytes of each rank's slot.
+      size: the number of ranks in the group.
+      hosts: the number of hosts of the group.
+      spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
+      turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
+
+    ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``);
+    ``registers`` are those for agreements (see ``agreement``).
+    """
+
+    def __init__(
+        self, fd: int, host: tuple[int, ...], rank: int, slot: int, size: int, hosts: int, spin_s: float, turns: int = 1
+    ) -> None:
+        self.host, self.place, self.fd = host, host.index(rank), fd
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
+        threads = max(1, kernels.threads() // len(host))
+        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
+        offset = _mailboxes_offset(len(host), slot)
+        self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
+        # The mapping has a descriptor of its own, whose end would release this process's lock: it ends in ``close``.
+        offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
+        self._mapping = self._registers = None
+        if os.fstat(fd).st_size >= offset + room:
+            self._mapping = mmap.mmap(fd, room, offset=offset)
+            self._registers = Registers(self._mapping, self.place, len(host), size, hosts)
+
+    @staticmethod
+    def nbytes(ranks: int, slot: int, size: int, hosts: int) -> int:
+        """Return the bytes of memory that ``ranks`` ranks of a group of ``size`` on ``hosts`` hosts share.
+
+        ``slot``: bytes of each rank's slot.
+        """
+        return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size, hosts)
+
+    @property
+    def registers(self) -> Registers:
+        """The registers of this host.
+
+        Raises:
+          UnsupportedError: there is no room for them, since so many ranks of other hosts could not share memory.
+        """
+        if self._registers is None:
+            problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
+            raise UnsupportedError.of(problem, remedy="the remedy of the warning that the group's start has logged")
+        return self._registers
+
+    def can_read_all(self) -> bool:
+        """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
+        return all(self.native.can_read(place) for place in range(len(self.host)))
+
+    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
+        """Begin the next op and execute the stages before ``until``; return an outcome, see ``DONE``.
+
+        After ``WAITING`` the caller calls ``advance``.
+
+        Args:
+          program: a native ``RankProgram``.
+          addresses: the caller's buffers.
+          text: describes the call; the ranks' texts must be equal.
+          until: the number of the first stage that is not executed.
+        """
+        return int(self.native.begin(program, addresses, text, until, SLICE_S))
+
+    def advance(self, until: int) -> int:
+        """Continue the current op up to stage ``until``, and return an outcome as ``begin`` does."""
+        return int(self.native.advance(until, SLICE_S))
+
+    def end_op(self) -> None:
+        """End the current op early; all ranks of the host do so in the same stage."""
+        self.native.end_op()
+
+    @property
+    def running(self) -> bool:
+        """Whether an op has begun and not ended."""
+        return bool(self.native.running())
+
+    @property
+    def number(self) -> int:
+        """The sequence number of this rank's latest op, from 1."""
+        return int(self.native.number())
+
+    def address(self, rank: int) -> int:
+        """Return the address of the half of a rank's slot that the current op uses."""
+        return int(self.native.address(self.host.index(rank)))
+
+    def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
+        """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
+        return list(self.native.ops(self.host.index(rank)))
+
+    def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
+        """Describe the group for programs that are not ranks, such as ``crossreduce top``.
+
+        ``about`` is stored as JSON of at most 1000 bytes, for which its texts are cut after 100 characters: JSON has at
+        most 6 bytes for each. ``global_ranks``: the numbers of all ranks.
+        """
+        short = {key: value[:100] if isinstance(value, str) else value for key, value in about.items()}
+        text = json.dumps(short, ensure_ascii=False).encode(errors="replace")
+        self.native.describe([global_ranks[rank] for rank in self.host], text)
+
+    def counts(self) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+        """Return the counters of this rank, for ``counters.rank_counts``."""
+        kinds, waits = self.native.counts(self.place)
+        return kinds, waits
+
+    def count_between_hosts(self, ns: int) -> None:
+        """Add to the time that the current op has spent in the exchange with other hosts."""
+        self.native.count_between_hosts(ns)
+
+    def last_call(self, rank: int) -> CallSignature:
+        """Return the last call that a rank of this host began; its number is 0 if there was none."""
+        ops = self.ops(rank)
+        return CallSignature(*ops[-1][:2]) if ops else CallSignature(0, "")
+
+    def arrivals(self) -> int:
+        """Return the number of barriers at which this rank has arrived."""
+        return int(self.native.arrivals()[self.place])
+
+    def missing(self) -> list[int]:
+        """Return the ranks of this host that have not arrived at the barrier at which this rank waits."""
+        arrivals = self.native.arrivals()
+        return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.place]]
+
+    def alive(self, rank: int) -> bool:
+        """Return whether a rank of this host, running or stopped, has neither ended nor closed its memory."""
+        if self.host[self.place] == rank:
+            return True
+        return lock_holder(self.fd, self.host.index(rank)) is not None
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of another rank of this host was stopped by a signal."""
+        holder = lock_holder(self.fd, self.host.index(rank))
+        return holder is not None and is_stopped(holder)
+
+    def record_leaving(self) -> None:
+        """Record that this rank leaves the group on purpose."""
+        if not self.native.cause():
+            with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
+                self.native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
+
+    def abort(self, error: ReductionError) -> None:
+        """Abort the group for all ranks of this host. The first error becomes the reason."""
+        self.native.abort(encoded(error, MAX_CAUSE_BYTES))
+
+    def abort_cause(self) -> ReductionError | None:
+        """Return the error for which the group was aborted, the same on all ranks of this host, or ``None``."""
+        text = self.native.cause()
+        return decoded(text) if text else None
+
+    def aborting_rank(self) -> int | None:
+        """Return the rank of this host that is writing the reason of an abort, or ``None``."""
+        place = self.native.aborting_rank()
+        return None if place < 0 else self.host[place]
+
+    def close(self) -> None:
+        """Release the memory, and with it the lock that shows that this rank is alive."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self.mailboxes.close()
+            self.native.close()
+            if self._registers is not None and self._mapping is not None:
+                self._registers.close()
+                self._mapping.close()
+            os.close(fd)
+
+    def __del__(self) -> None:
+        """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
+        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets it to None when it ends
+            os.close(self.fd)
+
+
+def _mailboxes_offset(ranks: int, slot: int) -> int:
+    """Return where the mailboxes begin, behind the slots: at a page."""
+    return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
+
+
+def _registers_offset(ranks: int, slot: int) -> int:
+    """Return where the registers begin, behind the mailboxes: at a page."""
+    end = _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
+    return -(-end // _PAGE) * _PAGE
+
+
+def lock_holder(fd: int, place: int) -> int | None:
+    """Return the process that holds the lock of a rank, which the system releases when it ends; ``None``: no other one.
+
+    ``fd``: the memory, which may be open for reading only. ``place``: the rank's position among those of its host.
+    """
+    query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else pid
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process exists but was stopped by a signal, as far as the system can tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+class WaitTimer:
+    """Measures how long a rank waits at one barrier; after ``warn_s`` seconds a warning is due."""
+
+    def __init__(self, warn_s: float) -> None:
+        self._began = self._queried = time.monotonic()
+        self._warn_s, self._warned = warn_s, False
+        self._excused = -EXCUSE_S
+        self._arrivals: int | None = None
+
+    def waited_s(self, arrivals: int) -> float:
+        """Return the seconds for which this rank has waited at the barrier of number ``arrivals``."""
+        if arrivals != self._arrivals:
+            if self._arrivals is not None:
+                self._began = time.monotonic()
+            self._arrivals = arrivals
+        return time.monotonic() - self._began
+
+    def has_excuse(self, now: bool) -> bool:
+        """Return whether the late ranks have an excuse ``now``, or had one in the last second.
+
+        A rank whose excuse has ended needs some time to reach the barrier.
+        """
+        if now:
+            self._excused = time.monotonic()
+        return time.monotonic() < self._excused + EXCUSE_S
+
+    def is_warning_due(self) -> bool:
+        """Return whether a warning is due now; ``True`` at most once."""
+        due = not self._warned and time.monotonic() >= self._began + self._warn_s
+        self._warned = self._warned or due
+        return due
+
+    def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
+        """Call ``function`` at most once in ``every_s`` seconds and return its result; ``None`` in between."""
+        if time.monotonic() < self._queried + every_s:
+            return None
+        self._queried = time.monotonic()
+        return function()
+
+
+class GroupAborted(Exception):  # noqa: N818 - internal: the public error is raised from the recorded reason
+    """A rank of this host has aborted the group."""
+
+
+class StageRunner:
+    """Base class of a rank: executes the stages of ops in ``memory``, and checks other ranks while it waits for them.
+
+    It is a base class, not an attribute: an object with callbacks to its owner would form a reference cycle. Then the
+    garbage collector would close an unreferenced group at any time, and a Ctrl-C at that moment would be lost.
+    """
+
+    memory: RankMemory
+    _timer: WaitTimer | None = None
+
+    def _check_peers(self, timer: WaitTimer) -> None:
+        """Raise if the missing ranks will not arrive. It is called every ``SLICE_S`` seconds of a wait."""
+        raise NotImplementedError
+
+    def _require_alive(self, ranks: Iterable[int]) -> None:
+        """Raise if one of these ranks has ended."""
+        raise NotImplementedError
+
+    def _warn_after_s(self) -> float:
+        """Return the seconds of waiting after which a warning is due."""
+        raise NotImplementedError
+
+    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
+        """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
+
+        Raises:
+          GroupAborted: a rank of this host has aborted the group.
+          ReductionError, MemoryError: other ranks cannot take part; the kernels lack working memory.
+        """
+        self._timer = None
+        outcome = self.memory.begin(program, addresses, text, until)
+        return outcome == DONE or self._complete(outcome, until)
+
+    def reach(self, until: int) -> None:
+        """Execute the stages before ``until``; errors as for ``begin``."""
+        self._complete(self.memory.advance(until), until)
+
+    def _complete(self, outcome: int, until: int) -> bool:
+        while outcome == WAITING:
+            self._timer = self._timer or WaitTimer(self._warn_after_s())
+            self._check_peers(self._timer)
+            outcome = self.memory.advance(until)
+        if outcome == BROKEN:
+            raise GroupAborted
+        if outcome == UNREADABLE:
+            for _ in range(100):  # a process that dies releases its memory before its lock
+                self._require_alive(self.memory.host)
+                time.sleep(0.01)
+            problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
+            remedy = "ranks that do not change their user or their rights while the group is used"
+            raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
+        if outcome == NO_MEMORY:
+            raise MemoryError("the kernels could not allocate working memory")
+        return outcome == DONE

@@ -1,0 +1,1 @@
+"""Groups that go on without lost ranks, or with new ones."""

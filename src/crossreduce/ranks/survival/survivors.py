@@ -1,0 +1,225 @@
+"""What the ranks of a group do when ranks are lost, or new ones come: agree on a flag, and form the group again.
+
+Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those that
+are left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from ...errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError, message, rank_list
+from ...observe.diagnostics import UNUSABLE
+from ..agreement.agreement import Watch
+from ..communicator import Communicator
+
+AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision has the greatest one
+SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for, if the caller does not say
+_TRIES: Final = 20  # how often a group is formed again because it failed
+_WATCH_S: Final = 0.05  # between two looks at the other ranks while a group is formed
+_LOG: Final = logging.getLogger("crossreduce")
+
+
+class Closable(Protocol):
+    """A group that can be left."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+Group = TypeVar("Group", bound=Closable)
+Result = TypeVar("Result")
+Form: TypeAlias = Callable[["Reformed", Callable[[], None]], Group | None]
+
+
+class Reformed(NamedTuple):
+    """``members``: the ranks of the earlier group that are in the new one, by their numbers there, ascending.
+
+    ``completed``: how many ops of the earlier group have succeeded on all of ``members``. A process that has joined as
+    a new rank was in no earlier group: its ``members`` is empty and its ``completed`` is 0.
+    """
+
+    members: tuple[int, ...]
+    completed: int
+
+
+def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bool:
+    """Return whether ``flag`` is true on all ranks, with the same result on all that survive this call.
+
+    Ranks that have died before or during the call do not count. If ranks are missing, or shrink the group, later ops
+    of the group fail; the ranks that get a result here are the only ones that can shrink it.
+
+    Args:
+      group: all its ranks call this together, also after an op has failed.
+      flag: what this rank brings.
+      timeout_s: how long ranks that are alive are waited for; ``None``: ``SHRINK_S`` longer than the group's timeout,
+        since a rank may come from an op in which it has waited for a lost rank so long.
+    Raises:
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+    """
+    electors = group.agreements.electors
+    limit_s = group.timeout_s + SHRINK_S if timeout_s is None else timeout_s
+    decision = group.decide(AGREE, flag, limit_s)
+    _end_without(group, electors)
+    return decision.flag
+
+
+def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group, Reformed]:
+    """Form a new group of the ranks that are left; all of them call this together. The group cannot be used any more.
+
+    Args:
+      group: its calls on other ranks fail as soon as one rank calls this. The caller closes it.
+      form: makes the new group. It gets its ranks, and a function that raises a ``ReductionError`` if the new group
+        cannot be formed any more, which it calls while it waits for others. If ranks fail to form the group, it is
+        closed on all of them, and formed again without those that have died.
+      timeout_s: how long ranks that are alive are waited for. Later ones are excluded.
+    Raises:
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+      ContextError: other ranks call ``agree`` again and again.
+      ReductionError: the group cannot be formed, for the reason in the text.
+    """
+    own = group.global_ranks[group.rank]
+    problem = f'rank {own} forms group "{group.name}" again without the ranks that were lost. {UNUSABLE}'
+    group.give_up(PeerLostError(message(problem, "", "call shrink on this rank, too")))
+    made, found = _reform(group, SHRINK, form, timeout_s)
+    assert made is not None, "form makes a group"
+    return made, found
+
+
+def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
+    """Form a new group of the ranks of an intact one, and perhaps others; see ``shrink``.
+
+    If no other ranks are there, ``form`` returns ``None``, on all ranks, and the group is kept. If ranks of it are
+    missing, later ops of the group fail.
+
+    Raises:
+      PeerLostError: other ranks shrink the group.
+    """
+    electors = group.agreements.electors
+    made, found = _reform(group, GROW, form, timeout_s)
+    if made is None:
+        _end_without(group, electors)
+    return made, found
+
+
+def committed(
+    step: Callable[[], Result],
+    changed: Callable[[], None],
+    agree: Callable[[bool, float | None], bool],
+    shrink: Callable[[], Reformed],
+    end_calls: Callable[[ReductionError], None],
+    leave: Callable[[BaseException], None],
+    timeout_s: float | None,
+) -> Result:
+    """Run a step until it has succeeded on all ranks that are left, and return its result.
+
+    Args:
+      step: raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
+      changed: called after the group has shrunk, before the step is repeated.
+      agree: agrees on whether the step has succeeded here; see the function ``agree``.
+      shrink: forms the group again.
+      end_calls: called with the error of a step that has failed, so that no rank waits in it for this one.
+      leave: called with another error of a step, which is raised then; see ``must_leave``.
+      timeout_s: how long ``agree`` waits if the step has failed; ``None``: as long as ``agree`` does by default, but
+        only ``SHRINK_S`` after a ``CollectiveTimeout``, before which late ranks were waited for already.
+    """
+    is_repeated = False
+    while True:
+        result, failure, limit_s = [], None, None
+        try:
+            if is_repeated:
+                changed()
+            result.append(step())
+        except (PeerLostError, CollectiveTimeout) as error:
+            failure = str(error)
+            limit_s = SHRINK_S if timeout_s is None and isinstance(error, CollectiveTimeout) else timeout_s
+            end_calls(error)
+        except MismatchError:  # all ranks raise it, and the group can still be used
+            raise
+        except BaseException as error:
+            leave(error)
+            raise
+        if agree(failure is None, limit_s) and result:
+            return result[0]
+        members = shrink().members
+        cause = failure or "it has failed on another rank."
+        _LOG.warning("a step has failed, and is repeated by %s of the earlier group: %s", rank_list(members), cause)
+        is_repeated = True
+
+
+def must_leave(group: Communicator, error: BaseException) -> bool:
+    """Return whether a rank has to leave its group since a step of ``committed`` has raised ``error``, not about ranks.
+
+    Otherwise the other ranks would wait for it. If the group has failed before, an ``Exception`` may be a consequence,
+    such as that of a library that replaces our errors. Then the caller may still call ``shrink``.
+    """
+    return group.failure is None or not isinstance(error, Exception)
+
+
+def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
+    failure: ReductionError | None = None
+    for _ in range(_TRIES):
+        decision = group.decide(kind, True, timeout_s)
+        if decision.kind != kind:
+            problem = f'other ranks of group "{group.name}" shrink it. {UNUSABLE}'
+            raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
+        if not decision.flag:  # other ranks have called something else, and are told so
+            continue
+        found, made, failure = Reformed(decision.members, decision.progress), None, None
+        try:
+            made = form(found, _Watch(group, decision.members))
+        except ReductionError as error:
+            failure = error
+        except OSError as error:  # such as too many open files; the other ranks are told
+            problem = f'rank {group.global_ranks[group.rank]} cannot form group "{group.name}" again.'
+            failure = ReductionError.of(problem, str(error), "a higher limit of open files, if there are too many")
+        except BaseException:  # Ctrl-C: the others must not wait for this rank
+            group.abort()
+            raise
+        try:
+            formed = group.decide(FORMED, failure is None, timeout_s)
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
+        if formed.flag:
+            return made, found
+        if made is not None:
+            made.close()
+    if failure is not None:
+        raise failure
+    problem = f'the ranks of group "{group.name}" do not form it again together.'
+    raise ContextError.of(
+        problem, "other ranks call something else", "the same calls of agree, shrink, grow on all ranks"
+    )
+
+
+class _Watch:
+    """Raises if a rank that is needed for the new group has ended, or has failed to form it."""
+
+    def __init__(self, group: Communicator, members: Sequence[int]) -> None:
+        self._group, self._watch, self._next = group, Watch(group.agreements, members), 0.0
+
+    def __call__(self) -> None:
+        if (now := time.monotonic()) < self._next:
+            return
+        lost = self._watch.lost()
+        self._next = now + _WATCH_S
+        if lost:
+            raise _missing(self._group, lost)
+
+
+def _end_without(group: Communicator, electors: Sequence[int]) -> None:
+    """Make later ops of a group fail if some of its earlier electors did not take part in its latest agreement."""
+    missing = sorted(set(electors) - set(group.agreements.electors))
+    if missing:
+        group.give_up(_missing(group, missing))
+
+
+def _missing(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
+    named = [group.global_ranks[rank] for rank in ranks]
+    problem = f'{rank_list(named)} of group "{group.name}" did not take part in an agreement of its ranks. {UNUSABLE}'
+    return PeerLostError(message(problem, "they have ended, or were late", "call shrink"), named)

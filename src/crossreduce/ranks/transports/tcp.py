@@ -1,0 +1,369 @@
+"""The TCP transport: messages between hosts over connections of its own, moved by the threads that wait for them.
+
+Input: the ranks to connect to, and a place where ranks read each other's addresses. Output: see ``base.Transport``. A
+rank listens while the group is made; both ends of a connection prove that they know the listener's key, which only the
+ranks of the group can read. The messages themselves are neither encrypted nor authenticated, as those of gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from hashlib import blake2b
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from ... import kernels
+from .base import PendingMessage
+
+with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
+_STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
+_RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
+PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
+_HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
+_MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
+_CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
+_DIGEST: Final = 16
+_HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
+# A host that does not answer for two minutes, while this rank waits for it, is lost: seconds, seconds, number.
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
+_ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
+_UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849); nothing is sent there
+_ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
+
+
+class TcpTransport:
+    """Messages over connected sockets. See ``base.Transport``.
+
+    ``connections``: the compiled object, which a rank also gives the time that it waits for ranks of its host.
+    ``unreached``: the ranks with which messages cannot be exchanged, since no connection to them could be made.
+    ``reached``: the address of each rank to which there is a connection.
+    """
+
+    def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
+        """Use, and close, a connected socket for each rank with which messages are exchanged."""
+        self.unreached = tuple(unreached)
+        self.reached = {rank: str(each.getpeername()[0]).removeprefix("::ffff:") for rank, each in sockets.items()}
+        for each in sockets.values():
+            each.setblocking(False)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(each)
+        self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
+        for each in sockets.values():
+            each.detach()
+        _ALL.add(self)
+
+    def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
+        """Start to send."""
+        made: PendingMessage = self.connections.send(address, nbytes, dst, tag)
+        return made
+
+    def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
+        """Start to receive."""
+        made: PendingMessage = self.connections.receive(address, nbytes, src, tag)
+        return made
+
+    def abort(self) -> None:
+        """Make all messages of this rank fail, and soon those of the other ranks with it."""
+        self.connections.abort()
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has left, and close the sockets."""
+        self.connections.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let a connection fail if the other host does not answer any more, although nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _after_fork() -> None:
+    """Close the sockets in a forked process: while they are open there, other ranks do not notice a rank's end."""
+    for transport in list(_ALL):
+        transport.connections.close_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def connect(
+    rank: int,
+    peers: Sequence[int],
+    publish: Callable[[bytes], None],
+    read: Callable[[int], bytes],
+    cancelled: threading.Event,
+    interfaces: Sequence[str] = (),
+    stalled: Callable[[Sequence[int]], Collection[int]] | None = None,
+    listen_at: str = "",
+    patience_s: float = PATIENCE_S,
+) -> dict[int, socket.socket]:
+    """Return a connected socket for each other rank; each of them calls this with a list that has ``rank``.
+
+    Args:
+      rank: of this process.
+      peers: the ranks to connect to; of two ranks the higher one connects to the lower one.
+      publish: makes this rank's addresses and key known to the other ranks only.
+      read: waits for what a rank has published.
+      cancelled: when it is set, this gives up.
+      interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
+      stalled: called each second when this has taken ``patience_s``, with the ranks that have no connection (more often
+        if that is below 5 s). It returns those of them to give up, which are then missing in the result. ``None``: no
+        rank is given up.
+      listen_at: the only address of this host at which it listens; empty: all those of ``interfaces``.
+      patience_s: a connection that takes longer may be impossible.
+    Raises:
+      ConnectionError: it was cancelled before all connections were made; or an interface has no address.
+    """
+    others = [peer for peer in peers if peer != rank]
+    if not others:
+        return {}
+    key = secrets.token_bytes(_DIGEST)
+    with contextlib.ExitStack() as stack:
+        listener = opened_listener(0, listen_at) if max(others) > rank else None
+        if listener is not None:
+            stack.enter_context(listener)
+        port = 0 if listener is None else listener.getsockname()[1]
+        own = [listen_at] if listen_at else addresses(interfaces)
+        publish(json.dumps([own, port, key.hex()]).encode())
+        meeting = stack.enter_context(_Meeting(rank, key, [peer for peer in others if peer > rank], listener))
+        for peer in others:
+            if peer < rank:
+                given, of_peer, of_key = json.loads(read(peer))
+                meeting.reach(peer, [(address, of_peer) for address in given], bytes.fromhex(of_key))
+        given_up: set[int] = set()
+        check_at = time.monotonic() + patience_s
+        while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
+            if cancelled.is_set():
+                tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
+                raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {tried or 'theirs to this'}")
+            if stalled is not None and time.monotonic() > check_at:
+                check_at = time.monotonic() + min(_RETRY_S, patience_s / 5)
+                given_up.update(stalled(missing))
+            meeting.step()
+        return meeting.take()
+
+
+def addresses(interfaces: Sequence[str] = ()) -> list[str]:
+    """Return this host's addresses: first that of the default route; the loopback address is the last one.
+
+    Raises:
+      ConnectionError: none of ``interfaces`` has an address.
+    """
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(query, _FLAGS, request), 16)
+                if flags & _IS_UP and (not interfaces or name in interfaces):
+                    found.append(socket.inet_ntoa(fcntl.ioctl(query, _ADDRESS, request)[20:24]))
+    with contextlib.suppress(OSError):  # no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if (scope == "00" or name == "lo") and (not interfaces or name in interfaces):
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    if interfaces and not found:
+        raise ConnectionError(f"no interface of {', '.join(interfaces)} has an address")
+    preferred = [address for address in map(_source_for, _UNUSED) if address in found]
+    local = [address for address in found if address.startswith("127.") or address == "::1"]
+    return list(dict.fromkeys([*preferred, *(x for x in found if x not in local), *local]))
+
+
+def loopback(host: str) -> str:
+    """Return the loopback address for the name or the address of a host; empty: it is another one."""
+    with contextlib.suppress(ValueError):
+        found = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
+        found = getattr(found, "ipv4_mapped", None) or found
+        return str(found) if found.is_loopback else ""
+    return ""
+
+
+def _source_for(target: str) -> str | None:
+    """Return the address from which this host would send to ``target``; nothing is sent."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as query:
+        query.connect((target, 9))
+        return str(query.getsockname()[0])
+    return None
+
+
+def opened_listener(port: int = 0, address: str = "") -> socket.socket:
+    """Return a socket that listens at a port (0: a free one) of an address of this host, or of all its addresses."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            # IPv6 is disabled
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _proof(key: bytes, who: str, rank: int, listener: int) -> bytes:
+    return blake2b(f"{who} {rank} {listener}".encode(), key=key, digest_size=_DIGEST).digest()
+
+
+class _Meeting:
+    """Connections of one rank that are being made.
+
+    The connecting rank sends its number and a proof, the listening rank answers with another proof, and the connecting
+    rank sends one byte over the connection that it uses, since it may have made several.
+    """
+
+    def __init__(self, rank: int, key: bytes, expected: Sequence[int], listener: socket.socket | None) -> None:
+        self.connected: dict[int, socket.socket] = {}
+        self.targets: dict[int, list[tuple[str, int]]] = {}
+        self._rank, self._key, self._expected = rank, key, set(expected)
+        self._keys: dict[int, bytes] = {}
+        self._due: dict[int, tuple[float, int]] = {}  # when to try which address of a rank next
+        self._selector = selectors.DefaultSelector()
+        self._open: dict[socket.socket, Iterator[int]] = {}  # handshakes, each of which yields the event it waits for
+        self._tried: dict[tuple[int, tuple[str, int]], socket.socket] = {}  # the last attempt of each rank and address
+        self._accepted_at: dict[socket.socket, float] = {}  # connections of programs that have proved nothing yet
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._listener = listener
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all connections that were not taken."""
+        for each in [*self._open, *self.connected.values()]:
+            each.close()
+        self._selector.close()
+
+    def take(self) -> dict[int, socket.socket]:
+        """Return the finished connections, which the caller then owns."""
+        taken, self.connected = self.connected, {}
+        return taken
+
+    def reach(self, peer: int, targets: list[tuple[str, int]], key: bytes) -> None:
+        """Begin to connect to a rank, by any of its addresses."""
+        self.targets[peer], self._keys[peer] = targets, key
+        self._due[peer] = time.monotonic(), 0
+
+    def step(self) -> None:
+        """Do what can be done now, or within a short time."""
+        now = time.monotonic()
+        for made, at in list(self._accepted_at.items()):
+            if now > at + _HANDSHAKE_S:
+                self._drop(made)
+        for peer, (at, number) in list(self._due.items()):
+            if now >= at:
+                self._try(peer, self.targets[peer][number])
+                last = number + 1 == len(self.targets[peer])
+                self._due[peer] = (now + _RETRY_S, 0) if last else (now + _STAGGER_S, number + 1)
+        for key, _ in self._selector.select(_CHECK_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                self._continue(key.fileobj)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        if len(self._accepted_at) >= _MOST_UNKNOWN:
+            self._drop(min(self._accepted_at, key=lambda made: self._accepted_at[made]))
+        try:
+            made = self._listener.accept()[0]
+        except OSError:  # it was closed again, or this process has too many open files
+            time.sleep(_CHECK_S)
+            return
+        self._accepted_at[made] = time.monotonic()
+        self._begin(made, self._accepted(made))
+
+    def _try(self, peer: int, target: tuple[str, int]) -> None:
+        """Begin to connect to an address, unless the last attempt with it has not ended."""
+        if self._tried.get((peer, target)) in self._open:
+            return
+        with contextlib.suppress(OSError):  # no IPv6 here, or too many open files
+            made = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
+            self._tried[peer, target] = made
+            self._begin(made, self._connecting(made, peer, target))
+
+    def _begin(self, made: socket.socket, handshake: Iterator[int]) -> None:
+        made.setblocking(False)
+        self._open[made] = handshake
+        self._continue(made)
+
+    def _continue(self, made: socket.socket) -> None:
+        """Continue a handshake; close the connection if it fails."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(made)
+        try:
+            self._selector.register(made, next(self._open[made]))
+        except StopIteration:
+            del self._open[made]
+            self._accepted_at.pop(made, None)
+        except (OSError, EOFError):
+            self._drop(made)
+
+    def _drop(self, made: socket.socket) -> None:
+        """Close a connection whose handshake has not ended."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(made)
+        self._accepted_at.pop(made, None)
+        del self._open[made]
+        made.close()
+
+    def _connecting(self, made: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
+        with contextlib.suppress(BlockingIOError):
+            made.connect(target)
+        yield selectors.EVENT_WRITE
+        made.sendall(_HELLO.pack(self._rank, _proof(self._keys[peer], "hello", self._rank, peer)))
+        answer = b""
+        while len(answer) < _DIGEST:
+            yield selectors.EVENT_READ
+            answer += _received(made, _DIGEST - len(answer))
+        if not secrets.compare_digest(answer, _proof(self._keys[peer], "welcome", self._rank, peer)):
+            raise EOFError  # another program
+        if peer in self.connected:
+            raise EOFError  # another address was faster
+        made.sendall(b".")
+        self.connected[peer] = made
+        del self._due[peer]
+
+    def _accepted(self, made: socket.socket) -> Iterator[int]:
+        hello = b""
+        while len(hello) < _HELLO.size:
+            yield selectors.EVENT_READ
+            hello += _received(made, _HELLO.size - len(hello))
+        peer, proof = _HELLO.unpack(hello)
+        if (
+            not secrets.compare_digest(proof, _proof(self._key, "hello", peer, self._rank))
+            or peer not in self._expected
+        ):
+            raise EOFError
+        self._accepted_at.pop(made, None)
+        made.sendall(_proof(self._key, "welcome", peer, self._rank))
+        yield selectors.EVENT_READ
+        _received(made, 1)
+        self.connected[peer] = made
+
+
+def _received(made: socket.socket, most: int) -> bytes:
+    """Return bytes that have arrived. EOFError: the connection is closed."""
+    if found := made.recv(most):
+        return found
+    raise EOFError

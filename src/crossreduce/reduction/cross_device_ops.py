@@ -1,0 +1,535 @@
+"""The cross-device ops: reduce, batch-reduce, broadcast and gather per-replica values.
+
+Input: ``PerReplica`` values and the destinations of their results. Output: ``Mirrored`` values. Each call validates all
+of its arguments before it reads an array; then ``pipeline.py`` packs, plans, lowers and runs.
+
+The names and the contract are those of TensorFlow's ``tf.distribute.CrossDeviceOps`` and its subclasses, without their
+defects (see docs/contract.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ..autograph import unconverted
+from ..devices import canonical
+from ..engines.host.prepared import new_calls
+from ..errors import ArgumentError, MismatchError, ReductionError, message, shown
+from ..frameworks import Array, Sparse, framework_of
+from ..observe.profilers import PROFILERS, entry, is_outermost
+from ..observe.profilers.facts import by_replica
+from ..ops import ReduceOp
+from ..options import CommunicationOptions, algorithm_name, count
+from ..packing import Packing
+from ..topology import TopologyLike, topology_of
+from ..values import DistributedValues, Mirrored, PerReplica
+from .outputs import Job, check_out, check_outs, check_overlap, write_results
+from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
+from .validation import (
+    check_array,
+    check_pairs,
+    check_result,
+    check_results,
+    check_value,
+    device_names,
+    per_replica,
+    read_op,
+    read_options,
+)
+
+if TYPE_CHECKING:
+    from ..engines.host._calls import Calls
+
+Pair = tuple[PerReplica, tuple[str, ...]]
+
+
+class CrossDeviceOps:
+    """The base class of all cross-device ops: it validates arguments and calls the implementations.
+
+    A custom subclass implements ``reduce_implementation``, and may implement ``batch_reduce_implementation`` (by
+    default one ``reduce_implementation`` after another), ``broadcast_implementation`` and ``gather_implementation`` (by
+    default copies). They receive validated arguments: a ``ReduceOp``, ``PerReplica`` values, destinations as a tuple of
+    canonical device names, and ``CommunicationOptions``. They return a ``Mirrored`` on those destinations (a list of
+    them, for a batch). The kind and the devices of the returned values are checked; that they have
+    the right shape and share no memory is the responsibility of the subclass.
+
+    >>> class First(CrossDeviceOps):
+    ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+    ...         return self.broadcast_implementation(per_replica_value[0], destinations)
+    >>> import numpy as np
+    >>> value = PerReplica([np.ones(2), np.zeros(2)])
+    >>> First().reduce("sum", value, value)[1]
+    array([1., 1.])
+    """
+
+    _calls: Calls | None = None  # calls that were made before and can run in compiled code
+
+    @unconverted
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: DistributedValues | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Mirrored:
+        """Reduce one value and put the result on all destinations.
+
+        Args:
+          reduce_op: a ``ReduceOp`` or its name.
+          per_replica_value: ``PerReplica`` or ``Mirrored``; a single array is the value of one replica.
+          destinations: distributed values (their devices), a device's name, or an array, variable or parameter (its
+            device). They only name devices: arrays among them are not written.
+          options: hints for this call.
+          out: arrays to write the result into, one per destination, in their order: arrays of NumPy, CuPy or
+            torch with the result's shape and dtype, writable and contiguous in C order. They may be the value's own
+            components (in place); otherwise they must not share memory with each other or with the inputs.
+          experimental_hints: the older name of ``options``; only one of them can be given.
+        Returns:
+          The result, one component per destination, in the order of the destinations. If ``out`` is given, these are
+          the arrays of ``out``. The shape is that of the components; the dtype too, except that the mean of integers
+          is a float. A sparse value gives sparse components.
+        Raises:
+          ArgumentError: an invalid op, value, destination or option.
+          DeviceError: a device's name cannot be parsed, or the device does not exist here.
+          MismatchError: replicas that differ in shape, dtype, framework or kind of sparse array.
+          UnsupportedError: the op is not defined for the dtype; an array of ``out`` cannot be written into.
+          PlanError: the topology has no route for the data.
+
+        >>> import numpy as np
+        >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
+        >>> ReductionToOneDevice().reduce("mean", value, "cpu:0")[0]
+        array([2., 3.])
+        >>> _ = ReductionToOneDevice().reduce("sum", value, value, out=value)
+        >>> value[1]
+        array([4., 6.])
+        """
+        if PROFILERS.are_on() and is_outermost():
+            again = partial(CrossDeviceOps.reduce, self, out=out, experimental_hints=experimental_hints)
+            with entry("reduce", reduce_op, per_replica_value):
+                return again(reduce_op, per_replica_value, destinations, options)
+        if self._calls is not None and experimental_hints is None:
+            found = self._calls.reduce(reduce_op, per_replica_value, destinations, options, out)
+            if found is not None:
+                return cast("Mirrored", found)
+        op = read_op(reduce_op)
+        hints = read_options(options, experimental_hints)
+        value = check_value(op, per_replica(per_replica_value)).with_out(None)
+        devices = device_names(destinations)
+        value.framework.require(devices)
+        if out is None:
+            result = self.reduce_implementation(op, value, devices, hints)
+            return check_result(result, devices, "reduce_implementation")
+        arrays = check_out(out, value, devices)
+        jobs = [(value.with_out(arrays, fresh=value is not per_replica_value), devices)]
+        given = jobs[0][0] if self._writes_out(jobs) else jobs[0][0].with_out(None)
+        result = self.reduce_implementation(op, given, devices, hints)
+        return write_results([check_result(result, devices, "reduce_implementation")], jobs)[0]
+
+    @unconverted
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        *,
+        out: Iterable[DistributedValues] | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> list[Mirrored]:
+        """Reduce several values, each to its own destinations; several tensors may be reduced together.
+
+        Args:
+          reduce_op: a ``ReduceOp`` or its name.
+          value_destination_pairs: pairs of a value and its destinations, as for ``reduce``.
+          options: hints for this call.
+          out: one ``out`` per pair, as for ``reduce``.
+          experimental_hints: as for ``reduce``.
+        Returns:
+          One result per pair, in the order of the pairs. If there is an error, no result is written.
+        Raises:
+          As ``reduce``; and ArgumentError if an element is not a pair (the message has its position), or if ``out``
+          does not have one element per pair.
+
+        >>> import numpy as np
+        >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
+        >>> HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value), (value, "cpu:0")])[0][1]
+        array([4., 6.])
+        """
+        if PROFILERS.are_on() and is_outermost():
+            if hasattr(value_destination_pairs, "__next__"):  # an iterator
+                value_destination_pairs = list(value_destination_pairs)
+            again = partial(CrossDeviceOps.batch_reduce, self, out=out, experimental_hints=experimental_hints)
+            with entry("batch_reduce", reduce_op, by_replica(value_destination_pairs)):
+                return again(reduce_op, value_destination_pairs, options)
+        if self._calls is not None and experimental_hints is None:
+            found = self._calls.batch_reduce(reduce_op, value_destination_pairs, options, out)
+            if found is not None:
+                return found
+        op = read_op(reduce_op)
+        hints = read_options(options, experimental_hints)
+        jobs: list[Job] = []
+        pairs = check_pairs(value_destination_pairs)
+        outs = [] if out is None else check_outs(out, len(pairs))
+        for number, (value, destinations) in enumerate(pairs):
+            try:
+                checked = check_value(op, per_replica(value)).with_out(None)
+                devices = checked.devices if destinations is value else device_names(destinations)
+                if devices is not checked.devices:
+                    checked.framework.require(devices)
+                if out is not None:
+                    arrays = check_out(outs[number], checked, devices)
+                    checked = checked.with_out(arrays, fresh=checked is not value)
+            except ReductionError as error:
+                error.prefix(f"pair {number}", number)
+                raise
+            jobs.append((checked, devices))
+        given: list[Any] = list(jobs)
+        if out is not None and not self._writes_out(jobs):
+            given = [(checked.with_out(None), devices) for checked, devices in jobs]
+        results = self.batch_reduce_implementation(op, given, hints)
+        delivered = check_results(results, [devices for _, devices in jobs], type(self).__name__)
+        return delivered if out is None else write_results(delivered, jobs)
+
+    @unconverted
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copy one array to all destinations.
+
+        Args:
+          tensor: an array, dense or sparse, or a number.
+          destinations: as for ``reduce``.
+        Returns:
+          One copy per destination, in the order of the destinations; none shares memory with ``tensor``.
+        Raises:
+          ArgumentError: ``tensor`` is not an array (a ``PerReplica`` is not), or the destinations are invalid.
+          DeviceError: as for ``reduce``.
+
+        >>> import numpy as np
+        >>> CrossDeviceOps().broadcast(np.arange(3), PerReplica([0, 0]))[1]
+        array([0, 1, 2])
+        """
+        if PROFILERS.are_on() and is_outermost():
+            with entry("broadcast", "", [tensor]):
+                return CrossDeviceOps.broadcast(self, tensor, destinations)
+        if isinstance(tensor, DistributedValues):
+            raise ArgumentError.of(
+                "broadcast requires a single array.", shown(tensor), "one of its components, such as value[0]"
+            )
+        framework = check_array(tensor)
+        devices = device_names(destinations)
+        framework.require(devices)
+        return check_result(self.broadcast_implementation(tensor, devices), devices, "broadcast_implementation")
+
+    @unconverted
+    def gather(
+        self,
+        per_replica_value: Any,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Mirrored:
+        """Concatenate the components along an axis, in the order of the replicas, and put that on all destinations.
+
+        Args:
+          per_replica_value: as for ``reduce``; components may differ in size along ``axis``. Sparse components are
+            made dense first.
+          destinations: as for ``reduce``.
+          axis: from ``-ndim`` to ``ndim - 1``.
+          options: hints for this call.
+        Returns:
+          One copy per destination.
+        Raises:
+          ArgumentError: the axis does not exist, or the components are scalars.
+          MismatchError: components that differ in size along another axis, in dtype or in framework.
+
+        >>> import numpy as np
+        >>> value = PerReplica([np.array([[1, 2]]), np.array([[3, 4], [5, 6]])])
+        >>> CrossDeviceOps().gather(value, "cpu:0", axis=0)[0].tolist()
+        [[1, 2], [3, 4], [5, 6]]
+        """
+        if PROFILERS.are_on() and is_outermost():
+            with entry("gather", "", per_replica_value):
+                return CrossDeviceOps.gather(self, per_replica_value, destinations, axis, options)
+        hints = read_options(options)
+        value = check_value(None, per_replica(per_replica_value), axis=axis)
+        devices = device_names(destinations)
+        value.framework.require(devices)
+        result = self.gather_implementation(value, devices, value.axis, hints)
+        return check_result(result, devices, "gather_implementation")
+
+    def reduce_prepared(
+        self,
+        op: ReduceOp,
+        rows: list[Any],
+        devices: tuple[str, ...] | None,
+        options: CommunicationOptions | None,
+        out: Any,
+    ) -> list[list[Any]] | None:
+        """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
+
+        ``rows`` and ``out`` may contain any trees, and ``out`` may be ``None``: only lists of arrays are recognized.
+        ``devices``: one per replica; for ``None``, those of the arrays.
+        """
+        if self._calls is None:
+            return None
+        return self._calls.all_reduce(op, rows, devices, options, out)
+
+    def _writes_out(self, jobs: list[Job]) -> bool:
+        """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
+
+        A custom implementation does not receive ``out``, since it may read a value again after it has reduced it.
+        Errors in ``out`` are found before anything is written: here, or in ``reduce_batch``.
+        """
+        kind = type(self)
+        batch = getattr(kind, "batch_reduce_implementation", None)
+        ours = kind.reduce_implementation is _BatchReducing.reduce_implementation
+        if ours and batch is AllReduceCrossDeviceOps.batch_reduce_implementation:
+            return True
+        check_overlap(jobs)
+        return ours and batch is ReductionToOneDevice.batch_reduce_implementation
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: tuple[str, ...],
+        options: CommunicationOptions,
+    ) -> Mirrored:
+        """Reduce one validated value; subclasses must implement it."""
+        raise NotImplementedError(
+            message(
+                f"{type(self).__name__} does not implement reduce_implementation.",
+                remedy="implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce",
+            )
+        )
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
+    ) -> list[Mirrored]:
+        """Reduce validated values; by default one after another."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
+        """Copy an array to all destinations; by default directly to each."""
+        return broadcast_array(tensor, destinations, "one_device", None)
+
+    def gather_implementation(
+        self, per_replica_value: PerReplica, destinations: tuple[str, ...], axis: int, options: CommunicationOptions
+    ) -> Mirrored:
+        """Concatenate validated components along a non-negative axis; by default on the first destination."""
+        value = check_value(None, per_replica_value, axis=axis)
+        framework, main = value.framework, destinations[0]
+        joined = framework.concat([framework.to_device(x, main) for x in value.arrays], axis)
+        return self.broadcast_implementation(joined, destinations)
+
+
+class _BatchReducing(CrossDeviceOps):
+    """An op that reduces one value as a batch of one."""
+
+    def _prepared(self, ours: type[_BatchReducing]) -> Calls | None:
+        """Return where to add a call, so that later ones run in compiled code.
+
+        ``None``: nothing can be prepared, as on a subclass that has replaced a method of the class ``ours``.
+        """
+        if self._calls is None and all(
+            getattr(type(self), name, None) is getattr(ours, name, None)
+            for name in ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
+        ):
+            object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
+        return self._calls
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: tuple[str, ...],
+        options: CommunicationOptions,
+    ) -> Mirrored:
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+
+class ReductionToOneDevice(_BatchReducing):
+    """Copies all components to one device, reduces them there, and copies the result to the destinations.
+
+    Args:
+      reduce_to_device: the device that reduces; ``None``: the first destination. It does not have to be a source or a
+        destination.
+      accumulation_fn: takes the list of components, all copied to that device, and returns their sum, or a replacement
+        for it of the same shape; ``None``: combines them in the order of replicas. A mean divides the returned array by
+        the number of components. It is not called for sparse values, whose slices are concatenated.
+    Raises:
+      ArgumentError: ``accumulation_fn`` is not callable.
+      DeviceError: ``reduce_to_device`` cannot be parsed.
+
+    >>> import numpy as np
+    >>> value = PerReplica([np.array([1.0, 5.0]), np.array([3.0, 4.0])])
+    >>> ReductionToOneDevice(accumulation_fn=lambda xs: np.maximum(*xs)).reduce("sum", value, value)[1]
+    array([3., 5.])
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[list[Array]], Array] | None = None,
+    ) -> None:
+        self._root = None if reduce_to_device is None else canonical(reduce_to_device)
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise ArgumentError.of(
+                "accumulation_fn must be a function of a list of arrays.", shown(accumulation_fn), "sum"
+            )
+        self._accumulate = accumulation_fn
+
+    def __repr__(self) -> str:
+        given = {"reduce_to_device": self._root, "accumulation_fn": self._accumulate}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)})"
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
+    ) -> list[Mirrored]:
+        jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
+        if self._root is not None:
+            for job in jobs:
+                job[0].framework.require((self._root,))
+        if self._accumulate is None:
+            return reduce_to_one(jobs, self._root, self._prepared(ReductionToOneDevice), options)
+        if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
+            raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
+        if options.exact:
+            problem = "accumulation_fn replaces the sum, so the sum cannot be made exact."
+            raise ArgumentError.of(problem, "exact=True", "ReductionToOneDevice() without accumulation_fn")
+        return [
+            reduce_to_one([job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job) for job in jobs
+        ]
+
+    def _accumulated(self, op: ReduceOp, job: Job) -> Mirrored:
+        """Reduce one value with the caller's function."""
+        assert self._accumulate is not None
+        value, destinations = job
+        framework, root = value.framework, self._root or destinations[0]
+        total = self._accumulate([framework.clone(framework.to_device(x, root)) for x in value.arrays])
+        if framework_of(total) is not framework:
+            problem = "accumulation_fn must return an array of the same framework as its arguments."
+            raise MismatchError.of(problem, shown(total), f"a {framework.name} array")
+        total = framework.array(total)
+        if isinstance(total, Sparse) or framework.spec(total).shape != value.spec.shape:
+            given = shown(total) if isinstance(total, Sparse) else str(framework.spec(total))
+            problem = "accumulation_fn must return one array of the components' shape."
+            raise MismatchError.of(problem, given, f"an array like {value.spec}")
+        dtype = framework.spec(total).dtype
+        numbers = framework.numbers(op, dtype, len(value))
+        result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
+        finished = framework.finish(total, numbers._replace(result=result))
+        return broadcast_array(finished, destinations, "one_device", None)
+
+
+class AllReduceCrossDeviceOps(_BatchReducing):
+    """Reduces along a planned schedule, with tensors packed into few large buffers.
+
+    Args:
+      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
+        "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, as with a ``topology``, and logs
+        the reason once, at INFO).
+      num_packs: the number of packs into which the tensors of each dtype are joined and cut; if the
+        algorithm has roots, those of the packs rotate. 0: no packing.
+      agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
+        joined. 0: none are.
+      agg_small_grads_max_group: the largest number of tensors that are joined in this way.
+      topology: the links that dense values may use: a ``Topology``, a machine's name or a file's path. Schedules are
+        planned on it for the size of the values. ``None``: any links. Its devices are those of the values, or, if none
+        of the names agree, are matched by position. Sparse values and gathers are sent directly.
+    Raises:
+      ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
+
+    >>> import numpy as np
+    >>> value = PerReplica([np.full(3, 2.0**k) for k in range(3)])
+    >>> AllReduceCrossDeviceOps("ring", num_packs=2).reduce("sum", value, value)[2]
+    array([7., 7., 7.])
+    """
+
+    def __init__(
+        self,
+        all_reduce_alg: str = "nccl",
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+        topology: TopologyLike | None = None,
+    ) -> None:
+        self._algorithm = algorithm_name(all_reduce_alg)
+        self._packing = Packing(
+            count("num_packs", num_packs, "0 switches packing off"),
+            0,
+            count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
+            count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
+        )
+        self._topology = None if topology is None else topology_of(topology)
+
+    def __repr__(self) -> str:
+        named = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
+        wiring = "" if self._topology is None else f", topology={self._topology!r}"
+        return f"{type(self).__name__}({named}num_packs={self._packing.num_packs}{wiring})"
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
+    ) -> list[Mirrored]:
+        jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
+        packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
+        calls = self._prepared(AllReduceCrossDeviceOps)
+        return reduce_batch(jobs, packing, self._planner(options), self._topology, None, calls, options)
+
+    def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
+        return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
+
+    def _planner(self, options: CommunicationOptions) -> str:
+        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm unless it is "auto"."""
+        chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
+        if chosen == "auto":
+            chosen = self._algorithm
+        if chosen == "nccl" and self._topology is not None:
+            log_once('"nccl" plans "auto": NCCL does not plan on the topology of an op')
+            return "auto"
+        return chosen
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """Reduces inside groups of devices, then between the groups, and copies back the same way.
+
+    It works for any number of devices, including odd ones. With a topology, the groups follow from its links, and the
+    simulated time is never above that of ``one_device``; without a topology, the groups are two halves of the devices
+    (``crossreduce.planning.hierarchical_copy``).
+
+    Args:
+      num_packs: the number of trees that share the load; their roots rotate. 0: one tree per tensor, no packing.
+      topology: as for ``AllReduceCrossDeviceOps``.
+    Raises:
+      ArgumentError: ``num_packs`` is negative or not an integer.
+
+    >>> import numpy as np
+    >>> value = PerReplica([np.float32(2**k) for k in range(9)])
+    >>> HierarchicalCopyAllReduce(num_packs=4).reduce("sum", value, "cpu:0")[0]
+    array(511., dtype=float32)
+    """
+
+    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
+        super().__init__("hierarchical_copy", num_packs, topology=topology)
+
+
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
+
+    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. An
+    ``implementation`` other than "auto" and "nccl" in the call's options replaces it. If NCCL fails, the call raises a
+    ``BackendError``, and the content of ``out`` is undefined.
+
+    Args:
+      num_packs: as for ``AllReduceCrossDeviceOps``; NCCL ignores it.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__("nccl", num_packs)

@@ -1,0 +1,139 @@
+"""Arrays that a caller gives for results: the ``out`` argument of the cross-device ops.
+
+Input: ``out`` and the validated values. Output: the arrays, one per destination, or an error before anything is
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
+from ..frameworks import Sparse, framework_of
+from ..kernels.overlap import find_overlap
+from ..values import DistributedValues, Mirrored, TensorSpec, describe
+from .validation import Checked
+
+Job = tuple[Checked, tuple[str, ...]]  # a validated value and the devices of its result
+
+
+def check_outs(out: Any, size: int) -> list[DistributedValues]:
+    """Return the ``out`` of each pair of a batch.
+
+    Raises:
+      ArgumentError: ``out`` is not a list of one ``PerReplica`` or ``Mirrored`` per pair.
+    """
+    given = ""
+    if isinstance(out, Iterable) and not isinstance(out, (DistributedValues, str, bytes, dict)):
+        outs = list(out)
+        wrong = [f"{shown(x)} as element {k}" for k, x in enumerate(outs) if not isinstance(x, DistributedValues)]
+        if len(outs) == size and not wrong:
+            return outs
+        given = wrong[0] if len(outs) == size else f"{len(outs)} elements"
+    problem = "out must have one PerReplica or Mirrored for each pair."
+    raise ArgumentError.of(problem, f"{given or shown(out)}, for {size} pairs", "out=[value, ...]")
+
+
+def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> DistributedValues:
+    """Return the arrays that a value's result will be written into, one per destination.
+
+    Raises:
+      ArgumentError: ``out`` is not a distributed value, or its devices are not the destinations.
+      MismatchError: its components differ from the result in framework, shape or dtype.
+      UnsupportedError: they cannot be written into, or the result is sparse.
+    """
+    if value.sparse:
+        given = f"out for {describe(value[0])}"
+        problem = "out cannot be used for a sparse result, whose size is not known in advance."
+        raise UnsupportedError.of(problem, given, "omit out=")
+    if not isinstance(out, DistributedValues) or out.devices != destinations:
+        given = f"out on {', '.join(out.devices)}" if isinstance(out, DistributedValues) else f"a {type(out).__name__}"
+        problem = "out must be a PerReplica or Mirrored on the destinations, in their order."
+        raise ArgumentError.of(problem, given, f"PerReplica([array, ...], devices={list(destinations)})")
+    framework, spec = value.framework, TensorSpec(value.spec.shape, value.numbers.result)
+    if framework.uniform(out.values) != spec:
+        found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
+        specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
+        wrong = [(k, *each) for k, each in enumerate(specs) if each != (framework.name, spec)]
+        if wrong:
+            given = "; ".join(f"component {k} of out: {name} {found_spec}" for k, name, found_spec in wrong)
+            remedy = f"arrays that are {framework.name} {spec}"
+            if spec.dtype != value.spec.dtype:
+                remedy += f", the dtype of the {value.op.value if value.op else 'result'} of {value.spec.dtype}"
+            problem = "the arrays of out must have the framework, shape and dtype of the result."
+            raise MismatchError.of(problem, given, remedy)
+    return out
+
+
+def check_overlap(jobs: Sequence[Job]) -> None:
+    """Raise if an array of ``out`` cannot be written into, or shares memory where it must not.
+
+    It must not share memory with another array of ``out``, nor with an input unless it is exactly one of its own
+    value's components.
+
+    Raises:
+      UnsupportedError: it cannot be written into.
+      ArgumentError: it shares memory.
+    """
+    extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out; -1: an input)
+    for pair, (value, destinations) in enumerate(jobs):
+        if value.out is None:
+            continue
+        framework = value.framework
+        try:
+            targets = [framework.writable_array(x, device) for x, device in zip(value.out, destinations, strict=True)]
+        except ReductionError as error:
+            raise in_pair(error, pair, len(jobs)) from None
+        results = [framework.memory_range(x) for x in targets]
+        extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(results))
+        arrays = list(value.arrays)
+        if value.mixed:  # sparse components were replaced by dense copies: check the originals
+            given = [framework.array(x) for x in value.values]
+            arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
+        inputs = [framework.memory_range(x) for x in arrays]
+        extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
+    found = find_overlap(extents)
+    if found is not None:
+        raise in_pair(overlap_error(found[1]), found[0], len(jobs))
+
+
+def overlap_error(number: int) -> ArgumentError:
+    """Return the error for a component of ``out`` that shares memory where it must not."""
+    problem = "results cannot be written into arrays that share memory."
+    given = f"component {number} of out overlaps another array of out, or an input that is not exactly the same memory"
+    return ArgumentError.of(problem, given, "separate arrays, or exactly the value's own components")
+
+
+def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
+    """Put the number of the pair in front of the error's text if there are several pairs, and return the error."""
+    if pairs > 1:
+        error.prefix(f"pair {pair}", pair)
+    return error
+
+
+def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
+    """Return results in the arrays of ``out``; those that an implementation did not write there are copied.
+
+    Raises:
+      MismatchError: a result has another framework, shape or dtype than its array of ``out``.
+    """
+    copies = []
+    for pair, (result, (value, devices)) in enumerate(zip(results, jobs, strict=True)):
+        out = value.out
+        assert out is not None
+        if all(x is target for x, target in zip(result, out, strict=True)):
+            continue
+        for x, target, device in zip(result, out, devices, strict=True):
+            taken = value.framework.writable_array(target, device)
+            given = value.framework.array(x) if framework_of(x) is value.framework else None
+            spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
+            if spec != value.framework.spec(taken):
+                wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
+                problem = "a result differs from its array of out in framework, shape or dtype."
+                error = MismatchError.of(problem, describe(x), wanted)
+                raise in_pair(error, pair, len(jobs))
+            copies.append((value.framework, taken, given))
+    for framework, taken, given in copies:
+        framework.write(taken, given)
+    return [Mirrored.on(value.out.values, devices) for value, devices in jobs if value.out is not None]

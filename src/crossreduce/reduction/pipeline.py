@@ -1,0 +1,320 @@
+"""From a validated batch to its results: packing, planning, lowering, and running the selected engine.
+
+Input: ``Job``s, validated values with the devices that need their results. Output: ``Mirrored`` values. These
+functions are the steps of the diagram in ARCHITECTURE.md; ``cross_device_ops.py`` only chooses their arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from .. import kernels
+from ..engines.base import (
+    ENGINES,
+    EXACT_ENGINES,
+    Engine,
+    Executable,
+    Layout,
+    LoweredBuffer,
+    OverlapError,
+    ProgramRange,
+    engine_named,
+)
+from ..engines.host.prepared import FRAMEWORKS, prepare
+from ..engines.nccl import ENGINE as NCCL
+from ..errors import ReductionError, UnsupportedError
+from ..frameworks import Array, Framework, Sparse, framework_of
+from ..lowering import lower
+from ..observe.profilers import PROFILERS
+from ..ops import Numbers, copying
+from ..options import DEFAULT, CommunicationOptions
+from ..packing import Buffer, Packing, itemsize, layout
+from ..planning import REGISTRY, Request, choose, schedule_for
+from ..topology import Topology
+from ..values import Mirrored, PerReplica, TensorSpec, locate
+from .outputs import Job, check_overlap, in_pair, overlap_error
+from .validation import Checked
+
+if TYPE_CHECKING:
+    from ..engines.host._calls import Calls
+
+_LOG: Final = logging.getLogger("crossreduce")
+
+
+def reduce_batch(
+    jobs: Sequence[Job],
+    packing: Packing,
+    algorithm: str,
+    topology: Topology | None,
+    root: str | None,
+    calls: Calls | None = None,
+    options: CommunicationOptions = DEFAULT,
+) -> list[Mirrored]:
+    """Reduce a batch: values with the same sources and destinations are packed and planned together.
+
+    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is where
+    ``one_device`` reduces (``None``: it rotates) and sparse values are concatenated (``None``: first destination).
+    If ``calls`` is given, the call is added to it where that is possible: it depends on nothing but ``options``.
+
+    Raises:
+      PlanError: the topology has no route for some of the data.
+    """
+    if options.exact:
+        jobs = _exact_jobs(jobs)
+    PROFILERS.look_again()  # not in compiled code: a framework's first call is always here
+    routes: dict[tuple[Framework, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
+    last: Any = None
+    for number, (value, destinations) in enumerate(jobs):
+        if not value.sparse:
+            route = value.framework, value.devices, destinations, value.mixed
+            if route != last:  # a shortcut: mostly, these four are those of the previous pair
+                last, members = route, routes.setdefault(route, [])
+            members.append(number)
+    runs: list[tuple[Layout, list[int]]] = []
+    for (framework, sources, destinations, mixed), members in routes.items():
+        specs = tuple(jobs[number][0].spec for number in members)
+        made = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)
+        runs.extend((each, [members[tensor] for tensor in each.tensors]) for each in made)
+    with_out = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
+    if len(runs) > 1:
+        if with_out:
+            check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
+        kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
+        for each, numbers in runs:
+            if jobs[numbers[0]][0].numbers.exact:
+                select(each, [jobs[number][0].arrays for number in numbers], exact=True)  # raises if there is no engine
+    results: list[Any] = [
+        _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
+    ]
+    executables: list[tuple[Any, list[int]]] = []
+    for each, numbers in runs:
+        executable, reduced = _run(each, [jobs[number] for number in numbers], with_out)
+        executables.append((executable, numbers))
+        for number, components in zip(numbers, reduced, strict=True):
+            results[number] = Mirrored.on(tuple(components), jobs[number][1])
+    if calls is not None and len(routes) == 1 and _is_preparable(jobs, with_out, executables):
+        (first, destinations), rows = jobs[0], [value.values for value, _ in jobs]
+        assert first.op is not None
+        components = [result.values for result in results]
+        prepare(calls, first.op, options, (first.devices, destinations), rows, components, with_out, executables)
+    return results
+
+
+def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether a batch of one framework, with the same devices, can be recognised by ``Calls``."""
+    return all(executable.prepared is not None for executable, _ in executables) and all(
+        not value.sparse
+        and (value.out is not None) is with_out
+        and all(map(operator.is_, value.arrays, value.values))
+        # In torch, the mean of integers has the default dtype, which may change.
+        and (value.framework.name == "numpy" or value.numbers.result == value.spec.dtype)
+        and value.framework.name in FRAMEWORKS
+        for value, _ in jobs
+    )
+
+
+def reduce_to_one(
+    jobs: Sequence[Job], root: str | None, calls: Calls | None = None, options: CommunicationOptions = DEFAULT
+) -> list[Mirrored]:
+    """Reduce each value on the device ``root``; ``None``: on the value's first destination. See ``reduce_batch``."""
+    if options.exact:
+        jobs = _exact_jobs(jobs)
+    by_root: dict[str, list[int]] = {}
+    for number, (_, destinations) in enumerate(jobs):
+        by_root.setdefault(root or destinations[0], []).append(number)
+    results: list[Any] = [None] * len(jobs)
+    calls = calls if len(by_root) == 1 else None
+    for device, numbers in by_root.items():
+        members = [jobs[number] for number in numbers]
+        reduced = reduce_batch(members, Packing(), "one_device", None, device, calls, options)
+        for number, result in zip(numbers, reduced, strict=True):
+            results[number] = result
+    return results
+
+
+def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs whose values are reduced exactly; raise if an op has no exact form."""
+    made: list[Job] = []
+    for number, (value, destinations) in enumerate(jobs):
+        try:
+            made.append((value.exactly(), destinations))
+        except ReductionError as error:
+            raise in_pair(error, number, len(jobs)) from None
+    return made
+
+
+@lru_cache(maxsize=1024)
+def layouts(
+    framework: Framework,
+    algorithm: str,
+    sources: tuple[str, ...],
+    destinations: tuple[str, ...],
+    specs: tuple[TensorSpec, ...],
+    packing: Packing,
+    topology: Topology | None,
+    root: str | None,
+    mixed: bool = False,
+) -> tuple[Layout, ...]:
+    """Lay out, plan and lower tensors with the same sources and destinations; see ``reduce_batch``."""
+    by_dtype: dict[object, list[LoweredBuffer]] = {}
+    for buffer in layout(specs, packing):
+        ranges = _plan(framework, algorithm, sources, destinations, buffer, topology, root)
+        key = buffer.dtype if buffer.size is not None else len(by_dtype)
+        by_dtype.setdefault(key, []).append(LoweredBuffer(buffer, ranges))
+    return tuple(
+        Layout(
+            framework,
+            tuple(span.tensor for buffer, _ in buffers for span in buffer.spans),
+            tuple(buffers),
+            sources,
+            destinations,
+            mixed,
+            algorithm == "nccl",
+        )
+        for buffers in by_dtype.values()
+    )
+
+
+def _plan(
+    framework: Framework,
+    algorithm: str,
+    sources: tuple[str, ...],
+    destinations: tuple[str, ...],
+    buffer: Buffer,
+    topology: Topology | None,
+    root: str | None,
+) -> tuple[ProgramRange, ...]:
+    """Plan and lower one buffer: unless ``root`` is given, its packs' roots rotate, starting at ``buffer.first``.
+
+    The schedule repeats after as many packs as there are devices (after one pack, if it has no root), so further
+    packs use the same schedule again: a plan does not grow with the number of packs.
+    """
+    members = len({*sources, *destinations})
+    first = buffer.first % members
+    size = buffer.size or 0
+    nbytes = size * itemsize(buffer.dtype)
+    if algorithm in ("auto", "nccl") and topology is None:
+        algorithm = choose(sources, destinations, nbytes)
+    rotates = algorithm in REGISTRY and REGISTRY[algorithm].has_root
+    if buffer.size is None and not rotates:
+        algorithm, rotates = "one_device", True  # a buffer of unknown size cannot be cut into chunks
+    period = members if rotates else 1
+    request = Request("all_reduce", sources, destinations, algorithm, topology, first=first, root=root)
+    ranges = []
+    for pack in range(0, buffer.packs, period):
+        packs = min(period, buffer.packs - pack)
+        start, stop = pack * size // buffer.packs, (pack + packs) * size // buffer.packs
+        schedule = schedule_for(request._replace(nbytes=nbytes * packs // buffer.packs, packs=packs))
+        if topology is not None:
+            framework.require(schedule.devices)  # on a topology a schedule may also use devices without a value
+        if _LOG.isEnabledFor(logging.INFO):
+            log_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
+        ranges.append(ProgramRange(lower(schedule), start, stop))
+    return tuple(ranges)
+
+
+def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = False) -> tuple[Engine, Any]:
+    """Return the first engine that can run a layout with these arrays, and the arrays in the form that it reads.
+
+    Raises:
+      UnsupportedError: the sums must be exact, and no engine can add these arrays exactly.
+    """
+    for engine in map(engine_named, EXACT_ENGINES if exact else ENGINES):
+        if engine.supports(layout):
+            operands = engine.bind(layout, arrays)
+            if operands is not None:
+                return engine, operands
+    assert exact, "the last engine runs any arrays"
+    problem = "exact sums are computed only in host memory, from dense arrays that are neither traced nor recorded."
+    what = "sparse and dense arrays" if layout.mixed else "arrays"
+    given = f"{what} of {layout.framework.name} on {', '.join(dict.fromkeys(layout.sources))}; exact=True"
+    remedy = "a copy in host memory, a call outside of jit, tf.function and tapes, or exact=False"
+    raise UnsupportedError.of(problem, given, remedy)
+
+
+def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:
+    """Return the arrays as NCCL's engine reads them; ``None``: NCCL cannot be used, and the reason is logged."""
+    reason = NCCL.refusal(layout, numbers)
+    operands = NCCL.bind(layout, arrays) if reason is None else None
+    if operands is None:
+        log_once(f'"nccl" plans "auto": {reason or "arrays are traced, or not on the devices of their replicas"}')
+    return operands
+
+
+@lru_cache(maxsize=1024)
+def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
+    return engine.compile(layout, numbers, with_out)
+
+
+def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executable, Sequence[Sequence[Array]]]:
+    """Reduce the values of one layout with the first engine that accepts their arrays.
+
+    Returns the executable, and for each value the result's components: the arrays of its ``out`` if ``with_out``.
+    """
+    values = [value for value, _ in jobs]
+    arrays = [value.arrays for value in values]
+    numbers = values[0].numbers
+    operands = _nccl_operands(layout, arrays, numbers) if layout.prefers_nccl and not numbers.exact else None
+    engine, operands = select(layout, arrays, numbers.exact) if operands is None else (NCCL, operands)
+    executable = _compiled(engine, layout, numbers, with_out)
+    if not with_out:
+        return executable, executable.run(operands, None)
+    if not engine.checks_overlap:
+        check_overlap(jobs)
+    try:
+        return executable, executable.run(operands, [value.out.values for value in values if value.out is not None])
+    except OverlapError as overlap:
+        raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
+    except (BufferError, ValueError):
+        check_overlap(jobs)  # raises an error that names an array of out and its fault, if one has a fault
+        raise
+
+
+def _reduce_sparse(value: Checked, destinations: tuple[str, ...], root: str | None) -> Mirrored:
+    """Concatenate all replicas' slices on one device and copy them to the destinations."""
+    framework, main = value.framework, root or destinations[0]
+    parts: list[Sparse] = [x for x in value.arrays if isinstance(x, Sparse)]
+    values = framework.concat([framework.to_device(x.values, main) for x in parts], 0)
+    indices = framework.concat([framework.to_device(x.indices, main) for x in parts], 0)
+    values = framework.finish(values, value.numbers)
+    shape = next((x.shape for x in parts if x.shape is not None), None)
+    joined = Sparse(parts[0].kind, values, indices, shape)
+    return Mirrored.on(tuple(_sparse_copy(framework, joined, device) for device in destinations), destinations)
+
+
+def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
+    values, indices = (framework.clone(framework.to_device(part, device)) for part in (x.values, x.indices))
+    return framework.rebuild_sparse(x._replace(values=values, indices=indices))
+
+
+def broadcast_array(
+    tensor: Any,
+    destinations: tuple[str, ...],
+    algorithm: str,
+    topology: Topology | None,
+) -> Mirrored:
+    """Copy one array to all destinations along a schedule whose only source is the array's device."""
+    framework = framework_of(tensor)
+    x = framework.array(tensor)
+    if isinstance(x, Sparse):
+        return Mirrored.on(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
+    source = PerReplica([tensor]).devices
+    if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
+        source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
+    value = Checked.on((tensor,), source)
+    value.framework, value.arrays, value.spec = framework, [x], framework.spec(x)
+    value.sparse, value.mixed, value.out = False, False, None
+    value.numbers = copying(value.spec.dtype)
+    (only,) = layouts(framework, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
+    _, (components,) = _run(only, [(value, destinations)], False)
+    return Mirrored.on(tuple(components), destinations)
+
+
+@lru_cache(maxsize=4096)
+def log_once(text: str) -> None:
+    """Log a text at INFO, the first time only."""
+    _LOG.info(text)

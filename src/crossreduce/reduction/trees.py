@@ -1,0 +1,265 @@
+"""The function that most users call: ``all_reduce`` of pytrees, one per replica.
+
+Input: n trees of arrays. Output: n reduced trees. optree flattens the trees; dataclasses that it does not support are
+registered with it, in a namespace of this library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..autograph import unconverted
+from ..errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
+from ..frameworks import framework_of
+from ..observe.profilers import PROFILERS, entry, is_outermost
+from ..ops import ReduceOp
+from ..options import CommunicationOptions
+from ..values import DistributedValues, PerReplica, read_devices
+from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from .validation import read_op, uniform_value
+
+_NAMESPACE = "crossreduce"
+_DEFAULT = AllReduceCrossDeviceOps("auto")
+_REGISTERED: set[type] = set()  # dataclasses that are registered with OpTree
+_LOCK = threading.Lock()
+
+
+@unconverted
+def all_reduce(
+    trees: Sequence[Any],
+    op: ReduceOp | str = "sum",
+    *,
+    devices: Sequence[str] | None = None,
+    cross_device_ops: CrossDeviceOps | None = None,
+    options: CommunicationOptions | None = None,
+    out: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Reduce n pytrees, one per replica, leaf by leaf, and return the result for every replica.
+
+    Args:
+      trees: a list with one tree per replica: an array, or dicts, lists, tuples, named tuples, dataclasses and other
+        pytree nodes of arrays and numbers, all of one structure. Leaves may be sparse, torch Parameters or
+        tf.Variables, and of different dtypes, shapes, devices and frameworks. Dataclasses are rebuilt from their
+        fields; other attributes of an instance are lost.
+      op: a ``ReduceOp`` or its name.
+      devices: one device per replica; ``None``: each leaf stays on its device.
+      cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+      options: hints for this call.
+      out: n trees of the same structure; the results are written into their leaves (see ``CrossDeviceOps.reduce``).
+        With the inputs themselves as ``out`` the reduction is in place.
+    Returns:
+      n trees of the same structure, with the leaves of ``out`` if it is given. Leaf k of tree i is the reduction of
+      leaf k of all trees, on the device of tree i's leaf, or ``devices[i]``; all n have the same bits. Without ``out``,
+      results share memory only if their arrays are immutable. Numbers become 0-d NumPy arrays.
+    Raises:
+      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
+        and all replicas are named.
+      ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
+      UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
+
+    >>> import numpy as np
+    >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
+    >>> all_reduce(grads, "mean")[2]["w"].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    >>> buffers = [np.empty(3) for _ in range(2)]  # once: no iteration allocates results
+    >>> for step in range(3):
+    ...     _ = all_reduce([np.full(3, step + 0.0), np.full(3, 1.0)], out=buffers)
+    >>> buffers[1]
+    array([3., 3., 3.])
+    """
+    if PROFILERS.are_on() and is_outermost():
+        with entry("all_reduce", op, trees):
+            return all_reduce(trees, op, devices=devices, cross_device_ops=cross_device_ops, options=options, out=out)
+    if (
+        isinstance(trees, (str, bytes, dict, DistributedValues))
+        or hasattr(trees, "shape")
+        or not isinstance(trees, Iterable)
+    ):
+        remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
+        remedy = "list(value)" if isinstance(trees, DistributedValues) else remedy
+        raise ArgumentError.of("trees must be a list of one tree per replica.", shown(trees), remedy)
+    op = read_op(op)
+    ops = check_ops(cross_device_ops)
+    given = list(trees)
+    if not given:
+        raise ArgumentError.of("trees must contain at least one replica's tree.", shown(trees), "[tree, tree]")
+    names = None if devices is None else read_devices(devices)
+    if names is not None and len(names) != len(given):
+        raise ArgumentError.of(
+            "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
+        )
+    bare = type(given[0]) is not list  # trees that may be single arrays
+    rows, results = ([[tree] for tree in given], _each_in_a_list(out)) if bare else (given, out)
+    found = ops.reduce_prepared(op, rows, names, options, results)
+    if found is not None:
+        return [row[0] for row in found] if bare else found
+    flat, structure = flatten_trees(given)
+    targets = None if out is None else _flat_targets(out, len(given), structure)
+    return [unflatten_tree(structure, row) for row in reduce_leaves(flat, structure, op, names, ops, options, targets)]
+
+
+def reduce_leaves(
+    rows: list[list[Any]],
+    structure: Any,
+    op: ReduceOp,
+    devices: tuple[str, ...] | None,
+    ops: CrossDeviceOps,
+    options: CommunicationOptions | None,
+    out: list[list[Any]] | None = None,
+) -> list[list[Any]]:
+    """Reduce the leaves of trees that ``flatten_trees`` flattened, and return such leaves. Errors name the leaf.
+
+    ``out``: for each replica the leaves of the tree that its results are written into.
+    """
+    found = ops.reduce_prepared(op, rows, devices, options, out)
+    if found is not None:
+        return found
+    pairs: list[tuple[PerReplica, PerReplica]] = []
+    for number, components in enumerate(zip(*rows, strict=True)):
+        try:
+            value: PerReplica | None = uniform_value(op, components, devices)
+            if value is None:
+                for component in components:
+                    framework_of(component)  # raises for a leaf that is not an array
+                value = PerReplica(components, devices)
+        except ReductionError as error:
+            name_leaf(error, structure, number)
+            raise
+        pairs.append((value, value))
+    targets = None
+    if out is not None:
+        columns = zip(*out, strict=True)
+        targets = [PerReplica.on(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)]
+    try:
+        reduced = ops.batch_reduce(op, pairs, options, out=targets)
+    except ReductionError as error:
+        if error.pair is not None:  # replace the pair's number by the leaf's path
+            name_leaf(error, structure, error.pair)
+        raise
+    return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
+
+
+def _each_in_a_list(trees: Any) -> Any:
+    return [[tree] for tree in trees] if type(trees) is list else trees
+
+
+def _listed(out: Any, replicas: int) -> list[Any]:
+    """Return ``out`` as a list of one tree per replica."""
+    given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
+    if hasattr(out, "shape") or len(given) != replicas:
+        got = f"a {type(out).__name__} of {len(given)}" if given and not hasattr(out, "shape") else shown(out)
+        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
+        raise ArgumentError.of("out must be a list of one tree per replica.", got, remedy)
+    return given
+
+
+def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
+    """Return for each replica the leaves of its tree of ``out``."""
+    leaves, found = flatten_trees(_listed(out, replicas))
+    if found != structure:
+        each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
+        remedy = "trees of the same keys, lengths and types"
+        raise MismatchError.of("the trees of out differ in structure from those of the replicas.", each, remedy)
+    return leaves
+
+
+def check_ops(ops: object) -> CrossDeviceOps:
+    """Return the ops of a call; for ``None``, ``AllReduceCrossDeviceOps("auto")``.
+
+    Raises:
+      UnsupportedError: it is a class, or not a ``CrossDeviceOps``.
+    """
+    if ops is None:
+        return _DEFAULT
+    if isinstance(ops, CrossDeviceOps):
+        return ops
+    remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
+    if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
+        remedy = f"{ops.__name__}()"
+    raise UnsupportedError.of("cross_device_ops must be an instance of crossreduce.CrossDeviceOps.", shown(ops), remedy)
+
+
+def flatten_trees(trees: list[Any]) -> tuple[list[list[Any]], Any]:
+    """Return the leaves of each tree, and the common structure."""
+    flat = [flatten_tree(tree) for tree in trees]
+    structures = [structure for _, structure in flat]
+    if any(structure != structures[0] for structure in structures):
+        each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
+        remedy = "the same keys, lengths and types on all replicas; None on all of them or on none"
+        raise MismatchError.of("the replicas' trees differ in structure.", each, remedy)
+    return [leaves for leaves, _ in flat], structures[0]
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten a tree. A dataclass that optree treats as a leaf is registered, and the tree is flattened again.
+
+    Raises:
+      ArgumentError: the tree contains itself, or is too deep.
+    """
+    import optree
+
+    while True:
+        try:
+            leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
+        except RecursionError as error:
+            given = f"a {type(tree).__name__}"
+            raise ArgumentError.of("a tree is too deep, or contains itself.", given, "a flatter tree") from error
+        kinds = {kind for kind in set(map(type, leaves)) if dataclasses.is_dataclass(kind)}
+        # An array class of a framework may be a dataclass too, but it has a shape.
+        unknown = {type(leaf) for leaf in leaves if type(leaf) in kinds and not hasattr(leaf, "shape")}
+        if not unknown:
+            return leaves, structure
+        for kind in unknown:
+            _register(kind)
+
+
+def leaf_paths(structure: Any) -> list[str]:
+    """Return the path of each leaf as a Python expression: ``tree['w'][0]``."""
+    return [accessor.codify("tree") for accessor in structure.accessors()]
+
+
+def name_leaf(error: ReductionError, structure: Any, number: int) -> None:
+    """Add a leaf's path to an error, unless the tree is a single array."""
+    path = leaf_paths(structure)[number]
+    error.prefix("" if path == "tree" else f"leaf {path}")
+
+
+def _outline(structures: list[Any], replica: int) -> str:
+    """Return, for an error, a tree's number of leaves and those that the other tree lacks; if none, its structure."""
+    paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
+    own = [path for path in paths if path not in others]
+    if not own and set(paths) == others:
+        return shown(structures[replica], 200)
+    found = f"{len(paths)} leaves" if len(paths) != 1 else "1 leaf"
+    return found + (f", only here: {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
+
+
+def unflatten_tree(structure: Any, leaves: Iterable[Any]) -> Any:
+    """Rebuild a tree from its leaves."""
+    import optree
+
+    return optree.tree_unflatten(structure, leaves)
+
+
+def _register(kind: type) -> None:
+    import optree
+
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
+        return [getattr(node, name) for name in names], None, names
+
+    def unflatten(_: Any, children: Iterable[Any]) -> Any:
+        made: Any = object.__new__(kind)  # fields only: other attributes may depend on the fields' old values
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    with _LOCK:
+        if kind not in _REGISTERED:
+            entry = optree.DataclassEntry
+            optree.register_pytree_node(kind, flatten, unflatten, path_entry_type=entry, namespace=_NAMESPACE)
+            _REGISTERED.add(kind)

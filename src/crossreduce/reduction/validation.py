@@ -1,0 +1,393 @@
+"""Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
+
+Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states what was
+given and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from ..devices import canonical
+from ..errors import ArgumentError, MismatchError, UnsupportedError, shown
+from ..frameworks import KNOWN, Array, Framework, Sparse, framework_of
+from ..ops import HALVES, Numbers, ReduceOp, require_dtype
+from ..options import DEFAULT, CommunicationOptions
+from ..values import DistributedValues, IndexedSlices, Mirrored, PerReplica, TensorSpec, describe, host_devices
+
+
+class Checked(PerReplica):
+    """A validated ``PerReplica``, with the facts that the validation found.
+
+    ``arrays`` are the components as the framework computes with them: all of them sparse (``sparse``), or all dense.
+    A value that is sparse on only some replicas has been made dense. ``spec`` is the spec of a component (of its
+    slices, if it is sparse). ``mixed``: sparse components were made dense, perhaps in a wider dtype. ``out`` are the
+    arrays that the result will be written into, if the caller gave them.
+    """
+
+    __slots__ = ("arrays", "axis", "framework", "mixed", "numbers", "op", "out", "sparse", "spec")
+    arrays: list[Array | Sparse]
+    axis: int
+    framework: Framework
+    mixed: bool
+    numbers: Numbers
+    op: ReduceOp | None
+    out: DistributedValues | None
+    sparse: bool
+    spec: TensorSpec
+
+    def __repr__(self) -> str:
+        return repr(PerReplica.on(self.values, self.devices))
+
+    def with_out(self, out: DistributedValues | None, fresh: bool = False) -> Checked:
+        """Return the same value with another ``out``: this object if it is ``fresh`` (nothing else refers to it)."""
+        if self.out is out:
+            return self
+        if not fresh:
+            other = Checked.on(self.values, self.devices)
+            for name in Checked.__slots__:
+                setattr(other, name, getattr(self, name))
+            return other.with_out(out, fresh=True)
+        self.out = out
+        return self
+
+    def exactly(self) -> Checked:
+        """Return the same value, to be reduced exactly.
+
+        Raises:
+          UnsupportedError: the op has no exact form.
+        """
+        numbers = self.numbers.exactly()
+        if numbers == self.numbers or self.sparse:  # sparse values are concatenated
+            return self
+        other = Checked.on(self.values, self.devices)
+        for name in Checked.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.numbers = numbers
+        return other
+
+
+def read_op(op: object) -> ReduceOp:
+    """Return a ``ReduceOp``, given itself or its name.
+
+    Raises:
+      ArgumentError: it is neither.
+    """
+    if isinstance(op, (ReduceOp, str)):
+        return ReduceOp(op)
+    return ReduceOp._missing_(op)  # Enum would compare it with ==, which is elementwise for arrays
+
+
+def seconds(timeout_s: Any) -> float:
+    """Return a timeout as a number.
+
+    Raises:
+      ArgumentError: it is not a number of seconds, or is negative.
+    """
+    with contextlib.suppress(OverflowError):  # an integer that is too large for a float
+        if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and float(timeout_s) >= 0:
+            return float(timeout_s)
+    raise ArgumentError.of("timeout_s must be a number of seconds, 0 or more.", shown(timeout_s), "timeout_s=10")
+
+
+def given_options(options: object, experimental_hints: object) -> object:
+    """Return the options of a call, which may have been given by their older name.
+
+    Raises:
+      ArgumentError: they were given by both names.
+    """
+    if options is not None and experimental_hints is not None:
+        problem = "options and its older name experimental_hints cannot both be given."
+        given = f"options={shown(options)}, experimental_hints={shown(experimental_hints)}"
+        raise ArgumentError.of(problem, given, "options=CommunicationOptions(bytes_per_pack=...)")
+    return options if experimental_hints is None else experimental_hints
+
+
+def read_options(options: object, experimental_hints: object = None) -> CommunicationOptions:
+    """Return the options of a call; the default for ``None``.
+
+    Raises:
+      ArgumentError: they are not ``CommunicationOptions``, or were given by both names.
+    """
+    options = given_options(options, experimental_hints)
+    if options is None:
+        return DEFAULT
+    if isinstance(options, CommunicationOptions):
+        return options
+    raise ArgumentError.of(
+        "options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)"
+    )
+
+
+def per_replica(value: Any) -> PerReplica:
+    """Return a distributed value as a ``PerReplica``, and a single array or number as the value of one replica.
+
+    Raises:
+      ArgumentError: it is anything else, including a list of arrays; UnsupportedError: it is a class.
+    """
+    if isinstance(value, PerReplica):
+        return value
+    if isinstance(value, DistributedValues):
+        return PerReplica.on(value.values, value.devices)
+    if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
+        raise ArgumentError.of(
+            "a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])"
+        )
+    if isinstance(value, type):
+        raise UnsupportedError.of("a class was given instead of a value.", shown(value), "an instance of it")
+    framework_of(value)
+    return PerReplica([value])
+
+
+def device_names(destinations: Any) -> tuple[str, ...]:
+    """Return the devices of a ``destinations`` argument.
+
+    Raises:
+      ArgumentError: it is not a distributed value, device name, array, variable or parameter.
+    """
+    if isinstance(destinations, DistributedValues):
+        return destinations.devices
+    if isinstance(destinations, str):
+        return (canonical(destinations),)
+    if not isinstance(destinations, (list, tuple, dict, bytes, int, float, complex, type)) and destinations is not None:
+        with contextlib.suppress(ArgumentError, UnsupportedError):
+            check_array(destinations)
+            return PerReplica([destinations]).devices
+    problem = "destinations must be distributed values, a device's name, or an array, variable or parameter."
+    remedy = 'a name such as "cpu:0"; for several devices, any PerReplica on them'
+    raise ArgumentError.of(problem, shown(destinations), remedy)
+
+
+def check_array(value: Any) -> Framework:
+    """Return the framework of one array, dense or sparse.
+
+    Raises:
+      ArgumentError: it is not an array.
+      UnsupportedError: a kind of array or a dtype that this library does not support.
+    """
+    framework = framework_of(value)
+    x = framework.array(value)
+    require_dtype(framework.spec(x.values if isinstance(x, Sparse) else x).dtype)
+    return framework
+
+
+def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Return the pairs of value and destinations as a list.
+
+    Raises:
+      ArgumentError: ``pairs`` is not iterable, or an element is not a pair.
+    """
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes, dict, DistributedValues)):
+        raise ArgumentError.of(
+            "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
+        )
+    found = list(pairs)
+    for number, pair in enumerate(found):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ArgumentError.of(
+                f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
+            )
+    return found
+
+
+def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...] | None) -> Checked | None:
+    """Return plain arrays of one shape and dtype in host memory as a validated value; ``None``: use ``check_value``.
+
+    This is a fast path for the most common arguments. ``devices``: ``None`` for the names that ``PerReplica`` assigns.
+    """
+    framework = KNOWN.get(type(values[0]))
+    spec = None if framework is None else framework.uniform(values)
+    if framework is None or spec is None:
+        return None
+    checked = Checked.on(values, host_devices(len(values)) if devices is None else devices)
+    framework.require(checked.devices)
+    checked.op, checked.framework, checked.axis, checked.out = op, framework, 0, None
+    checked.arrays, checked.spec, checked.sparse, checked.mixed = list(values), spec, False, False
+    checked.numbers = framework.numbers(op, spec.dtype, len(values))
+    return checked
+
+
+def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
+    """Check that the components agree and that ``op`` is defined for them.
+
+    Args:
+      op: the reduction; ``None`` for a gather.
+      value: the value; one that was validated for this op before is returned unchanged.
+      axis: for a gather, the axis along which components may differ in size.
+    Raises:
+      MismatchError: components of different framework, dtype or shape; all of them are named.
+      UnsupportedError: ``op`` is not defined for the dtype, or not for sparse values.
+      ArgumentError: a component is not an array, or the axis does not exist.
+    """
+    if type(value) is Checked and value.op is op and (op is not None or value.axis == axis):
+        return value
+    values = value.values
+    if op is not None and (quick := uniform_value(op, values, value.devices)) is not None:
+        return quick
+    framework = framework_of(values[0])
+    kind = type(values[0])
+    for component in values:
+        # IndexedSlices have one type for the arrays of all frameworks.
+        if (type(component) is not kind or kind is IndexedSlices) and framework_of(component) is not framework:
+            raise _mismatch(value, "are of different frameworks", [framework_of(v).name for v in values])
+    framework.require(value.devices)
+    arrays: list[Any] = [framework.array(component) for component in values]
+    checked = Checked.on(values, value.devices)
+    checked.op, checked.framework, checked.arrays, checked.axis, checked.out = op, framework, arrays, 0, None
+    kinds = [type(x) is Sparse for x in arrays]
+    checked.sparse = all(kinds) and op is not None
+    checked.mixed = any(kinds) and not checked.sparse
+    if op is None:
+        _check_gather(checked, axis)
+        return checked
+    if any(kinds):
+        checked.spec = _sparse_spec(op, value, framework, arrays)
+    else:
+        shape, dtype = arrays[0].shape, arrays[0].dtype
+        agree = all(x.shape == shape and x.dtype == dtype for x in arrays)
+        if agree:
+            spec = framework.spec(arrays[0])
+        else:
+            specs = [framework.spec(x) for x in arrays]
+            common = _common(specs)
+            if common is None:
+                raise _mismatch(value, "differ in shape or dtype", specs)
+            spec = common
+        checked.spec = spec
+        if not agree or None in spec.shape:  # sizes are unknown while tracing: check them at run time
+            checked.arrays = framework.require_alike(arrays, spec)
+    checked.numbers = framework.numbers(op, checked.spec.dtype, len(values))
+    if any(kinds) and not checked.sparse:
+        checked.arrays = [_dense(framework, x, checked.spec, checked.numbers.accumulator) for x in arrays]
+    return checked
+
+
+def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
+    """Return what a custom implementation returned, if it is a ``Mirrored`` on the destinations.
+
+    Raises:
+      UnsupportedError: it returned another value.
+    """
+    if isinstance(result, Mirrored) and result.devices == destinations:
+        return result
+    problem = f"{method} must return a Mirrored on the destinations."
+    given = f"a Mirrored on {list(result.devices)}" if isinstance(result, Mirrored) else shown(result)
+    raise UnsupportedError.of(problem, given, f"Mirrored([...], devices={list(destinations)})")
+
+
+def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -> list[Mirrored]:
+    """Return what a batch implementation of class ``ops`` returned, if it is a list of one ``Mirrored`` per pair.
+
+    Raises:
+      UnsupportedError: it returned another value.
+    """
+    if not isinstance(results, list) or len(results) != len(destinations):
+        problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."
+        given = f"a list of {len(results)}" if isinstance(results, list) else shown(results)
+        raise UnsupportedError.of(problem, f"{given} for {len(destinations)} pairs", "[Mirrored([...], devices=[...])]")
+    return [
+        result
+        if type(result) is Mirrored and result.devices == devices
+        else check_result(result, devices, "batch_reduce_implementation")
+        for result, devices in zip(results, destinations, strict=True)
+    ]
+
+
+def _common(specs: list[TensorSpec]) -> TensorSpec | None:
+    """Return the spec that several specs agree on, or ``None``; an unknown size agrees with any."""
+    if len({(spec.dtype, len(spec.shape)) for spec in specs}) > 1:
+        return None
+    sizes: list[int | None] = []
+    for along in zip(*(spec.shape for spec in specs), strict=True):
+        known = {size for size in along if size is not None}
+        if len(known) > 1:
+            return None
+        sizes.append(next(iter(known), None))
+    return TensorSpec(tuple(sizes), specs[0].dtype)
+
+
+def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str) -> Array:
+    """Return a component as a dense array; slices of a sparse one are added in ``dtype``."""
+    if not isinstance(x, Sparse):
+        return x
+    shape = tuple(size for size in spec.shape if size is not None)
+    if len(shape) < len(spec.shape):
+        problem = "a sparse array without dense_shape cannot be made dense."
+        given = f"{x.kind} with slices {framework.spec(x.values)}"
+        raise ArgumentError.of(problem, given, "IndexedSlices(values, indices, dense_shape)")
+    return framework.to_dense(x, shape, dtype)
+
+
+def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
+    """Check that components, some or all sparse, agree; return their spec, or that of the slices if all are sparse."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        problem = "sparse values can only be reduced by sum or mean."
+        sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))
+        given = f"{op.value} of {describe(value.values[sparse_at])}"
+        raise UnsupportedError.of(problem, given, '"sum" or "mean", or make them dense first')
+    sparse = [x for x in arrays if isinstance(x, Sparse)]
+    specs = [_dense_spec(framework, x) for x in arrays]
+    spec = _common(specs)
+    if spec is None or len({(x.kind, len(x.indices.shape), *x.indices.shape[1:]) for x in sparse}) > 1:
+        kinds = [
+            f"{x.kind}, sparse axes: {(*x.indices.shape, 1)[1]}" if isinstance(x, Sparse) else "dense" for x in arrays
+        ]
+        found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
+        which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
+        problem = f"are {which} arrays that differ in shape, dtype or sparse format"
+        raise _mismatch(value, problem, found, "shape, dtype and sparse format")
+    return framework.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
+
+
+def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
+    """Return the spec of a component, or of its dense form; unknown sizes are ``None``."""
+    if not isinstance(x, Sparse):
+        return framework.spec(x)
+    slices = framework.spec(x.values)
+    if x.shape is not None:
+        return TensorSpec(tuple(x.shape), slices.dtype)
+    rows: tuple[int | None, ...] = (None,) * (1 if len(x.indices.shape) == 1 else int(x.indices.shape[1]))
+    return TensorSpec((*rows, *slices.shape[1:]), slices.dtype)
+
+
+def _check_gather(checked: Checked, axis: Any) -> None:
+    specs = [_dense_spec(checked.framework, x) for x in checked.arrays]
+    for spec in specs:
+        require_dtype(spec.dtype)
+    ndim = len(specs[0].shape)
+    try:
+        number = None if isinstance(axis, bool) else operator.index(axis)
+    except TypeError:
+        number = None
+    if number is None or not -ndim <= number < ndim:
+        problem = "axis must be an integer." if number is None else "the components do not have this axis."
+        remedy = f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0"
+        raise ArgumentError.of(problem, f"axis={axis!r}, components such as {specs[0]}", remedy)
+    checked.axis = number % ndim
+    others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
+    if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
+        same = f"dtype, and the same shape except along axis {checked.axis},"
+        raise _mismatch(checked, f"differ in dtype, or in an axis other than {checked.axis}", specs, same)
+    checked.spec = specs[0]
+    framework, dtype = checked.framework, checked.spec.dtype
+    if any(isinstance(x, Sparse) for x in checked.arrays):
+        wide = "float32" if dtype in HALVES else dtype
+        numbers = Numbers(ReduceOp.SUM, dtype, wide, dtype, 1)
+        checked.arrays = [
+            framework.finish(_dense(framework, x, spec, wide), numbers)
+            for x, spec in zip(checked.arrays, specs, strict=True)
+        ]
+
+
+def _mismatch(
+    value: PerReplica, problem: str, found: Iterable[object], same: str = "framework, dtype and shape"
+) -> MismatchError:
+    each = "; ".join(
+        f"replica {number} on {device}: {text}"
+        for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
+    )
+    return MismatchError.of(f"the replicas of one value {problem}.", each, f"the same {same} on all replicas")

@@ -1,0 +1,80 @@
+"""Topologies as JSON text, and back. Numbers are written exactly, as text such as "64/3"."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, Final, TypeVar
+
+from ...errors import ArgumentError, shown
+from ..links import Link, Switch, Wiring, exact
+
+FORMAT: Final = "crossreduce.topology/1"
+
+T = TypeVar("T")
+
+
+def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterable[Link]) -> str:
+    """Return a topology as JSON text: see ``Topology.to_json``."""
+    content = {
+        "format": FORMAT,
+        "devices": devices,
+        "switches": switches,
+        "links": [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links],
+    }
+    return json.dumps(content, separators=(",", ":"))
+
+
+def read_json(text: str) -> Wiring:
+    """Return the wiring in a JSON text: see ``Topology.from_json``."""
+    try:
+        read = load(text, FORMAT, "devices", "links")
+        switches = [
+            Switch(typed(str, name), typed(bool, able)) for name, able in listed(list, read.get("switches", []))
+        ]
+        links = [
+            Link(typed(str, src), typed(str, dst), _exact("bandwidth", speed), *(_exact("latency", s) for s in latency))
+            for src, dst, speed, *latency in listed(list, read["links"])
+        ]
+        return Wiring(listed(str, read["devices"]), tuple(links), tuple(switches))
+    except ArgumentError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        problem = f"this text is not a topology in JSON: {error}."
+        raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
+
+
+def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, Any]:
+    """Return the object in a JSON text of a format; ValueError if the text has another format or lacks a part."""
+    read = json.loads(text)
+    formats = (written,) if isinstance(written, str) else written
+    if not isinstance(read, dict) or read.get("format") not in formats:
+        raise ValueError(f'its format is not "{formats[0]}"')
+    if missing := [part for part in parts if part not in read]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return read
+
+
+def typed(kind: type[T], value: object) -> T:
+    """Return a value of a JSON text; TypeError unless it has exactly this type, so a bool is not an integer."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def listed(kind: type[T], values: object) -> tuple[T, ...]:
+    """Return the values of a list in a JSON text; TypeError unless all of them have this type."""
+    return tuple(typed(kind, value) for value in typed(list, values))
+
+
+def _exact(what: str, value: object) -> Fraction:
+    """Return a number of a file: text such as "64/3" or "12.5", or a JSON number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return exact(what, value)
+    if not re.fullmatch(
+        r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", typed(str, value)
+    ):  # converting "1e99999999" takes hours
+        raise ValueError(f'{value!r} must be like "12.5" or "64/3": no sign or exponent, at most 40 digits per part')
+    return Fraction(typed(str, value))
