@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chakra_reader import WITHIN
 from paths import ROOT
 
 import crossreduce as cr

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from ..errors import rank_list
-from ..ranks.observer import GroupView, RankView
+from ...errors import rank_list
+from ...ranks.observer import GroupView, RankView
 
 NOTEWORTHY: Final = 0.1  # of their time: below this share of waiting, no rank is called a straggler
 

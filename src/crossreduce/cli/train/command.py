@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from rich.table import Table
 from typer import Exit, Option
 
-from .. import AllReduceCrossDeviceOps, __version__, all_reduce
-from ..frameworks.null import NullFramework
-from ..options import ALGORITHMS
-from .arguments import at_least, one_of, read_device_list
-from .live import TrainingStep, Watch
-from .live import live as live_view
-from .output import atomic_json, progress, terminal
+from ... import AllReduceCrossDeviceOps, __version__, all_reduce
+from ...frameworks.null import NullFramework
+from ...options import ALGORITHMS
+from ..support.arguments import at_least, one_of, read_device_list
+from ..support.output import atomic_json, progress, terminal
 from .trainers import TRAINERS, Trainer, Tree, load, numbered
+from .view import TrainingStep, Watch, live_view
 
 TEST_SIZE = 360
 HIDDEN = 64

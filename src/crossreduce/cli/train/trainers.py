@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..devices import parse
-from ..frameworks import Array, ReplicaFramework, get
-from ..values import default_devices, host_devices
+from ...devices import parse
+from ...frameworks import Array, ReplicaFramework, get
+from ...values import default_devices, host_devices
 
 Tree = dict[str, Array]
 Gradient = Callable[[Tree, Array, Array], tuple[Array, Tree]]

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
 
-from ..observe.flight_recorder import read
+from ...observe.flight_recorder import read
+from ..support.output import atomic_file, print_lines, printable, terminal
 from .diagnosis import Incident, diagnose
-from .doctor_report import page
-from .output import atomic_file, print_lines, printable, terminal
+from .page import page
 
 _MAX_ROWS: Final = 200  # of the table, which takes a millisecond per row
 

@@ -11,15 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from .. import Costs, Topology
-from ..devices import canonical, parse
-from ..errors import ArgumentError
-from ..options import ALGORITHMS
-from ..schedule import byte_count
-from ..topology import topology_of
-from ..topology.given import is_path
-from ..topology.kinds import SPEEDS
-from ..values import host_devices, read_devices
+from ... import Costs, Topology
+from ...devices import canonical, parse
+from ...errors import ArgumentError
+from ...options import ALGORITHMS
+from ...schedule import byte_count
+from ...topology import topology_of
+from ...topology.given import is_path
+from ...topology.kinds import SPEEDS
+from ...values import host_devices, read_devices
 from .output import ranges
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.

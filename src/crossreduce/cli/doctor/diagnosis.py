@@ -13,10 +13,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from ..errors import rank_list
-from ..observe.diagnostics import DOCTOR
-from ..observe.flight_recorder import Dump, History, Thread
-from ..ranks.intra_host.shared_memory import LEFT
+from ...errors import rank_list
+from ...observe.diagnostics import DOCTOR
+from ...observe.flight_recorder import Dump, History, Thread
+from ...ranks.intra_host.shared_memory import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3
@@ -26,8 +26,8 @@ _UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
 # The cause if Ctrl-C ended a wait for a message; histories contain no messages.
 _INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
-# Frames of crossreduce.ranks, crossreduce.torch and torch.distributed: shown only if a stack has no others.
-_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
+# Frames of crossreduce.ranks, observe and torch, and of torch.distributed: shown only if a stack has no others.
+_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|observe|torch)|torch[/\\]distributed)[/\\]")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from ..errors import rank_list
-from ..observe.flight_recorder import Dump, Thread
+from ...errors import rank_list
+from ...observe.flight_recorder import Dump, Thread
 from .diagnosis import Incident, RankState
-from .doctor_style import SCRIPT, STYLE
+from .style import SCRIPT, STYLE
 from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline
 
 _TICKS: Final = 5  # intervals between ticks

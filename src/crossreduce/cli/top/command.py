@@ -21,11 +21,11 @@ from rich.table import Table
 from rich.text import Text
 from typer import Exit, Option
 
-from ..errors import ArgumentError, shown
-from ..ranks.observer import GroupView, Observer
-from .output import printable, terminal
-from .rates import GroupRates, compare, percent_text, state_words
-from .tables import TableColumn, fits, fitted, without
+from ...errors import ArgumentError, shown
+from ...ranks.observer import GroupView, Observer
+from ..support.output import printable, terminal
+from ..support.tables import TableColumn, fits, fitted, without
+from .group_rates import GroupRates, compare, percent_text, state_words
 
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .output import print_lines, terminal
+from ..support.output import print_lines, terminal
 
 ROWS: Final = 6  # of a chart
 LAST: Final = 20  # steps
@@ -130,7 +130,7 @@ def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingS
 
 
 @contextmanager
-def live(title: str, steps: int, epochs: int) -> Iterator[Watch]:
+def live_view(title: str, steps: int, epochs: int) -> Iterator[Watch]:
     """Yield the function to call after each step. On a terminal it draws the view, else it prints a line per epoch.
 
     The view is drawn by the thread that trains, between two steps, so that reductions are measured undisturbed. It

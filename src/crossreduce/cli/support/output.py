@@ -21,10 +21,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import Bound, Plan
-from ..errors import ArgumentError, BackendError
-from ..planning.explain import limited_by
-from ..progress import watched
+from ... import Bound, Plan
+from ...errors import ArgumentError, BackendError
+from ...planning.explain import limited_by
+from ...progress import watched
 
 PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
 """The environment variable in which a parent process names the descriptor of its terminal, for bars of a child."""
@@ -275,7 +275,7 @@ def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
     """Draw a picture with a function of ``export.pictures``; without a file do nothing."""
     if file is None:
         return
-    from ..export import pictures
+    from ...export import pictures
 
     with drawing():
         getattr(pictures, function)(*args, file, **options)
@@ -285,7 +285,7 @@ def write_explorer(plan: Plan, file: Path | None) -> None:
     """Write the plan explorer's page, with a progress bar; without a file do nothing."""
     if file is None:
         return
-    from ..export.explorer import report_html, stages
+    from ...export.explorer import report_html, stages
 
     with progress("exploring", stages(plan)) as advance:
         file.write_text(report_html(plan, advance), "utf-8", newline="\n")
@@ -293,12 +293,12 @@ def write_explorer(plan: Plan, file: Path | None) -> None:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Show a progress bar; if matplotlib is missing, raise the error that names ``--picture``."""
+    """Show a progress bar; if matplotlib is missing, raise the error that names the extra."""
     try:
         with progress("drawing", 1):
             yield
     except BackendError as error:
-        raise BackendError("--picture needs matplotlib.  try: pip install 'crossreduce[plot]'") from error
+        raise BackendError("pictures need matplotlib.  try: pip install 'crossreduce[plot]'") from error
 
 
 def grouped(names: Iterable[str]) -> str:
