@@ -6,7 +6,6 @@ import struct
 import sys
 
 import pytest
-from crossreduce.ranks.inter_host.two_level import host_schedule
 from members import member, summed
 from trace_events import read_events
 from traced_ranks import (
@@ -24,6 +23,7 @@ from crossreduce.cli.trace import _prediction, _show
 from crossreduce.observe.traces import calls as trace_calls
 from crossreduce.observe.traces.summary import SummaryRow, straggler
 from crossreduce.packing import itemsize
+from crossreduce.ranks.inter_host.two_level import host_schedule
 
 
 def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
