@@ -74,8 +74,8 @@ class GeneratedProgram(Program):
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations that all chunks have; ``None``: they differ."""
-        found = self.base.ends
-        return found if found is not None and all(map(self.schedule.keeps, found)) else None
+        ends = self.base.ends
+        return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
         """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
@@ -173,13 +173,13 @@ class _Base:
         combinations, values = self._combined
         wanted = self._by_destination(moves, values)[:results]
         distinct = tuple(sorted({*wanted}))
-        made = self._shared(combinations, distinct)
-        image = [*self._positions(moves), *range(-made.slots, 0)]  # slots keep their numbers
-        folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in made.folds])
-        operand = {value: image[result] for value, result in zip(distinct, made.results, strict=True)}
+        program = self._shared(combinations, distinct)
+        image = [*self._positions(moves), *range(-program.slots, 0)]  # slots keep their numbers
+        folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in program.folds])
+        operand = {value: image[result] for value, result in zip(distinct, program.results, strict=True)}
         same = len(distinct) == 1
-        found = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
-        return FusedProgram(made.slots, folds, found)
+        operands = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
+        return FusedProgram(program.slots, folds, operands)
 
     def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
         """Return what ``fold_combinations`` returns; it is computed once for all chunks with the same combinations."""
@@ -194,10 +194,10 @@ class _Base:
         if self._source_at is None:
             sources = tuple([moves[k] for k in sources])
         number = self._numbers(moves)
-        found = tuple(self._by_destination(moves, [number[result] for result in results]))
+        image_results = tuple(self._by_destination(moves, [number[result] for result in results]))
         if self._result_at is None:
             destinations = tuple([moves[k] for k in destinations])
-        return ChunkProgram(share, sources, destinations, self._instructions(moves, number), found)
+        return ChunkProgram(share, sources, destinations, self._instructions(moves, number), image_results)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
         """Return for each value of the chunk its number in an image."""
@@ -205,11 +205,11 @@ class _Base:
 
     def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
         """Return the instructions of an image whose values have these numbers."""
-        found = []
+        instructions = []
         for device, operands, r, final, last_uses, donated in self.chunk.instructions:
             read, last = tuple([number[k] for k in operands]), tuple([number[k] for k in last_uses])
-            found.append(Instruction(moves[device], read, r, final, last, donated))
-        return tuple(found)
+            instructions.append(Instruction(moves[device], read, r, final, last, donated))
+        return tuple(instructions)
 
     def _positions(self, moves: Sequence[int]) -> list[int]:
         """Return for each input its number in an image."""

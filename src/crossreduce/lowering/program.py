@@ -102,8 +102,8 @@ class Program:
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations that all chunks have; ``None``: they differ."""
-        found = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
-        return found.pop() if len(found) == 1 else None
+        ends = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
+        return ends.pop() if len(ends) == 1 else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
         """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""

@@ -138,8 +138,8 @@ def both_directions(
     16
     """
     chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
-    found = {frozenset(pair): pair for pair in chosen}
-    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in found.values())
+    by_ends = {frozenset(pair): pair for pair in chosen}
+    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in by_ends.values())
 
 
 def between_hosts(src: str, dst: str) -> bool:

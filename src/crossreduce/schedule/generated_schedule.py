@@ -187,13 +187,13 @@ class GeneratedSchedule(Schedule):
             for step in steps:
                 by_chunk[step.chunk][r].append(step)
         elements = list(self.symmetry.elements())
-        made: list[list[Step]] = [[] for _ in self.base.rounds]
+        rounds: list[list[Step]] = [[] for _ in self.base.rounds]
         for number, (element, chunk) in enumerate(self.numbering):
             moves = elements[element]
             for r, mine in enumerate(by_chunk[chunk]):
                 images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in mine]
-                made[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
-        return tuple(map(tuple, made))
+                rounds[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
+        return tuple(map(tuple, rounds))
 
     def operands(self, moves: Sequence[int], srcs: Sequence[int]) -> tuple[int, ...]:
         """Return the operands of the image of a step, in their order."""
@@ -260,10 +260,10 @@ def rotations(orders: Sequence[int], count: int) -> Symmetry:
     >>> [generator.moves for generator in rotations([2, 2], 4).generators]
     [(2, 3, 0, 1), (1, 0, 3, 2)]
     """
-    found, stride = [], count
+    generators, stride = [], count
     for order in orders:
         stride //= order
         moves = tuple(k + ((k // stride + 1) % order - k // stride % order) * stride for k in range(count))
         if order > 1:
-            found.append(SymmetryGenerator(moves, order))
-    return Symmetry(tuple(found), count)
+            generators.append(SymmetryGenerator(moves, order))
+    return Symmetry(tuple(generators), count)

@@ -41,11 +41,11 @@ def _queued_operations(schedule: Schedule) -> dict[str, tuple[QueuedOperation, .
     for device, orbit in enumerate(orbits):
         members[orbit].append(device)
     rounds_of = {(device, count): rounds for (orbit, count), rounds in of_orbit.items() for device in members[orbit]}
-    found: dict[str, Counter[tuple[int, ...]]] = {}
+    by_queue: dict[str, Counter[tuple[int, ...]]] = {}
     for (dst, _), rounds in rounds_of.items():
         if where := queue_name(schedule.devices[dst]):
-            found.setdefault(where, Counter())[tuple(rounds)] += 1
-    return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in found.items()}
+            by_queue.setdefault(where, Counter())[tuple(rounds)] += 1
+    return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in by_queue.items()}
 
 
 def operation_count(schedule: Schedule) -> int:
@@ -53,8 +53,8 @@ def operation_count(schedule: Schedule) -> int:
     pieces = schedule.pieces
     return sum(
         launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
-        for found in queued_operations(schedule).values()
-        for launch in found
+        for listed in queued_operations(schedule).values()
+        for launch in listed
     )
 
 
@@ -67,25 +67,25 @@ class Queue(NamedTuple):
 
 def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
     """Return the queue of each host whose operations cost time, by the host's name."""
-    found: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
+    by_host: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
     if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
         return {}  # without costs, the operations need not be counted
     for where, every in queued_operations(schedule).items():
         host, _, kind = where.rpartition("/")
         cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
         if cost:
-            found[host] += [(where, launch, launch.number * cost) for launch in every]
+            by_host[host] += [(where, launch, launch.number * cost) for launch in every]
     if isinstance(schedule, GeneratedSchedule):  # hosts with the same operations have the same times: one is enough
         alike: dict[tuple[tuple[QueuedOperation, float], ...], list[str]] = {}
-        for host, entries in found.items():
+        for host, entries in by_host.items():
             alike.setdefault(tuple((launch, cost) for _, launch, cost in entries), []).append(host)
         return {
-            hosts[0]: Queue(frozenset(where for host in hosts for where, *_ in found[host]), launches)
+            hosts[0]: Queue(frozenset(where for host in hosts for where, *_ in by_host[host]), launches)
             for launches, hosts in alike.items()
         }
     return {
         host: Queue(frozenset(where for where, *_ in entries), tuple((launch, cost) for _, launch, cost in entries))
-        for host, entries in found.items()
+        for host, entries in by_host.items()
     }
 
 

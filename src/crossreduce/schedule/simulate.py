@@ -129,18 +129,18 @@ def simulate(
     topology, nbytes = topology_of(topology), byte_count(nbytes)
     elements = _elements(nbytes, itemsize)
     timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
-    found = timing.loads.traffic
+    used_links = timing.loads.traffic
     busy = timing.busy(schedule.pieces)
-    by_pair = {pair: busy[number] for pair, number in found.link_numbers.items()}
-    if found.orbits is not None:
-        shares = shares_of_links(schedule, found)
+    by_pair = {pair: busy[number] for pair, number in used_links.link_numbers.items()}
+    if used_links.orbits is not None:
+        shares = shares_of_links(schedule, used_links)
         carried = {pair: itemsize * round(elements * share) for pair, share in shares.items()}
-        by_pair = {pair: by_pair[one] for pair, one in found.used.items()}
+        by_pair = {pair: by_pair[one] for pair, one in used_links.used.items()}
     else:
         spans = schedule.spans(elements)
         carried = {
             pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
-            for pair, by_round in found.links.items()
+            for pair, by_round in used_links.links.items()
         }
     if not nbytes or not schedule.round_count:
         return Simulation(0.0, by_pair, carried, ())
@@ -290,12 +290,12 @@ class _Timing:
 
     def busy(self, pieces: int) -> list[float]:
         """Return the seconds in which each resource is busy, and then those of each host's queue."""
-        found = [transfer * self.nbytes + each * pieces for transfer, each in self.loads.sums]
+        busy = [transfer * self.nbytes + each * pieces for transfer, each in self.loads.sums]
         width = min(pieces, self.loads.rounds)
         for queue in self.loads.queues.values():
             queued = self.loads.queued(queue, width)
-            found.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])
-        return found
+            busy.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])
+        return busy
 
     @property
     def names(self) -> list[str]:

@@ -62,10 +62,10 @@ def timeline(
         if not read.pairs:
             continue
         if images is not None:
-            found = images.images(k, read)
+            moved = images.images(k, read)
         else:
-            found = [(read.chunk, schedule.devices[read.src], schedule.devices[read.dst], read.pairs)]
-        for chunk, src, dst, links in found:
+            moved = [(read.chunk, schedule.devices[read.src], schedule.devices[read.dst], read.pairs)]
+        for chunk, src, dst, links in moved:
             if node is None or any(node in link for link in links):
                 yield TimedTransfer(read.round, t - read.round, chunk, src, dst, links, read.latency_s, start, end)
 
@@ -100,10 +100,10 @@ class _ReadImages:
             moved = zip(*map(symmetry.images, route), strict=True)
             nodes = dict(enumerate(moved))
         else:
-            found = (element for origin in dict.fromkeys(route) for element in self.elements[origin])
-            nodes = {element: tuple([symmetry.image(element, k) for k in route]) for element in found}
-        made = []
+            elements = (element for origin in dict.fromkeys(route) for element in self.elements[origin])
+            nodes = {element: tuple([symmetry.image(element, k) for k in route]) for element in elements}
+        moved_chunks = []
         for element, passed in nodes.items():
             path = [names[k] for k in passed]
-            made.append((self.number[element, read.chunk], path[0], path[-1], tuple(pairwise(path))))
-        return made
+            moved_chunks.append((self.number[element, read.chunk], path[0], path[-1], tuple(pairwise(path))))
+        return moved_chunks

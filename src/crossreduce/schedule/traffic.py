@@ -111,10 +111,10 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
                     return None
     if schedule.nodes != names:
         symmetry = symmetry.renumbered(schedule.nodes, names)
-    found = symmetry.links(topology)
-    if found is None:
+    link_orbits = symmetry.links(topology)
+    if link_orbits is None:
         return None
-    least, counts = found
+    least, counts = link_orbits
     pairs = [(link.src, link.dst) for link in topology.links]
     number = {name: k for k, name in enumerate(names)}
     sets = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
@@ -166,7 +166,7 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
     orbits = orbits_of(schedule, topology, costs) if isinstance(schedule, GeneratedSchedule) else None
     if isinstance(schedule, GeneratedSchedule) and orbits is not None:
         schedule = schedule.base
-    devices, made = schedule.devices, _Resources(topology, costs, orbits)
+    devices, resources = schedule.devices, _Resources(topology, costs, orbits)
     paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
     latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     reads: list[Read] = []
@@ -176,16 +176,16 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         longest, written = 0.0, {}
         for chunk, dst, srcs in steps:
             done.append(0.0)
-            combining = made.combining(devices[dst], len(srcs))
+            combining = resources.combining(devices[dst], len(srcs))
             for src in srcs:
                 path, uses = NO_PATH, combining
                 if src != dst:
                     if schedule.routes:
                         through = schedule.through(r, chunk, src, dst)
-                    found = paths.get((src, dst, through))
-                    if found is None:
-                        found = paths[src, dst, through] = made.path(devices[src], devices[dst], through)
-                    path = found
+                    known = paths.get((src, dst, through))
+                    if known is None:
+                        known = paths[src, dst, through] = resources.path(devices[src], devices[dst], through)
+                    path = known
                     uses = path.uses + combining if combining else path.uses
                     for by_round in path.links:
                         by_round.setdefault(r, []).append(chunk)
@@ -200,13 +200,13 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
     shares = tuple(float(chunk.share) for chunk in schedule.chunks)
     host_of = [queue_name(device) for device in devices]
     hosts = tuple("" if srcs == (dst,) else host_of[dst] for steps in schedule.rounds for _, dst, srcs in steps)
-    numbers = {pair: made.numbers[pair] for pair in made.links}
+    numbers = {pair: resources.numbers[pair] for pair in resources.links}
     return Traffic(
         shares=shares,
         rounds=len(latencies),
         reads=tuple(reads),
-        resources=tuple(made.found),
-        links=made.links,
+        resources=tuple(resources.listed),
+        links=resources.links,
         link_numbers=numbers,
         latency_s=tuple(latencies),
         longest_s=max(done, default=0.0),
@@ -220,7 +220,7 @@ class _Resources:
 
     def __init__(self, topology: Topology, costs: Costs, orbits: Orbits | None) -> None:
         self.topology, self.costs, self.orbits = topology, costs, orbits
-        self.found: list[Resource] = []
+        self.listed: list[Resource] = []
         self.links: dict[Pair, dict[int, list[int]]] = {}
         self.numbers: dict[object, int] = {}
         self.of_link: dict[Pair, list[tuple[int, float]]] = {}
@@ -231,8 +231,8 @@ class _Resources:
 
     def number(self, key: object, resource: Resource) -> int:
         if key not in self.numbers:
-            self.numbers[key] = len(self.found)
-            self.found.append(resource)
+            self.numbers[key] = len(self.listed)
+            self.listed.append(resource)
         return self.numbers[key]
 
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
@@ -288,18 +288,18 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
     Fraction(50, 3)
     """
-    found = traffic(schedule, topology)
-    listed = counted_chunks(schedule, found)
+    flows = traffic(schedule, topology)
+    listed = counted_chunks(schedule, flows)
     equal = len({chunk.share for chunk in listed}) == 1
     shares: dict[int | tuple[int, ...], Fraction] = {}
     rates = []
-    for pair, by_round in found.links.items():
+    for pair, by_round in flows.links.items():
         chunks = [chunk for chunks in by_round.values() for chunk in chunks]
         amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
         if amount not in shares:
             shares[amount] = sum((listed[chunk].share for chunk in chunks), Fraction(0))
         if shares[amount]:
-            rates.append((topology.by_ends[pair].bandwidth, shares[amount] / found.copies(pair)))
+            rates.append((topology.by_ends[pair].bandwidth, shares[amount] / flows.copies(pair)))
     return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
 
 
@@ -314,19 +314,19 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
     return shares_of_links(schedule, traffic(schedule, topology))
 
 
-def shares_of_links(schedule: Schedule, found: Traffic) -> dict[Pair, Fraction]:
+def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
     """Return what ``link_shares`` does, given the traffic of the schedule."""
-    listed = counted_chunks(schedule, found)
+    listed = counted_chunks(schedule, flows)
     shares = {
         pair: sum((listed[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
-        for pair, by_round in found.links.items()
+        for pair, by_round in flows.links.items()
     }
-    return {pair: shares[one] / found.copies(one) for pair, one in found.used.items()}
+    return {pair: shares[one] / flows.copies(one) for pair, one in flows.used.items()}
 
 
-def counted_chunks(schedule: Schedule, found: Traffic) -> tuple[Chunk, ...]:
+def counted_chunks(schedule: Schedule, flows: Traffic) -> tuple[Chunk, ...]:
     """Return the chunks that the traffic of a schedule counts: all, or those of its base."""
-    return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and flows.orbits else schedule.chunks
 
 
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
@@ -337,13 +337,13 @@ def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fractio
     >>> carried_chunks(one_device(topology.devices), topology)[0]
     (Fraction(25, 1), Counter({0: 1}))
     """
-    found = []
+    carried = []
     if isinstance(schedule, GeneratedSchedule):
         schedule = schedule.explicit
     for pair, by_round in traffic(schedule, topology).links.items():
         counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
-        found.append((topology.by_ends[pair].bandwidth, counts))
-    return found
+        carried.append((topology.by_ends[pair].bandwidth, counts))
+    return carried
 
 
 def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:

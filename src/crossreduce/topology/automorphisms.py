@@ -45,10 +45,10 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     best: tuple[int, Symmetry] | None = None
     # Nodes in their order; those of small orbits first; the greatest orders; those of large orbits first.
     for sign, greatest_order in ((0, False), (1, False), (0, True), (-1, False)):
-        made = _greedy(search, topology, sign, greatest_order=greatest_order)
-        orbits = len({orbit for orbit in made.orbits if orbit < count})
+        symmetry = _greedy(search, topology, sign, greatest_order=greatest_order)
+        orbits = len({orbit for orbit in symmetry.orbits if orbit < count})
         if best is None or orbits < best[0]:
-            best = orbits, made
+            best = orbits, symmetry
         if orbits == len([cell for cell in search.cells(search.start) if cell[0] < count]):
             break
     assert best is not None
@@ -62,37 +62,37 @@ def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
     """
     search = _PermutationSearch(topology, ())
-    found: list[SymmetryGenerator] = []
+    generators: list[SymmetryGenerator] = []
     for moves, order in moved.generators:
-        matching = _PermutationMatching(search, 0, moves[0], found)
+        matching = _PermutationMatching(search, 0, moves[0], generators)
         if not matching.match(list(enumerate(moves))) or not matching.complete():
             return None
-        found.append(SymmetryGenerator(tuple(matching.image), order))
-    made = Symmetry(tuple(found), len(topology.nodes))
-    return None if made.problem() or made.links(topology) is None else made
+        generators.append(SymmetryGenerator(tuple(matching.image), order))
+    symmetry = Symmetry(tuple(generators), len(topology.nodes))
+    return None if symmetry.problem() or symmetry.links(topology) is None else symmetry
 
 
 def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greatest_order: bool) -> Symmetry:
     """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
-    found: list[SymmetryGenerator] = []
+    generators: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
     for cell in sorted((cell for cell in cells if cell[0] < devices and len(cell) > 1), key=lambda c: (-len(c), c[0])):
         limit = devices  # products of powers beyond the number of devices would only repeat chunks
         while True:
-            orbits = orbit_minima([moves for moves, _ in found], len(topology.nodes))
+            orbits = orbit_minima([moves for moves, _ in generators], len(topology.nodes))
             sizes = Counter(orbits)
             if sizes[orbits[cell[0]]] == len(cell):
                 break
             order = 1
-            for generator in found:
+            for generator in generators:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            another = search.generator(cell[0], others, found, sign, limit // order, greatest_order=greatest_order)
+            another = search.generator(cell[0], others, generators, sign, limit // order, greatest_order=greatest_order)
             if another is None:
                 break
-            found.append(another)
-    return Symmetry(tuple(found), len(topology.nodes))
+            generators.append(another)
+    return Symmetry(tuple(generators), len(topology.nodes))
 
 
 class _PermutationSearch:
@@ -161,7 +161,7 @@ class _PermutationSearch:
         self,
         first: int,
         others: list[int],
-        found: Sequence[SymmetryGenerator],
+        generators: Sequence[SymmetryGenerator],
         sign: int,
         most: int,
         *,
@@ -187,12 +187,12 @@ class _PermutationSearch:
         targets = sorted(firsts.values(), key=lambda node: (sign * int(sizes[colours[node]]), node))
         best: SymmetryGenerator | None = None
         for target in targets[:_MOST_TARGETS]:
-            made = _PermutationMatching(self, first, target, found).run()
-            if made is not None and made.order > most:
+            permutation = _PermutationMatching(self, first, target, generators).run()
+            if permutation is not None and permutation.order > most:
                 continue
-            if made is not None and (best is None or made.order > best.order):
-                best = made
-            if made is not None and not greatest_order:
+            if permutation is not None and (best is None or permutation.order > best.order):
+                best = permutation
+            if permutation is not None and not greatest_order:
                 break
         return best
 
@@ -200,10 +200,12 @@ class _PermutationSearch:
 class _PermutationMatching:
     """One search for a permutation that moves ``first`` to ``target``."""
 
-    def __init__(self, search: _PermutationSearch, first: int, target: int, found: Sequence[SymmetryGenerator]) -> None:
+    def __init__(
+        self, search: _PermutationSearch, first: int, target: int, generators: Sequence[SymmetryGenerator]
+    ) -> None:
         import numpy as np
 
-        self.search, self.first, self.target, self.found = search, first, target, found
+        self.search, self.first, self.target, self.generators = search, first, target, generators
         self.image = [-1] * search.n
         self.origin = [-1] * search.n
         self.pair = np.stack([search.start, search.start])
@@ -219,10 +221,10 @@ class _PermutationMatching:
         node = self.target
         while node != self.first:
             node, length = moves[node], length + 1
-        made = SymmetryGenerator(moves, order)
-        if order != length or Symmetry((*self.found, made), len(moves)).problem():
+        permutation = SymmetryGenerator(moves, order)
+        if order != length or Symmetry((*self.generators, permutation), len(moves)).problem():
             return None
-        return made if Symmetry((made,), len(moves)).links(self.search.topology) is not None else None
+        return permutation if Symmetry((permutation,), len(moves)).links(self.search.topology) is not None else None
 
     def complete(self) -> bool:
         """Give all other nodes images by guesses; return whether that contradicts nothing."""
@@ -255,7 +257,7 @@ class _PermutationMatching:
             if known >= 0 or origin.get(y, self.origin[y]) >= 0:
                 return False
             image[x], origin[y] = y, x
-            left += [(moves[x], moves[y]) for moves, _ in self.found]
+            left += [(moves[x], moves[y]) for moves, _ in self.generators]
         pair = self.pair.copy()
         for k, (x, y) in enumerate(image.items()):
             if pair[0, x] != pair[1, y]:
@@ -300,12 +302,12 @@ class _PermutationMatching:
 
     def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Return the first guess for each cell with several nodes, or for each one ``like`` another one."""
-        kinds, found = self.search.start, list[tuple[int, int]]()
+        kinds, guesses = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
             if len(xs) > 1 and (not like or (len(xs) == len(like) and kinds[xs[0]] == kinds[like[0]])):
-                found += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
-        return found
+                guesses += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
+        return guesses
 
     def guesses(self, xs: list[int], ys: list[int]) -> Iterable[list[tuple[int, int]]]:
         """Yield guesses of images for all of ``xs``, and then for one of them alone."""

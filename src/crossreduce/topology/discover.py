@@ -158,8 +158,8 @@ def _capability(nvml: Any, handle: Any) -> int:
     """Return a GPU's compute capability times ten, or if it is not reported the least with its version of NVLink."""
     major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     versions = () if major else range(MAX_LINKS)
-    found = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
-    return 10 * int(major) + int(minor) or next((_VERSIONS[version] for version in found if version in _VERSIONS), 0)
+    reported = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
+    return 10 * int(major) + int(minor) or next((_VERSIONS[version] for version in reported if version in _VERSIONS), 0)
 
 
 def _slot(nvml: Any, handle: Any) -> Slot:
@@ -177,14 +177,14 @@ def _visible_gpus(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
     for word in value.split(","):
         name = word.strip()
         if name.startswith("GPU-"):
-            found = [gpu for gpu in gpus if _query("", nvml, "nvmlDeviceGetUUID", gpu.handle).startswith(name)]
+            selected = [gpu for gpu in gpus if _query("", nvml, "nvmlDeviceGetUUID", gpu.handle).startswith(name)]
         else:
-            found = gpus[int(name) : int(name) + 1] if name.isdecimal() else []
-        if found and found[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
+            selected = gpus[int(name) : int(name) + 1] if name.isdecimal() else []
+        if selected and selected[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
             return []
-        if len(found) != 1:  # CUDA also ignores what follows an invalid entry
+        if len(selected) != 1:  # CUDA also ignores what follows an invalid entry
             break
-        chosen += found
+        chosen += selected
     return chosen
 
 

@@ -72,7 +72,7 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
         report = check_type(dict, json.loads(data.decode()))
         devices = _devices(report, topology)
         packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
-        found = [
+        measurements = [
             measured for row in check_type(list, report["results"]) for measured in _rows(report, row, devices, packs)
         ]
     except ArgumentError:
@@ -80,9 +80,9 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ArgumentError.of(f"{problem}: {reason}.", shown(data[:80]), "all_reduce_perf -J results.json") from error
-    if not found:
+    if not measurements:
         raise ArgumentError.of("the report has no results.", shown(data[:80]), "a run that measured some bytes")
-    return tuple(found)
+    return tuple(measurements)
 
 
 def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...], packs: int) -> Iterator[Measurement]:
@@ -110,11 +110,11 @@ def _collective(program: str) -> str:
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
     name = re.sub("_perf(_mpi)?$", "", program.rpartition("/")[2])
-    found = _COLLECTIVES.get(name.replace("_", "").lower())
-    if found is None:
+    collective = _COLLECTIVES.get(name.replace("_", "").lower())
+    if collective is None:
         problem = "only the five collectives can be predicted."
         raise ArgumentError.of(problem, f"results of {shown(program)}", ", ".join(_COLLECTIVES.values()))
-    return found
+    return collective
 
 
 def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:

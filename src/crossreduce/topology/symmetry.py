@@ -114,7 +114,7 @@ class Symmetry:
     @cached_property
     def _cycles(self) -> list[tuple[int, list[tuple[tuple[int, ...], int]]]]:
         """The order of each generator, from the last to the first, and for each node its cycle and position in it."""
-        found = []
+        cycles = []
         for moves, order in reversed(self.generators):
             places: list[tuple[tuple[int, ...], int]] = [((), 0)] * self.nodes
             for first in range(self.nodes):
@@ -124,8 +124,8 @@ class Symmetry:
                         cycle.append(moves[cycle[-1]])
                     for at, node in enumerate(cycle):
                         places[node] = tuple(cycle), at
-            found.append((order, places))
-        return found
+            cycles.append((order, places))
+        return cycles
 
     def links(self, topology: Topology) -> tuple[tuple[int, ...], dict[int, int]] | None:
         """Return the least link of the orbit of each link, and how many links each of these orbits has.
@@ -149,27 +149,27 @@ class Symmetry:
                 if image < 0 or topology.links[image][2:] != link[2:]:
                     return None
             moved.append(images)
-        found = orbit_minima(moved, len(ends))
-        return tuple(found), Counter(found)
+        minima = orbit_minima(moved, len(ends))
+        return tuple(minima), Counter(minima)
 
 
 def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
     """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
-    found = [node]
+    images = [node]
     for moves, order in reversed(generators):  # the first generator changes slowest
-        layers = [found]
+        layers = [images]
         for _ in range(order - 1):
             layers.append([moves[k] for k in layers[-1]])
-        found = [k for layer in layers for k in layer]
-    return found
+        images = [k for layer in layers for k in layer]
+    return images
 
 
 def inverse(moves: Sequence[int]) -> tuple[int, ...]:
     """Return the permutation that undoes another one."""
-    found = [0] * len(moves)
+    origins = [0] * len(moves)
     for node, image in enumerate(moves):
-        found[image] = node
-    return tuple(found)
+        origins[image] = node
+    return tuple(origins)
 
 
 def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
@@ -179,25 +179,25 @@ def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
 
 def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
     """Return a permutation that is applied several times."""
-    found, square = tuple(range(len(moves))), tuple(moves)
+    result, square = tuple(range(len(moves))), tuple(moves)
     while times:
         if times & 1:
-            found = compose(found, square)
+            result = compose(result, square)
         square, times = compose(square, square), times >> 1
-    return found
+    return result
 
 
 def orbit_minima(moved: Sequence[Sequence[int]], count: int) -> list[int]:
     """Return for each of 0, 1, ... the least number that permutations can move it to."""
-    found = [-1] * count
+    minima = [-1] * count
     for first in range(count):
-        if found[first] < 0:
-            found[first] = first
+        if minima[first] < 0:
+            minima[first] = first
             left = [first]
             while left:
                 node = left.pop()
                 for moves in moved:
-                    if found[moves[node]] < 0:
-                        found[moves[node]] = first
+                    if minima[moves[node]] < 0:
+                        minima[moves[node]] = first
                         left.append(moves[node])
-    return found
+    return minima

@@ -52,16 +52,16 @@ class Topology:
             raise ArgumentError.of("a topology needs at least one device.", "none", 'Topology.ring(["cpu:0"])')
         object.__setattr__(self, "switches", read_switches(self.switches))
         entry: Any = self.links
-        given = []
+        listed = []
         try:
             for entry in self.links:
-                given.append(Link(*entry))
+                listed.append(Link(*entry))
         except TypeError as error:
             problem = "links must be a list of Links, or of tuples of the same fields."
             raise ArgumentError.of(problem, shown(entry), '[Link("cpu:0", "cpu:1", bandwidth=25)]') from error
         links = [
             Link(self.node(src), self.node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
-            for src, dst, bandwidth, latency in given
+            for src, dst, bandwidth, latency in listed
         ]
         seen = set()
         for link in links:
@@ -83,10 +83,10 @@ class Topology:
     @classmethod
     def unchecked(cls, devices: tuple[str, ...], links: Iterable[Link], switches: tuple[Switch, ...] = ()) -> Topology:
         """Return a topology of valid parts with canonical names; nothing is checked."""
-        made = object.__new__(cls)
-        made.__dict__.update(devices=devices, switches=switches)
-        made.__dict__["links"] = made._sorted(links)
-        return made
+        topology = object.__new__(cls)
+        topology.__dict__.update(devices=devices, switches=switches)
+        topology.__dict__["links"] = topology._sorted(links)
+        return topology
 
     def _sorted(self, links: Iterable[Link]) -> tuple[Link, ...]:
         order = self._order
@@ -376,8 +376,8 @@ class Topology:
         (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
         """
         fastest = max((link.bandwidth for link in self.links), default=0)
-        found = groups(self.nodes, [(link.src, link.dst) for link in self.links if link.bandwidth == fastest])
-        inside = [tuple(node for node in group if self._order[node] < len(self.devices)) for group in found]
+        joined_nodes = groups(self.nodes, [(link.src, link.dst) for link in self.links if link.bandwidth == fastest])
+        inside = [tuple(node for node in group if self._order[node] < len(self.devices)) for group in joined_nodes]
         return tuple(group for group in inside if group)
 
     @cached_property

@@ -139,14 +139,14 @@ def _cpus(system: _Element) -> list[_Cpu]:
 
 def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     """Return the GPUs host by host, in the order of their numbers."""
-    found = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
-    if not found:
+    elements = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
+    if not elements:
         missing = sum(
             pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _pci_devices(cpu.element)
         )
         system.refuse(f"the file has no <gpu>; {missing} of its PCI devices are GPUs for which NCCL asks the driver.")
     gpus: dict[str, _Gpu] = {}
-    for number, (cpu, pci, element) in enumerate(found):
+    for number, (cpu, pci, element) in enumerate(elements):
         name = f"{cpu.host}cuda:{element.integer('dev', number)}"
         gpu = gpus.setdefault(name, _Gpu(name, cpu, pci, element))
         if gpu.element is not element:

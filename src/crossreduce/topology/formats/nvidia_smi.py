@@ -125,8 +125,8 @@ def _pcie_links(
 
     for switch, codes in _NEAR:
         pairs = [pair for pair in combinations(range(members), 2) if near(*pair) in codes]
-        for found in groups(range(members), pairs):
-            group = [k for k in found if k in top]
+        for neighbours in groups(range(members), pairs):
+            group = [k for k in neighbours if k in top]
             if len({top[k] for k in group}) > 1:
                 gather(switch, group)
     tops = dict.fromkeys(top.values())
