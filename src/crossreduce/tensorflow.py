@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple, cast
 try:
     import tensorflow as tf
 except ImportError as error:
-    from .frameworks import missing
+    from .frameworks import missing_framework
 
-    raise missing("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
+    raise missing_framework("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
 
 # TensorFlow's strategies require its class Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
@@ -32,7 +32,7 @@ from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .reduction import all_reduce_ops
 from .reduction import cross_device_ops as own
-from .reduction.outputs import in_pair
+from .reduction.outputs import name_pair
 from .reduction.validation import check_pairs, given_options, read_op, read_options
 from .topology import TopologyLike
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
@@ -168,7 +168,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
             try:
                 jobs.append(_with_rank(*_translate(value, destinations)))
             except ReductionError as error:
-                raise in_pair(error, number, len(pairs)) from error.__cause__
+                raise name_pair(error, number, len(pairs)) from error.__cause__
         given = [(value, targets.devices) for value, targets in jobs]
         results = self._op.batch_reduce(_read_op(reduce_op), given, _read_options(options))
         return [targets.to_tensorflow(result) for result, (_, targets) in zip(results, jobs, strict=True)]
@@ -335,7 +335,7 @@ def _with_rank(value: PerReplica, targets: _Destinations) -> tuple[PerReplica, _
     if known:
         rank = [None] * known[0]
         xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
-        return PerReplica.on(xs, value.devices), targets
+        return PerReplica.from_parts(xs, value.devices), targets
     if not all(unknown):
         return value, targets
     shapes = [tf.concat([[tf.rank(x)], tf.shape(x)], 0) for x in xs]  # equal lengths alone would be broadcast
@@ -343,7 +343,7 @@ def _with_rank(value: PerReplica, targets: _Destinations) -> tuple[PerReplica, _
     checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
     with tf.control_dependencies(checks):
         flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
-    return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
+    return PerReplica.from_parts(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 
 def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations]:
@@ -355,14 +355,14 @@ def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations
     components = tuple(_array(x) for x in parts)
     places = _component_places(tuple(map(_place, components)))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
-        translated = PerReplica.on(components, _names(places))
+        translated = PerReplica.from_parts(components, _names(places))
         return translated, _Destinations(translated, places)
     if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
         destinations = components[0]  # TensorFlow passes the component's device; "" if it is unknown
     targets = _read_destinations(destinations, places)
     if isinstance(destinations, tf.distribute.DistributedValues):
         places = _fill_unknown(places, targets.places)
-    return PerReplica.on(components, _names(places)), targets
+    return PerReplica.from_parts(components, _names(places)), targets
 
 
 def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
@@ -380,7 +380,7 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
         remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
-    return _Destinations(Mirrored.on((), _names(found)), found)
+    return _Destinations(Mirrored.from_parts((), _names(found)), found)
 
 
 def _component_places(places: _Places) -> _Places:

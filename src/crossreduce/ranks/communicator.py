@@ -26,7 +26,7 @@ from ..errors import (
     message,
 )
 from ..observe.diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text, op_text, planned_text
-from ..ops import COMPLEX, ReduceOp, copying
+from ..ops import COMPLEX, ReduceOp, copy_numbers
 from ..topology import Topology
 from . import tracing
 from .connections import contact
@@ -177,7 +177,7 @@ class Communicator(CountedMember):
         Raises:
           MismatchError: the texts differ.
         """
-        self._run(text, lambda: self.engine.compile("", 0, copying("uint8"), None, encoded_text(text)), ())
+        self._run(text, lambda: self.engine.compile("", 0, copy_numbers("uint8"), None, encoded_text(text)), ())
 
     def require_link(self, method: str, peer: int | None) -> None:
         """Raise unless another library can carry a message of this rank: ``method`` "send" or "recv" with a rank.
@@ -455,7 +455,7 @@ class Communicator(CountedMember):
         """Run a collective on arrays of ``array``'s size and dtype: reduce them by ``op``; ``None``: copy them."""
 
         def compiled() -> RankExecutable:
-            numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
+            numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
             text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
 
