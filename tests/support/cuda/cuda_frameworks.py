@@ -83,7 +83,7 @@ def torch_calls(fake):
     import torch
 
     from crossreduce.engines import cuda
-    from crossreduce.engines.device_memory import torch as torch_memory
+    from crossreduce.engines.cuda import torch as torch_memory
     from crossreduce.engines.host import prepared
     from crossreduce.frameworks import torch as torch_framework
 
