@@ -48,29 +48,32 @@ class Facts(NamedTuple):
 
 
 class Checked(PerReplica):
-    """A validated ``PerReplica``, with what the validation has found."""
+    """A validated ``PerReplica``, with what the validation has found. It is complete when it is made, and immutable."""
 
-    __slots__ = ("_facts",)
-    _facts: Facts
+    __slots__ = ("facts",)
+    facts: Facts
 
     @classmethod
     def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: Facts) -> Checked:
         """Return a validated value made of valid parts; nothing is checked."""
-        made = cls.from_parts(values, devices)
-        made._facts = facts
+        made = cls.__new__(cls)
+        _store_values(made, values)
+        _store_devices(made, devices)
+        _store_facts(made, facts)
         return made
 
-    @property
-    def facts(self) -> Facts:
-        """What the validation has found."""
-        return self._facts
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a validated value is immutable, so {name} cannot be set")
+
+    def __reduce__(self) -> tuple[type[PerReplica], tuple[Any, ...]]:
+        return PerReplica, (self.values, self.devices)  # a copy is not validated
 
     def __repr__(self) -> str:
         return repr(PerReplica.from_parts(self.values, self.devices))
 
     def with_out(self, out: DistributedValues | None) -> Checked:
         """Return the same value with another ``out``."""
-        facts = self._facts
+        facts = self.facts
         return self if facts.out is out else Checked.from_facts(self.values, self.devices, facts._replace(out=out))
 
     def exactly(self) -> Checked:
@@ -79,11 +82,16 @@ class Checked(PerReplica):
         Raises:
           UnsupportedError: the op has no exact form.
         """
-        facts = self._facts
+        facts = self.facts
         numbers = facts.numbers.exactly()
         if numbers == facts.numbers or facts.sparse:  # sparse values are concatenated
             return self
         return Checked.from_facts(self.values, self.devices, facts._replace(numbers=numbers))
+
+
+# The slots of ``Checked``, which its own ``__setattr__`` protects.
+_store_values, _store_devices = (vars(DistributedValues)[name].__set__ for name in ("_values", "_devices"))
+_store_facts = vars(Checked)["facts"].__set__
 
 
 def read_op(op: object) -> ReduceOp:
