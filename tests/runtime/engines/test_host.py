@@ -32,10 +32,10 @@ from crossreduce.values import TensorSpec
 @contextlib.contextmanager
 def on_kernels(name):
     """Compile layouts again for the named kernels, and discard them at the end."""
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
     with mock.patch.object(kernels, "instruction_set", return_value=name):
         yield
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
 
 
 def equal(a, b, op):
