@@ -200,7 +200,7 @@ class ReductionToOneDevice(_Adapter):
     """
 
     def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Any]], Any] | None = None):
-        function = _in_device_scope(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
+        function = _run_on_device_of_arguments(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
         super().__init__(own.ReductionToOneDevice(reduce_to_device, function))
 
 
@@ -277,12 +277,12 @@ def _read_options(options: Any) -> CommunicationOptions:
     return read_options(options)
 
 
-def _in_device_scope(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _run_on_device_of_arguments(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return a function of tensors that runs on their device."""
 
     @wraps(function)
-    def scoped(xs: list[Any]) -> Any:
+    def run(xs: list[Any]) -> Any:
         with tf.device(xs[0].device or None):
             return function(xs)
 
-    return scoped
+    return run

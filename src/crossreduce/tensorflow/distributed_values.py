@@ -35,20 +35,20 @@ class Destinations(NamedTuple):
         """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
         components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
-            components = tuple(map(_on_place, components, self.places))
+            components = tuple(map(_move_to_place, components, self.places))
         if self.shape is not None:
-            components = tuple(_at(x, tf.reshape, self.shape) for x in components)
+            components = tuple(_call_on_its_device(x, tf.reshape, self.shape) for x in components)
         return components[0] if len(components) == 1 else _Mirrored(components)
 
 
-def _on_place(x: Any, place: str) -> Any:
+def _move_to_place(x: Any, place: str) -> Any:
     if not place or x.device:
         return x
     with tf.device(place):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
 
 
-def _at(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_on_its_device(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with a tensor on the tensor's device."""
     with tf.device(x.device or None):
         return function(x, *arguments)
@@ -70,7 +70,9 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
     if known:
         rank = [None] * known[0]
-        xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
+        xs = tuple(
+            _call_on_its_device(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True)
+        )
         return PerReplica.on(xs, value.devices), targets
     if not all(unknown):
         return value, targets
@@ -78,7 +80,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     text = "the replicas of one value differ in shape"
     checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
     with tf.control_dependencies(checks):
-        flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
+        flat = tuple(_call_on_its_device(x, tf.reshape, [-1]) for x in xs)
     return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 

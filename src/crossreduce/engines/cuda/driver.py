@@ -45,13 +45,13 @@ def unusable() -> str:
     if wanted not in ("0", "1"):
         problem = "CROSSREDUCE_CUDA must be 0 or 1."
         raise ArgumentError.of(problem, shown(wanted), "CROSSREDUCE_CUDA=0 to use the frameworks' own operations")
-    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _missing()
+    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _why_missing()
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
 
 
-def _missing() -> str:
+def _why_missing() -> str:
     module = native()
     if module is None:
         return "the compiled module was not built: install crossreduce with a C++ compiler"
