@@ -29,7 +29,7 @@ PACKAGES = {
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
-    ("errors", "autograph", "threads", "progress"),
+    ("errors", "autograph", "threads", "progress", "chrome_trace"),
     ("ops", "devices"),
     ("kernels",),
     ("values",),

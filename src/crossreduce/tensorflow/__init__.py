@@ -26,6 +26,7 @@ from ..errors import MismatchError, ReductionError, UnsupportedError, shown
 from ..frameworks.tensorflow import ShapesError
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
+from ..reduction import all_reduce_ops
 from ..reduction import cross_device_ops as own
 from ..reduction.outputs import in_pair
 from ..reduction.validation import check_pairs, given_options, read_op, read_options
@@ -58,9 +59,8 @@ def _public(method: Function) -> Function:
 class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     """A ``tf.distribute.CrossDeviceOps`` that delegates to an op of crossreduce.
 
-    The public methods are overridden, because TensorFlow's do not check ``reduce_op``, fail on an empty batch, and
-    return a value of one component without reducing it. Users' subclasses override the ``*_implementation`` methods, as
-    with TensorFlow's own ops.
+    The public methods are overridden: TensorFlow's do not check ``reduce_op``, fail on an empty batch, and do not
+    reduce a value of one component. Subclasses override the ``*_implementation`` methods, as with TensorFlow's own ops.
     """
 
     def __init__(self, op: own.CrossDeviceOps) -> None:
@@ -232,7 +232,7 @@ class AllReduceCrossDeviceOps(_Adapter):
         topology: TopologyLike | None = None,
     ) -> None:
         given = all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group, topology
-        super().__init__(own.AllReduceCrossDeviceOps(*given))
+        super().__init__(all_reduce_ops.AllReduceCrossDeviceOps(*given))
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -258,7 +258,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
-        _Adapter.__init__(self, own.HierarchicalCopyAllReduce(num_packs, topology))
+        _Adapter.__init__(self, all_reduce_ops.HierarchicalCopyAllReduce(num_packs, topology))
 
 
 def _read_op(reduce_op: Any) -> ReduceOp:

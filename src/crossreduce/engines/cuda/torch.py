@@ -10,7 +10,7 @@ import torch
 
 from ...frameworks import Array
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
-from ..host import torch as _  # noqa: F401 - lets prepared calls read tensors
+from ..host import array_memory
 from .memory import DeviceMemory, Operands
 
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer and older versions of torch
@@ -61,3 +61,4 @@ def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:
 
 
 MEMORY: Final = TorchDeviceMemory()
+array_memory("torch")  # lets prepared calls read tensors
