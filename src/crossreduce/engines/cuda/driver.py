@@ -85,7 +85,7 @@ def load_kernels(device: int) -> None:
     """Load the kernels on a device, unless they are loaded already.
 
     Raises:
-      BackendError: there is no machine code for this device.
+      BackendError: ``kernels.bin`` has no machine code for this device.
       DriverError: the driver failed.
     """
     module = native()
@@ -95,7 +95,7 @@ def load_kernels(device: int) -> None:
 
 @cache
 def lacks_kernels(device: int) -> str:
-    """Return why there are no kernels for a device; an empty text: they are loaded, or the driver failed otherwise."""
+    """Return why a device has no kernels; an empty text: they are loaded, or the driver failed otherwise."""
     try:
         load_kernels(device)
     except BackendError as error:

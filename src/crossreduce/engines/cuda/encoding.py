@@ -40,7 +40,7 @@ def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ..
 
 
 def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
-    """Return the launches, as ``_cuda.Plan`` reads them, that have the parts of one, as many as a table can hold."""
+    """Split a launch into launches whose tables fit into the parameters of a kernel, in the form of ``_cuda.Plan``."""
     kernel, count = launch.kernel, launch.sources
     results = len(launch.parts[0].places) - count
     part_nbytes = PART_NBYTES + 8 * (count + results)

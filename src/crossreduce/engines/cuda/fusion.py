@@ -207,7 +207,7 @@ class _Chunk:
         return node if self._readable[place][self._homes[node]] else self._move(node, place, ())
 
     def _move(self, node: int, place: int, targets: tuple[int, ...]) -> int:
-        """Return the copy of a node in a device's memory, moved there if there is none yet."""
+        """Return the copy of a node in a device's memory; make it unless it exists already."""
         made = self._copies.get((node, place))
         if made is None:
             made = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")

@@ -200,7 +200,7 @@ def _empty(number: int, shapes: tuple[tuple[int, ...], ...], dtype: str) -> Any:
 
 @cache
 def _small(number: int) -> Array:
-    """Return an array on a device. It stays alive, and nobody writes into it."""
+    """Return an array on a device. It is never freed or written."""
     return jax.device_put(jnp.zeros(1, "uint8"), _device(number))
 
 
