@@ -31,10 +31,10 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     """
     from ..kernels.reference import product  # not at the top: the compiled kernels need no reference
 
-    made = product(a, b)
+    result = product(a, b)
     if out is None:
-        return made
-    out[...] = made
+        return result
+    out[...] = result
     return out
 
 

@@ -264,8 +264,8 @@ def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequ
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
         return _reduce_in_process(xs, numbers, spec)
-    found: Sequence[Array] = _differentiable_reduce_in_process(xs, numbers, spec)
-    return found
+    results: Sequence[Array] = _differentiable_reduce_in_process(xs, numbers, spec)
+    return results
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,8 @@ def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, ta
     (xs,), (ts,) = primals, tangents
     ys = _differentiable_reduce_in_process(xs, numbers, spec)
     wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
-    found = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
-    return ys, [t.astype(numbers.result) for t in found]
+    results = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
+    return ys, [t.astype(numbers.result) for t in results]
 
 
 def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:

@@ -106,19 +106,19 @@ def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
 def read_destinations(destinations: Any, places: _Places) -> Destinations:
     """Return the devices of destinations, given the places of the value."""
     destinations = _variable(destinations)
-    found: _Places = ()
+    names: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
-        found = _component_places(tuple(map(place_of, destinations.values)))
+        names = _component_places(tuple(map(place_of, destinations.values)))
     elif isinstance(destinations, _ARRAYS):
-        found, places = (place_of(destinations),), places[:1]
+        names, places = (place_of(destinations),), places[:1]
     elif isinstance(destinations, str) and destinations:
-        found = (destinations,)
-    if not found:
+        names = (destinations,)
+    if not names:
         problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
         remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
-    found = _fill_unknown(found, places)
-    return Destinations(Mirrored.on((), _names(found)), found)
+    names = _fill_unknown(names, places)
+    return Destinations(Mirrored.on((), _names(names)), names)
 
 
 def _component_places(places: _Places) -> _Places:

@@ -163,8 +163,8 @@ class CudaExecutable:
 
         def plan(has_peers: bool) -> _Planned:
             readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
-            made = operations(layout, numbers, placed.numbers, readable, with_out)
-            return _Planned(made, plan_of(made), has_peers)
+            planned = operations(layout, numbers, placed.numbers, readable, with_out)
+            return _Planned(planned, plan_of(planned), has_peers)
 
         self._new_plan = plan
         self.planned = plan(len(physical) > 1 and memory.is_peer_readable())
@@ -208,8 +208,8 @@ class CudaExecutable:
         """Return for each tensor the addresses of the arrays of ``out`` that are on CUDA devices, by their numbers."""
         there = {k: device for k, device in enumerate(self._devices) if k not in self._on_host}
         rows = [[row[k] for k in there] for row in out]
-        found = self._memory.writable_outputs(rows, list(there.values()))
-        return [dict(zip(there, addresses, strict=True)) for addresses in found]
+        listed = self._memory.writable_outputs(rows, list(there.values()))
+        return [dict(zip(there, addresses, strict=True)) for addresses in listed]
 
 
 ENGINE: Final = CudaEngine()

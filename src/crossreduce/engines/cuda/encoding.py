@@ -16,13 +16,13 @@ def plan_of(made: Operations) -> Any:
     for number, operation in enumerate(made.operations):
         if operation.is_waited_for:
             events[number] = len(events)
-    found = []
+    encoded = []
     for number, operation in enumerate(made.operations):
         waits, event = tuple(BEGIN if k == BEGIN else events[k] for k in operation.waits), events.get(number, -1)
-        found += _encode(operation, made.devices, waits, event)
+        encoded += _encode(operation, made.devices, waits, event)
     streams = [(device, -1 if to is None else to) for device, to in made.streams]
     joins = made.begins, tuple(events[k] for k in made.ends), made.resumes
-    return native().Plan(made.devices, streams, made.scratch, found, *joins)
+    return native().Plan(made.devices, streams, made.scratch, encoded, *joins)
 
 
 def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:

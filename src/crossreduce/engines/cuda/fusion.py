@@ -208,18 +208,18 @@ class _Chunk:
 
     def _move(self, node: int, place: int, targets: tuple[int, ...]) -> int:
         """Return the copy of a node in a device's memory; make it unless it exists already."""
-        made = self._copies.get((node, place))
-        if made is None:
-            made = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")
-            self._copies[node, place] = made
-        return made
+        copied = self._copies.get((node, place))
+        if copied is None:
+            copied = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")
+            self._copies[node, place] = copied
+        return copied
 
     def _step(
         self, kind: str, place: int, sources: tuple[int, ...], order: Order, targets: tuple[int, ...], final: bool
     ) -> int:
         node = len(self._kinds)
-        made = "final" if final else self._kinds[sources[0]] if kind != "reduce" else "partial"
-        self._kinds.append(made)
+        content = "final" if final else self._kinds[sources[0]] if kind != "reduce" else "partial"
+        self._kinds.append(content)
         self._homes.append(place)
         self._maker[node] = len(self._made)
         for source in sources:

@@ -128,16 +128,16 @@ def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
     """Return the cotangents of the arrays, as ``psum`` does: if types are checked, all devices have the same ones."""
-    given = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
-    values = [cotangents[k] for k in given]
+    nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    values = [cotangents[k] for k in nonzero]
     if axes.checked:
         values = [axes.vary(finish(numbers, value)) for value in values]
     else:
         values = _ALL_REDUCE.bind(*values, numbers=numbers, axes=axes, **params)
-    found = list(cotangents)
-    for k, value in zip(given, values, strict=True):
-        found[k] = value
-    return found
+    results = list(cotangents)
+    for k, value in zip(nonzero, values, strict=True):
+        results[k] = value
+    return results
 
 
 def _batch(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[list[Array], Sequence[Any]]:
