@@ -19,7 +19,7 @@ from common import tests_on_path
 
 from crossreduce.engines import cuda
 from crossreduce.engines.cuda import driver
-from crossreduce.engines.cuda.encoding import split
+from crossreduce.engines.cuda.encoding import split_launch
 from crossreduce.engines.cuda.streams import Launch
 from crossreduce.reduction import pipeline
 
@@ -196,7 +196,7 @@ def queued(run: Run) -> dict[str, int]:
         for operation in made.operations:
             if isinstance(operation.work, Launch):
                 large = driver.accepts_large_tables(made.devices[operation.work.device])
-                counts["launches"] += len(list(split(operation.work, large)))
+                counts["launches"] += len(list(split_launch(operation.work, large)))
             else:
                 counts["copies"] += 1
     return counts

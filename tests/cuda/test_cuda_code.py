@@ -1,6 +1,5 @@
 """The packaged machine code and PTX of the CUDA kernels, without a GPU."""
 
-import json
 import re
 import runpy
 import subprocess
@@ -21,7 +20,6 @@ ROOT = machine_code.ROOT
 SCRIPT = ROOT / "scripts/build_cuda_kernels"
 NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
-TABLE = json.loads(machine_code.TABLE.read_text())
 SOME = ["bfloat16", "complex64", "float16", "int32"]  # with the kernels that round to halves
 
 
@@ -38,7 +36,7 @@ def test_the_packaged_code_belongs_to_the_sources(code):
     assert list(code) == [*script["ARCHITECTURES"], script["PTX"]]
     assert machine_code.PACKED.stat().st_size < 3_000_000
     names = {kernel for numbers in launches.all_numbers() for kernel in launches.kernels_of(numbers)}
-    assert names == set(ptx_to_c.kernels(machine_code.ptx())) == set(TABLE)
+    assert names == set(ptx_to_c.kernels(machine_code.ptx()))
     for each in script["ARCHITECTURES"]:
         assert set(machine_code.resources(code[each])) == names
 
@@ -65,13 +63,12 @@ def test_a_change_of_the_sources_changes_the_digest(tmp_path):
     assert digest() != before
 
 
-def test_registers_and_stack_are_those_of_the_table(code):
+def test_registers_and_stack(code):
     """At most 64 registers, so that four blocks of 256 threads fit, and no stack: read from the ELF."""
     cubins = {name: machine_code.resources(each) for name, each in code.items() if name.startswith("sm_")}
     for each, kernels in cubins.items():
         for name, used in kernels.items():
-            assert used["registers"] == TABLE[name]["registers"][each], (each, name)
-            assert used["registers"] <= 64
+            assert used["registers"] <= 64, (each, name)
             assert used.get("stack", 0) == 0
 
 
@@ -85,7 +82,6 @@ def test_loads_are_wide_and_ahead_of_their_first_use(code):
     for each in listed if SHARE >= 1 else listed[-1:]:
         for name, instructions in machine_code.listing(code[each], machine_code.nvdisasm()).items():
             found = machine_code.loads(instructions)
-            assert found["ahead"] == TABLE[name]["ahead"][each], (each, name)
             share = 8 if re.search(r"_(u8|i8|bool)_any", name) else 16
             assert (found["widest"], found["stored"]) == (share, share), (each, name)
             assert (found["spills"], found["generic"], found["constant"]) == (0, 0, 0), (each, name)

@@ -11,6 +11,7 @@ from fake_cuda import printed, ran
 CHECKS = [("draws", 98, 98), ("dropped", 12, 300), ("failures", 7, 50), ("captures", 24, 24), ("threads", 20, 80)]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "peers", ["full", "pairs", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mesh", "none"))]
 )

@@ -8,6 +8,7 @@ import operator
 import numpy as np
 import pytest
 from frameworks import NAMES, load
+from pairs import each
 
 import crossreduce as cr
 from crossreduce.frameworks import get
@@ -34,8 +35,7 @@ def same(x: tf.Tensor, want: np.ndarray) -> bool:
     return x.dtype.as_numpy_dtype == want.dtype and x.shape == want.shape and np.array_equal(x.numpy(), want)
 
 
-@pytest.mark.parametrize("n", [2, 9, 10, 12])
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+@pytest.mark.parametrize(("n", "dtype"), each([2, 9, 10, 12], [tf.float32, tf.float16]))
 def test_the_order_of_additions(n: int, dtype: tf.DType) -> None:
     """ReductionToOneDevice adds any number of replicas in their order, from left to right."""
     rng = np.random.default_rng(n)
@@ -202,8 +202,7 @@ def test_named_devices_inside_a_function() -> None:
     assert [float(x) for x in reduce(*(on(k, float(k)) for k in range(3)))] == [3.0] * 6
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "traced"), each(ALGORITHMS, [False, True]))
 def test_gradients(algorithm: str, traced: bool) -> None:
     """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)

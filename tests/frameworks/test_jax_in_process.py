@@ -16,30 +16,17 @@ import oracle
 import pytest
 import strategies
 from exact_cases import UNSIGNED, cancelling, exact_sums, subnormal, terms_of, wide
+from jax_programs import DTYPES, P, draw, jax, mesh, spread
 from paths import program
-from test_jax_all_reduce import DTYPES, draw, mesh, spread
 
 import crossreduce as cr
 from crossreduce import kernels
+from crossreduce.engines.jax import in_process
 from crossreduce.errors import ArgumentError, UnsupportedError
+from crossreduce.jax import all_reduce
 
-jax = jnp = lax = P = all_reduce = in_process = None
+jnp, lax = jax.numpy, jax.lax
 CALL = "custom_call @crossreduce_all_reduce"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _jax(jax_):
-    global jax, jnp, lax, P, all_reduce, in_process
-    import jax
-    import jax.numpy as jnp
-    import test_jax_all_reduce
-    from jax import lax
-
-    from crossreduce.engines.jax import in_process
-    from crossreduce.jax import all_reduce
-
-    P = jax.sharding.PartitionSpec
-    test_jax_all_reduce.jax, test_jax_all_reduce.P = jax, P  # for its helpers
 
 
 def calls(function, *xs):

@@ -197,9 +197,7 @@ def test_variables_are_read():
         on_read = tf.Variable(
             1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
         )
-    strategy.run(
-        lambda: on_read.assign_add(1.0)
-    )  # the components are 2, 2, 2; or 2, 1, 1 if TensorFlow gave the initial value to the first component only
+    strategy.run(lambda: on_read.assign_add(1.0))  # then 2, 2, 2; or 2, 1, 1 if only the first has the initial value
     total = sum(float(x) for x in on_read.values)
     for mode in MODES:
         made = outcomes(mode, lambda: SMALL.batch_reduce(SUM, [(mirrored, mirrored), (on_read, on_read)]))
@@ -259,9 +257,8 @@ def test_arguments_of_functions_have_no_device():
         result = SMALL.reduce(SUM, PerReplica(xs), where)
         assert [place(x) for x in result.values] == [name(4 + k) for k in range(len(xs))]
         one = SMALL.reduce(SUM, PerReplica(xs), "CPU:3")
-        back = SMALL.reduce(
-            SUM, where, PerReplica(xs)
-        )  # the destinations, xs, have no devices: each replica's result is on the device of its component
+        # The destinations, xs, have no devices: each replica's result is on the device of its component.
+        back = SMALL.reduce(SUM, where, PerReplica(xs))
         assert [place(x) for x in back.values] == [name(4 + k) for k in range(len(xs))]
         return [result.values, [one], [x + 15.0 for x in back.values]]
 
@@ -439,18 +436,6 @@ def test_any_tensor_can_be_moved():
     assert float(SMALL.broadcast(per_replica([4.0, 4.0], wrap=Mirrored), "CPU:3")) == 4.0
     with pytest.raises(ValueError, match="cannot be converted to a tensor"):
         SMALL.broadcast(None, "CPU:0")
-
-
-def test_a_subclass_may_override_an_implementation():
-    """The overridden implementation of a subclass is called, as with TensorFlow's own ops."""
-
-    class Doubled(crt.HierarchicalCopyAllReduce):
-        def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-            found = super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-            return [Mirrored([2 * x for x in result.values]) for result in found]
-
-    value = per_replica([1.0, 2.0])
-    assert [float(x) for x in Doubled().batch_reduce(SUM, [(value, value)])[0].values] == [6.0, 6.0]
 
 
 def test_eager_batches_run_in_the_host_engine(monkeypatch):

@@ -298,21 +298,24 @@ def trained(strategy, eager=False):
 CLOSE = 120 * 2.0**-24 * 4**4
 
 
-def test_keras_fit_on_n_replicas_is_fit_on_one():
-    """Keras' ``fit`` on 3, 5 and 8 replicas gives the losses and the weights of one replica, up to rounding."""
-    losses, weights = trained(tf.distribute.get_strategy())
-    assert losses[-1] < losses[0] * 0.99
-    for n, op in ((3, "hierarchical"), (5, "ring on a ring"), (8, "direct")):
-        found, others = trained(strategy_of(n, op))
-        np.testing.assert_allclose(found, losses, rtol=CLOSE, atol=0)
-        for other, weight in zip(others, weights, strict=True):
-            np.testing.assert_allclose(other, weight, rtol=0, atol=CLOSE * np.abs(weight).max())
+slow = pytest.mark.slow
 
 
-def test_keras_fit_eagerly():
-    """Eager steps of ``fit``, which the host engine reduces, also agree with one replica."""
-    losses, weights = trained(tf.distribute.get_strategy(), eager=True)
-    found, others = trained(strategy_of(3), eager=True)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("n", "op", "eager"),
+    [
+        (3, "hierarchical", False),
+        pytest.param(5, "ring on a ring", False, marks=slow),
+        pytest.param(8, "direct", False, marks=slow),
+        pytest.param(3, "hierarchical", True, marks=slow),  # steps that the host engine reduces
+    ],
+)
+def test_keras_fit_on_n_replicas_is_fit_on_one(n, op, eager):
+    """Keras' ``fit`` on several replicas gives the losses and the weights of one replica, up to rounding."""
+    losses, weights = trained(tf.distribute.get_strategy(), eager)
+    assert eager or losses[-1] < losses[0] * 0.99
+    found, others = trained(strategy_of(n, op), eager)
     np.testing.assert_allclose(found, losses, rtol=CLOSE, atol=0)
     for other, weight in zip(others, weights, strict=True):
         np.testing.assert_allclose(other, weight, rtol=0, atol=CLOSE * np.abs(weight).max())

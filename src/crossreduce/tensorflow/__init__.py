@@ -97,8 +97,8 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
             op of the same name, before any data is moved. A MismatchError is also a tf.errors.InvalidArgumentError.
         """
-        given = given_options(options, experimental_hints)
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, given)
+        read = given_options(options, experimental_hints)
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, read)
 
     @_public
     def batch_reduce(
@@ -121,8 +121,8 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         Raises:
           As ``reduce``; the message names the pair.
         """
-        given = given_options(options, experimental_hints)
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, given)
+        read = given_options(options, experimental_hints)
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, read)
 
     @_public
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -162,8 +162,8 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
                 jobs.append(with_rank(*translate(value, destinations)))
             except ReductionError as error:
                 raise name_pair(error, number, len(pairs)) from error.__cause__
-        given = [(value, targets.devices) for value, targets in jobs]
-        results = self._op.batch_reduce(_read_op(reduce_op), given, _read_options(options))
+        devices_of_values = [(value, targets.devices) for value, targets in jobs]
+        results = self._op.batch_reduce(_read_op(reduce_op), devices_of_values, _read_options(options))
         return [targets.to_tensorflow(result) for result, (_, targets) in zip(results, jobs, strict=True)]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -200,7 +200,7 @@ class ReductionToOneDevice(_Adapter):
     """
 
     def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Any]], Any] | None = None):
-        function = _in_device_scope(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
+        function = _run_on_device_of_arguments(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
         super().__init__(own.ReductionToOneDevice(reduce_to_device, function))
 
 
@@ -231,8 +231,8 @@ class AllReduceCrossDeviceOps(_Adapter):
         agg_small_grads_max_group: int = 10,
         topology: TopologyLike | None = None,
     ) -> None:
-        given = all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group, topology
-        super().__init__(all_reduce_ops.AllReduceCrossDeviceOps(*given))
+        arguments = all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group, topology
+        super().__init__(all_reduce_ops.AllReduceCrossDeviceOps(*arguments))
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -277,12 +277,12 @@ def _read_options(options: Any) -> CommunicationOptions:
     return read_options(options)
 
 
-def _in_device_scope(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _run_on_device_of_arguments(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return a function of tensors that runs on their device."""
 
     @wraps(function)
-    def scoped(xs: list[Any]) -> Any:
+    def run(xs: list[Any]) -> Any:
         with tf.device(xs[0].device or None):
             return function(xs)
 
-    return scoped
+    return run

@@ -35,20 +35,20 @@ class Destinations(NamedTuple):
         """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
         components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
-            components = tuple(map(_on_place, components, self.places))
+            components = tuple(map(_move_to_place, components, self.places))
         if self.shape is not None:
-            components = tuple(_at(x, tf.reshape, self.shape) for x in components)
+            components = tuple(_call_on_its_device(x, tf.reshape, self.shape) for x in components)
         return components[0] if len(components) == 1 else _Mirrored(components)
 
 
-def _on_place(x: Any, place: str) -> Any:
+def _move_to_place(x: Any, place: str) -> Any:
     if not place or x.device:
         return x
     with tf.device(place):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
 
 
-def _at(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_on_its_device(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with a tensor on the tensor's device."""
     with tf.device(x.device or None):
         return function(x, *arguments)
@@ -70,7 +70,9 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
     if known:
         rank = [None] * known[0]
-        xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
+        xs = tuple(
+            _call_on_its_device(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True)
+        )
         return PerReplica.from_parts(xs, value.devices), targets
     if not all(unknown):
         return value, targets
@@ -78,7 +80,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     text = "the replicas of one value differ in shape"
     checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
     with tf.control_dependencies(checks):
-        flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
+        flat = tuple(_call_on_its_device(x, tf.reshape, [-1]) for x in xs)
     return PerReplica.from_parts(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 
@@ -104,19 +106,19 @@ def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
 def read_destinations(destinations: Any, places: _Places) -> Destinations:
     """Return the devices of destinations, given the places of the value."""
     destinations = _variable(destinations)
-    found: _Places = ()
+    names: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
-        found = _component_places(tuple(map(place_of, destinations.values)))
+        names = _component_places(tuple(map(place_of, destinations.values)))
     elif isinstance(destinations, _ARRAYS):
-        found, places = (place_of(destinations),), places[:1]
+        names, places = (place_of(destinations),), places[:1]
     elif isinstance(destinations, str) and destinations:
-        found = (destinations,)
-    if not found:
+        names = (destinations,)
+    if not names:
         problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
         remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
-    found = _fill_unknown(found, places)
-    return Destinations(Mirrored.from_parts((), _names(found)), found)
+    names = _fill_unknown(names, places)
+    return Destinations(Mirrored.from_parts((), _names(names)), names)
 
 
 def _component_places(places: _Places) -> _Places:

@@ -65,10 +65,10 @@ TABLE = {
         ("count, bool(wide), kind", "count, False, kind"),
         ("kernel, divisor = copy_kernel(self._dtype(kind)), 1", 'kernel, divisor = copy_kernel("int8"), 1'),
         ('self._numbers.divisor if kind == "final" else 1', "self._numbers.divisor"),
-        ("                made.after.add(maker)\n", "                pass\n"),
+        ("                launch.after.add(maker)\n", "                pass\n"),
         (
-            "        made.after |= after\n        return _Located(targets[0], made, not",
-            "        return _Located(targets[0], made, not",
+            "        launch.after |= after\n        return _Located(targets[0], launch, not",
+            "        return _Located(targets[0], launch, not",
         ),
         ("mine = source in steps.read_once and", "mine ="),
         (" and steps.homes[source] == step.device", "", ("pairs", "draws", 98)),

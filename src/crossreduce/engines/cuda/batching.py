@@ -63,7 +63,7 @@ def operations(
                 most = program.pieces if len(devices) > 1 else 1
                 for part in _pieces(spans, base + low, base + high, most, itemsize(buffer.dtype)):
                     builder.add(program.chunks[chunk], steps, part)
-    return builder.finished(devices)
+    return builder.finish(devices)
 
 
 def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: int, size: int) -> Iterator[_Range]:
@@ -151,7 +151,7 @@ class _Builder:
             after = {makers[k] for k in step.after}
             key = step.level * 3 + part.piece * 3
             if step.kind == "move":
-                made = self._move(steps, step, values, part, after, key)
+                made = self._move_value(steps, step, values, part, after, key)
             else:
                 made = self._kernel(steps, step, values, part, after, key)
             values.append(made)
@@ -177,13 +177,13 @@ class _Builder:
         """Reserve memory for a value. Each segment begins as far from a vector's boundary as that of the inputs."""
         at = -(-self._scratch.get(device, 0) // _ALIGNMENT) * _ALIGNMENT
         vector = max(1, VECTOR_NBYTES // itemsize(self._numbers.dtype))
-        found = []
+        places = []
         for _, start, stop in part.segments:
             at = -(-at // (vector * size)) * vector * size + start % vector * size
-            found.append((self._first_scratch + device, at))
+            places.append((self._first_scratch + device, at))
             at += (stop - start) * size
         self._scratch[device] = at
-        return tuple(found)
+        return tuple(places)
 
     def _kernel(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
@@ -199,21 +199,21 @@ class _Builder:
             kernel = reduce_kernel(self._numbers, count, bool(wide), kind == "final")
             divisor = self._numbers.divisor if kind == "final" else 1
         reads = [values[source].places for source in step.sources]
-        targets = self._reused(steps, step, values, kind) or self._targets(step, kind, part)
-        made = self._launch((key, step.device, kernel, count, len(targets), divisor), step.device, key)
-        made.kernel, made.sources, made.divisor = kernel, count, divisor
+        targets = self._reusable_memory(steps, step, values, kind) or self._targets(step, kind, part)
+        launch = self._launch((key, step.device, kernel, count, len(targets), divisor), step.device, key)
+        launch.kernel, launch.sources, launch.divisor = kernel, count, divisor
         nbytes = [kernel.nbytes[wide >> k & 1] for k in range(count)] + [kernel.nbytes[2]] * len(targets)
         for k, (_, start, stop) in enumerate(part.segments):
             places = tuple(each[k] for each in (*reads, *targets))
-            made.add((stop - start) * kernel.units, (*step.order, wide), places, nbytes)
+            launch.add((stop - start) * kernel.units, (*step.order, wide), places, nbytes)
         for source in step.sources:
             maker = values[source].maker
             if maker is not None:
-                made.after.add(maker)
-        made.after |= after
-        return _Located(targets[0], made, not step.destinations or len(part.segments) == 1)
+                launch.after.add(maker)
+        launch.after |= after
+        return _Located(targets[0], launch, not step.destinations or len(part.segments) == 1)
 
-    def _reused(
+    def _reusable_memory(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], kind: str
     ) -> list[tuple[Place, ...]] | None:
         """Return the temporary memory of a partial result that only this step reads, which the result may replace."""
@@ -223,7 +223,7 @@ class _Builder:
                 return [values[source].places]
         return None
 
-    def _move(
+    def _move_value(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
     ) -> _Located:
         """Copy a value to another device.
@@ -239,10 +239,12 @@ class _Builder:
         targets = self._targets(step, kind, part)
         before = after | ({value.maker} if value.maker is not None else set())
         if self._readable[step.device][home]:
-            return self._copied(step.device, kind, value.places, targets, part, before, key, not step.destinations)
+            return self._copy_in_kernel(
+                step.device, kind, value.places, targets, part, before, key, not step.destinations
+            )
         if not value.is_whole:
             packed = self._temporary(home, size, part)
-            value = self._copied(home, kind, value.places, [packed], part, before, key, True)
+            value = self._copy_in_kernel(home, kind, value.places, [packed], part, before, key, True)
             before = after | {value.maker} if value.maker is not None else after
         direct = targets[0] if not many or not step.destinations else self._temporary(step.device, size, part)
         moved = _Making(home, key + 1)
@@ -253,10 +255,10 @@ class _Builder:
         self._made.append(moved)
         rest = targets if direct is not targets[0] else targets[1:]
         if rest:
-            return self._copied(step.device, kind, direct, rest, part, {moved}, key + 2, False)
+            return self._copy_in_kernel(step.device, kind, direct, rest, part, {moved}, key + 2, False)
         return _Located(direct, moved, True)
 
-    def _copied(
+    def _copy_in_kernel(
         self,
         device: int,
         kind: str,
@@ -269,23 +271,23 @@ class _Builder:
     ) -> _Located:
         """Copy a value by a kernel on a device."""
         kernel = copy_kernel(self._dtype(kind))
-        made = self._launch((key, device, kernel, 1, len(targets), 1), device, key)
-        made.kernel, made.sources, made.divisor = kernel, 1, 1
+        launch = self._launch((key, device, kernel, 1, len(targets), 1), device, key)
+        launch.kernel, launch.sources, launch.divisor = kernel, 1, 1
         nbytes = [kernel.nbytes[0]] * (1 + len(targets))
         for k, (_, start, stop) in enumerate(part.segments):
             places = tuple(each[k] for each in (source, *targets))
-            made.add((stop - start) * kernel.units, (*Order(), 0), places, nbytes)
-        made.after |= after
-        return _Located(targets[0], made, is_whole or len(part.segments) == 1)
+            launch.add((stop - start) * kernel.units, (*Order(), 0), places, nbytes)
+        launch.after |= after
+        return _Located(targets[0], launch, is_whole or len(part.segments) == 1)
 
     def _launch(self, form: object, device: int, key: int) -> _Making:
-        found = self._launches.get(form)
-        if found is None:
-            found = self._launches[form] = _Making(device, key)
-            self._made.append(found)
-        return found
+        launch = self._launches.get(form)
+        if launch is None:
+            launch = self._launches[form] = _Making(device, key)
+            self._made.append(launch)
+        return launch
 
-    def finished(self, devices: tuple[int, ...]) -> Operations:
+    def finish(self, devices: tuple[int, ...]) -> Operations:
         """Order the operations, and let each wait for those of other streams that it needs."""
         made = sorted(self._made, key=lambda each: each.key)
         streams: dict[tuple[int, int | None], int] = {(k, None): k for k in range(len(devices))}
@@ -297,17 +299,17 @@ class _Builder:
         for each in made:
             copy = each.copy
             stream = streams[copy.src, copy.dst] if copy else each.device
-            order.add([numbers[one] for one in each.after], stream, self._touched(each.work()))
+            order.add([numbers[one] for one in each.after], stream, self._devices_of(each.work()))
         order.end()
         waited = {before for needed in order.waits for before in needed} | set(order.ends)
-        found = tuple(
+        ordered = tuple(
             Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(made)
         )
         scratch = tuple(self._scratch.get(k, 0) for k in range(len(devices)))
         begins, ends, resumes = (tuple(sorted(each)) for each in (order.begins, order.ends, order.resumes))
-        return Operations(devices, tuple(streams), scratch, found, begins, ends, resumes)
+        return Operations(devices, tuple(streams), scratch, ordered, begins, ends, resumes)
 
-    def _touched(self, work: Launch | Copy) -> set[int]:
+    def _devices_of(self, work: Launch | Copy) -> set[int]:
         """Return the devices whose memory an operation reads or writes."""
         if isinstance(work, Copy):
             return {work.src, work.dst}

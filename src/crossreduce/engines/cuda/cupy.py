@@ -18,7 +18,7 @@ class CuPyDeviceMemory(DeviceMemory):
     def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
         if not _are_on(arrays, devices):
             return None
-        dense = [[x if x.flags.c_contiguous else _contiguous(x) for x in row] for row in arrays]
+        dense = [[x if x.flags.c_contiguous else _contiguous_copy(x) for x in row] for row in arrays]
         return Operands([[x.data.ptr for x in row] for row in dense], dense)
 
     def address(self, array: Array) -> int:
@@ -48,7 +48,7 @@ class CuPyDeviceMemory(DeviceMemory):
         pass
 
 
-def _contiguous(x: Array) -> Array:
+def _contiguous_copy(x: Array) -> Array:
     with x.device:
         return x.copy()
 

@@ -16,22 +16,22 @@ def plan_of(made: Operations) -> Any:
     for number, operation in enumerate(made.operations):
         if operation.is_waited_for:
             events[number] = len(events)
-    found = []
+    encoded = []
     for number, operation in enumerate(made.operations):
         waits, event = tuple(BEGIN if k == BEGIN else events[k] for k in operation.waits), events.get(number, -1)
-        found += _encoded(operation, made.devices, waits, event)
+        encoded += _encode(operation, made.devices, waits, event)
     streams = [(device, -1 if to is None else to) for device, to in made.streams]
     joins = made.begins, tuple(events[k] for k in made.ends), made.resumes
-    return native().Plan(made.devices, streams, made.scratch, found, *joins)
+    return native().Plan(made.devices, streams, made.scratch, encoded, *joins)
 
 
-def _encoded(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
+def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
     """Return an operation as ``_cuda.Plan`` reads it; a launch whose table is too large as several."""
     work = operation.work
     if not isinstance(work, Launch):
         copy = (work.src, work.dst, (work.source, work.target), work.nbytes)
         return [(None, copy, operation.stream, waits, event)]
-    launches = list(split(work, accepts_large_tables(devices[work.device])))
+    launches = list(split_launch(work, accepts_large_tables(devices[work.device])))
     last = len(launches) - 1
     return [
         (launch, None, operation.stream, waits if k == 0 else (), event if k == last else -1)
@@ -39,8 +39,8 @@ def _encoded(operation: Operation, devices: tuple[int, ...], waits: tuple[int, .
     ]
 
 
-def split(launch: Launch, accepts_large: bool) -> Sequence[Any]:
-    """Return the launches, as ``_cuda.Plan`` reads them, that have the parts of one, as many as a table can hold."""
+def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
+    """Split a launch into launches whose tables fit into the parameters of a kernel, in the form of ``_cuda.Plan``."""
     kernel, count = launch.kernel, launch.sources
     results = len(launch.parts[0].places) - count
     part_nbytes = PART_NBYTES + 8 * (count + results)
@@ -63,7 +63,7 @@ def split(launch: Launch, accepts_large: bool) -> Sequence[Any]:
             for mask in masks
             for k in range(count + results)
         ]
-        stack = max(depth(mask) for mask in masks)
+        stack = max(stack_depth(mask) for mask in masks)
         name = kernel.name + ("_large" if large else "")
         made.append(
             (launch.device, name, large, count, results, stack, float(launch.divisor), kernel.kind, kernel.values,
@@ -72,7 +72,7 @@ def split(launch: Launch, accepts_large: bool) -> Sequence[Any]:
     return made
 
 
-def depth(order: tuple[int, int, int, int]) -> int:
+def stack_depth(order: tuple[int, int, int, int]) -> int:
     """Return the most values that are on a kernel's stack at once."""
     push, fold, twice, _ = order
     most = now = 1

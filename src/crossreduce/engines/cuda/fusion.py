@@ -134,7 +134,7 @@ class _Chunk:
             if node in needed:
                 needed.update(self._nodes[node].operands)
         reads = Counter(operand for node in needed for operand in self._nodes[node].operands)
-        joined = self._joined(needed, reads)
+        joined = self._fused_nodes(needed, reads)
         renamed = dict(enumerate(range(self._inputs)))
         for node in range(self._inputs, len(self._nodes)):
             if node not in needed or node in joined:
@@ -142,12 +142,12 @@ class _Chunk:
             place, operands, final = self._nodes[node]
             targets = self._wanted.get(node, ())
             if len(operands) == 1:
-                renamed[node] = self._moved(renamed[operands[0]], place, targets)
+                renamed[node] = self._move(renamed[operands[0]], place, targets)
                 continue
-            flat = self._flat(node, joined)
+            flat = self._flatten(node, joined)
             assert flat is not None
             leaves, order = flat
-            sources = tuple(self._local(renamed[leaf], place) for leaf in leaves)
+            sources = tuple(self._local_node(renamed[leaf], place) for leaf in leaves)
             while len(sources) > MAX_STEPS and any(self._kinds[source] == "partial" for source in sources):
                 # ``wide`` has bits for MAX_STEPS sources only; the first ones can be combined first, since more than
                 # these are always combined one after another.
@@ -157,9 +157,9 @@ class _Chunk:
         for node, targets in self._wanted.items():
             if node < self._inputs:
                 self._step("copy", self._nodes[node].device, (node,), Order(), targets, True)
-        return self._ordered()
+        return self._with_levels()
 
-    def _joined(self, needed: set[int], reads: Counter[int]) -> set[int]:
+    def _fused_nodes(self, needed: set[int], reads: Counter[int]) -> set[int]:
         """Return the nodes that become parts of the kernel that reads them."""
         joined: set[int] = set()
         for node in range(self._inputs, len(self._nodes)):
@@ -172,12 +172,12 @@ class _Chunk:
                     reads[operand] == 1
                     and len(inner.operands) > 1
                     and inner.device == place
-                    and self._flat(node, joined | {operand}) is not None
+                    and self._flatten(node, joined | {operand}) is not None
                 ):
                     joined.add(operand)
         return joined
 
-    def _flat(self, node: int, joined: set[int]) -> tuple[list[int], Order] | None:
+    def _flatten(self, node: int, joined: set[int]) -> tuple[list[int], Order] | None:
         """Return the operands of a node, those of joined nodes in place of these; ``None``: no kernel can do it."""
         leaves: list[int] = []
         bits = [0, 0, 0]
@@ -202,24 +202,24 @@ class _Chunk:
             return None
         return leaves, Order(*bits)
 
-    def _local(self, node: int, place: int) -> int:
+    def _local_node(self, node: int, place: int) -> int:
         """Return a node that kernels on a device can read."""
-        return node if self._readable[place][self._homes[node]] else self._moved(node, place, ())
+        return node if self._readable[place][self._homes[node]] else self._move(node, place, ())
 
-    def _moved(self, node: int, place: int, targets: tuple[int, ...]) -> int:
-        """Return the copy of a node in a device's memory, moved there if there is none yet."""
-        made = self._copies.get((node, place))
-        if made is None:
-            made = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")
-            self._copies[node, place] = made
-        return made
+    def _move(self, node: int, place: int, targets: tuple[int, ...]) -> int:
+        """Return the copy of a node in a device's memory; make it unless it exists already."""
+        copied = self._copies.get((node, place))
+        if copied is None:
+            copied = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")
+            self._copies[node, place] = copied
+        return copied
 
     def _step(
         self, kind: str, place: int, sources: tuple[int, ...], order: Order, targets: tuple[int, ...], final: bool
     ) -> int:
         node = len(self._kinds)
-        made = "final" if final else self._kinds[sources[0]] if kind != "reduce" else "partial"
-        self._kinds.append(made)
+        content = "final" if final else self._kinds[sources[0]] if kind != "reduce" else "partial"
+        self._kinds.append(content)
         self._homes.append(place)
         self._maker[node] = len(self._made)
         for source in sources:
@@ -227,7 +227,7 @@ class _Chunk:
         self._made.append(DeviceStep(kind, place, sources, order, node, targets, final, (), 0))
         return node
 
-    def _ordered(self) -> ChunkSteps:
+    def _with_levels(self) -> ChunkSteps:
         """Return the steps with their levels."""
         if self._with_out:
             self._protect_inputs()

@@ -4,7 +4,7 @@
 // kernel, in the order of the positions. The other devices wait in the call, but not for long: XLA runs independent
 // operations in any order and on any threads, so a device may wait here while another one waits in a collective of XLA,
 // and each is needed by the other. If not all devices have arrived after PATIENCE, those that wait return futures from
-// their calls, and their threads are free for other operations; XLA goes on with what follows a call when its future is
+// their calls, and their threads are free for other operations; XLA continues with what follows a call when its future is
 // complete.
 //
 // Devices meet by the call site (a state that XLA makes once per custom call of an executable, also if two calls come
@@ -117,7 +117,7 @@ void fail(const Arrival &arrival, const Meeting &meeting) {
     arrival.api->XLA_FFI_Future_SetError(&failed);
 }
 
-// Complete the future of a device, and go on with the device's program in this thread. Returns null.
+// Complete the future of a device, and continue with the device's program in this thread. Returns null.
 void *complete_one(void *) {
 #if defined(__x86_64__)
     _mm_setcsr(_mm_getcsr() | 0x8040); // flush subnormal numbers, like the threads in which XLA runs programs
@@ -311,7 +311,7 @@ Error *instantiate(CallFrame *frame) {
     }
 }
 
-// Return the open meeting of a device. Add one if there is none. The caller has the lock.
+// Return the open meeting of a device. Add one unless it exists. The caller has the lock.
 std::shared_ptr<Meeting> find_meeting(CallSite &site, int64_t run, int64_t group) {
     for (const auto &one : meetings)
         if (one->site == &site && one->run == run && one->group == group) return one;
@@ -350,7 +350,7 @@ Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_first) {
     return error;
 }
 
-// Reduce the arrays of a full meeting and tell its devices. Each device that has a future goes on in a new thread. In
+// Reduce the arrays of a full meeting and tell its devices. Each device that has a future continues in a new thread. In
 // this thread, or in XLA's pool, a collective of XLA that follows could block all threads that there are, while devices
 // that it waits for have not been told.
 void finish(const std::shared_ptr<Meeting> &meeting) {

@@ -43,8 +43,8 @@ _WIDE: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 def _has_plugin() -> bool:
     """Return whether JAX's plug-in for CUDA is installed. This does not start JAX's backends."""
     spec = importlib.util.find_spec("jax_plugins")
-    found = pkgutil.iter_modules(spec.submodule_search_locations or []) if spec is not None else ()
-    return any(module.name.startswith("xla_cuda") for module in found)
+    modules = pkgutil.iter_modules(spec.submodule_search_locations or []) if spec is not None else ()
+    return any(module.name.startswith("xla_cuda") for module in modules)
 
 
 @lru_cache(maxsize=1024)
@@ -138,10 +138,10 @@ def _transpose(cotangents: Any, *xs: Any, executable: JaxExecutable) -> list[Any
     linear = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
     kinds = [jax.ShapeDtypeStruct(xs[k].aval.shape, xs[k].aval.dtype) for k in linear]
     transposed = jax.linear_transpose(_with_constants(executable, xs, linear), *kinds)
-    found: list[Any] = [None] * len(xs)
+    results: list[Any] = [None] * len(xs)
     for k, cotangent in zip(linear, transposed([ad.instantiate_zeros(each) for each in cotangents]), strict=True):
-        found[k] = cotangent
-    return found
+        results[k] = cotangent
+    return results
 
 
 def _with_constants(executable: JaxExecutable, xs: Sequence[Any], variable: Sequence[int]) -> Any:
@@ -149,15 +149,15 @@ def _with_constants(executable: JaxExecutable, xs: Sequence[Any], variable: Sequ
 
     def function(*some: Array) -> list[Array]:
         values = dict(zip(variable, some, strict=True))
-        found: list[Array] = executable.by_loop(*(values.get(k, x) for k, x in enumerate(xs)))
-        return found
+        results: list[Array] = executable.by_loop(*(values.get(k, x) for k, x in enumerate(xs)))
+        return results
 
     return function
 
 
 def _batch(xs: Sequence[Array], dims: Sequence[Any], *, executable: JaxExecutable) -> tuple[Any, Any]:
-    found = jax.vmap(executable.by_loop, in_axes=tuple(dims))(*xs)
-    return found, [0] * len(found)
+    results = jax.vmap(executable.by_loop, in_axes=tuple(dims))(*xs)
+    return results, [0] * len(results)
 
 
 def _lower_otherwise(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:

@@ -85,8 +85,8 @@ class JaxDeviceMemory(DeviceMemory):
         here = [[framework.FRAMEWORK.to_device(x, name) for x, name in zip(row, names, strict=True)] for row in arrays]
         if not all(_is_dense(x) for row in here for x in row):
             return None
-        made = [[self._exported(x, number) for x, number in zip(row, devices, strict=True)] for row in here]
-        return Operands([[block.address for block in row] for row in made], here, made)
+        blocks = [[self._exported(x, number) for x, number in zip(row, devices, strict=True)] for row in here]
+        return Operands([[block.address for block in row] for row in blocks], here, blocks)
 
     def _exported(self, x: Array, device: int) -> _Block:
         """Return an array with its capsule. The current stream waits for the array."""
@@ -101,12 +101,12 @@ class JaxDeviceMemory(DeviceMemory):
         return self.allocate_all([shape], dtype, [device])[0][0]
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Any]]:
-        made = {
+        fresh = {
             number: iter(_empty(number, tuple(shapes) * devices.count(number), dtype)())
             for number in sorted({*devices})
         }
         columns = [
-            [self._exported(next(made[number]), number)._replace(capsule=None) for _ in shapes] for number in devices
+            [self._exported(next(fresh[number]), number)._replace(capsule=None) for _ in shapes] for number in devices
         ]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -115,8 +115,8 @@ class JaxDeviceMemory(DeviceMemory):
         return block, block.address
 
     def stream(self, device: int) -> int:
-        found = _STREAMS.get(device)
-        return _STREAMS.setdefault(device, _external_stream(_device(device))) if found is None else found
+        known = _STREAMS.get(device)
+        return _STREAMS.setdefault(device, _external_stream(_device(device))) if known is None else known
 
     @contextmanager
     def queueing(self, devices: Sequence[int], results: list[list[Any]]) -> Iterator[list[list[Array]]]:
@@ -200,7 +200,7 @@ def _empty(number: int, shapes: tuple[tuple[int, ...], ...], dtype: str) -> Any:
 
 @cache
 def _small(number: int) -> Array:
-    """Return an array on a device. It stays alive, and nobody writes into it."""
+    """Return an array on a device. It is never freed or written."""
     return jax.device_put(jnp.zeros(1, "uint8"), _device(number))
 
 
