@@ -53,7 +53,7 @@ def test_ranks_of_one_host_measure_its_memory_only():
 
 def test_every_two_hosts_are_paired_once():
     """Every two hosts are a pair in exactly one turn, and no host is in two pairs of a turn."""
-    for count in range(2, 12):
+    for count in range(2, 9):
         turns = measurement._pairings(count)
         pairs = [pair for turn in turns for pair in turn]
         assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -104,17 +104,10 @@ def test_a_link_has_the_speed_of_its_own_direction():
     assert topology.link("host1", "host0").bandwidth == Fraction("0.123")
 
 
-def without_time(rendezvous):
-    comm, transport = joined(rendezvous)
-    with pytest.raises(ArgumentError, match="seconds"):
-        measure(comm, 0)
-    comm.close()
-    transport.close()
-
-
 def test_a_time_of_zero_raises():
     """Measuring for 0 seconds raises an ArgumentError."""
-    ranks(1, without_time)
+    with pytest.raises(ArgumentError, match="seconds"):
+        measure(None, 0)
 
 
 def deserted(rendezvous):
@@ -196,6 +189,7 @@ transport.close()
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
 def test_on_real_links_the_slow_one_is_found():
     """Of three hosts' links one is five times slower. The measurement shows it, and sums over it are correct."""

@@ -56,9 +56,8 @@ def array(rank, shape, dtype, seed):
 def every_collective(rendezvous):
     group, counter = group_of(rendezvous)
     n, me = group.size, group.rank
-    for seed, (dtype, row) in enumerate(
-        (dtype, row) for dtype in ("float32", "bfloat16", "int64", "bool") for row in ((), (0,), (3, 5), (40_001,))
-    ):
+    cases = ("float32", ()), ("bfloat16", (0,)), ("int64", (3, 5)), ("bool", (40_001,)), ("float32", (40_001,))
+    for seed, (dtype, row) in enumerate(cases):
         xs = [array(k, row, dtype, seed) for k in range(n)]
         stacked = [array(k, (n, *row), dtype, 100 + seed) for k in range(n)]
         op = "max" if dtype == "bool" else "sum"
@@ -228,10 +227,8 @@ def interrupted(rendezvous, delay_s):
     group, x = prepared_group(rendezvous, 64)
     if group.rank == 0:
         threading.Timer(delay_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        begun = time.monotonic()
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
             group.all_reduce(x)
-        assert (type(caught.value), time.monotonic() - begun < 2) == (KeyboardInterrupt, True)
         assert "rank 0 was interrupted" in str(group.communicator.memory.abort_cause())
     else:
         time.sleep(1)
