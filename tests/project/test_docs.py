@@ -83,7 +83,7 @@ def test_command_lines_of_the_readme_run(tmp_path):
     lines = [
         line for block in re.findall(r"```\n(crossreduce .*?)```", README, re.DOTALL) for line in block.splitlines()
     ]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         words = shlex.split(line, comments=True)
         subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
@@ -170,9 +170,9 @@ def test_the_grid_of_ranks_covers_every_collective_and_judges_it(tmp_path, monke
 
 
 def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
-    """Each ``crossreduce plan --export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
+    """Each ``crossreduce export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
-    commands = re.findall(r"`crossreduce (plan .*?--export (\S+?))`", pages)
+    commands = re.findall(r"`crossreduce (export \S+ (\S+?)(?: .*?)?)`", pages)
     assert len(commands) == 3
     for command, file in commands:
         subprocess.run([sys.executable, "-m", "crossreduce", *command.split()], cwd=tmp_path, check=True, timeout=100)
@@ -240,13 +240,14 @@ def test_links_have_targets():
     assert not unused
 
 
-def test_architecture_lists_existing_files():
-    """Every test in the tables of ARCHITECTURE.md exists, and every source file and folder in the first columns."""
+def test_architecture_is_short_and_lists_what_exists():
+    """ARCHITECTURE.md has at most 2,000 words and 40 terms; the paths that it names exist; it names each folder."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    for name in re.findall(r"`(tests/\w+\.py)`", tables):
-        assert (ROOT / name).exists(), name
-    listed = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
-    for name in re.findall(r"`([\w/.]+)`", " ".join(listed)):
-        if name.endswith((".py", "/")):
-            assert (ROOT / "src" / "crossreduce" / name).exists() or name == "import crossreduce", name
+    assert len(text.split()) <= 2000
+    assert text.partition("## Glossary")[2].count("\n| ") - 1 <= 40
+    package = ROOT / "src" / "crossreduce"
+    folders = [path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    homes = [ROOT, ROOT / "src", ROOT / "tests", package, *folders]
+    paths = [name for name in re.findall(r"`([\w./]+)`", text) if name.endswith((".py", "/", ".md", ".jsonl", ".cpp"))]
+    assert [name for name in paths if not any((home / name).exists() for home in homes)] == []
+    assert {f"{path.name}/" for path in folders} <= set(paths)
