@@ -1,23 +1,22 @@
-"""The collectives of the ranks of one host: all are correct, with the same bits on all ranks and in every run."""
+"""Collectives of the ranks of one host: the same bits in every run, ends of pieces, and wake-ups.
+
+``test_multi_host`` compares all collectives with the oracle, also on one host.
+"""
 
 import hashlib
 import random
 import time
 
 import numpy as np
-import oracle
 import pytest
-from members import member, memories, memory, poisoned, random_array, untouched
+from members import member, memory, poisoned, random_array
 from ranks import ranks
-from strategies import DTYPES, ops_for
 
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks.inter_host.one_host import SMALL_BYTES
 from crossreduce.ranks.intra_host import shared_memory
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
-
-ODD = 3001  # elements: if they have 4 bytes or more, they exceed SMALL_BYTES, and each rank reduces a share of them
 
 
 def digest(array):
@@ -28,85 +27,6 @@ def given(n, size, dtype, seed):
     """Return the inputs of all ranks; a seed gives the same list on every rank."""
     draw = np.random.default_rng(seed)
     return [random_array(draw, size, dtype) for _ in range(n)]
-
-
-class Checks:
-    """Runs one collective after the other and records the results that must be the same on all ranks."""
-
-    def __init__(self, comm):
-        self.comm, self.common, self.turn = comm, {}, 0
-
-    def is_checked_here(self):
-        """Return whether this rank compares with the oracle, which takes long; the ranks take turns."""
-        self.turn += 1
-        return self.turn % self.comm.size == self.comm.rank
-
-    def reductions(self, op, size, dtype, seed):
-        comm, n, me = self.comm, self.comm.size, self.comm.rank
-        arrays = given(n, size, dtype, seed)
-        name = ReduceOp(op)
-        out = poisoned(size, dtype)
-        comm.all_reduce(name, memory(arrays[me]), memory(out))
-        if self.is_checked_here():
-            oracle.check(out, op, arrays, result=dtype)
-        self.common["all_reduce", op, size, dtype] = digest(out)
-        same = arrays[me].copy()
-        comm.all_reduce(name, memory(same), memory(same))
-        assert same.tobytes() == out.tobytes(), "in place"
-        root = seed % n
-        rooted = poisoned(size, dtype)
-        comm.reduce(name, memory(arrays[me]), memory(rooted) if me == root else None, root)
-        assert rooted.tobytes() == out.tobytes() if me == root else untouched(rooted), "reduce"
-        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: input of rank r to rank k
-        share = poisoned(size // n, dtype)
-        comm.reduce_scatter(name, memories([parts[k][me] for k in range(n)]), memory(share))
-        if self.is_checked_here():
-            oracle.check(share, op, parts[me], result=dtype)
-
-    def copies(self, size, dtype, seed):
-        comm, n, me = self.comm, self.comm.size, self.comm.rank
-        arrays, root = given(n, size, dtype, seed), seed % n
-        grid = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # grid[i][k]: from rank i to rank k
-        x = arrays[me].copy()
-        comm.broadcast(memory(x), root)
-        assert x.tobytes() == arrays[root].tobytes(), "broadcast"
-        outs = [poisoned(size, dtype) for _ in range(n)]
-        comm.all_gather(memory(arrays[me]), memories(outs))
-        assert [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "all_gather"
-        outs = [poisoned(size, dtype) for _ in range(n)]
-        comm.gather(memory(arrays[me]), memories(outs) if me == root else None, root)
-        assert me != root or [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "gather"
-        assert me == root or all(untouched(o) for o in outs), "gather"
-        out = poisoned(size // n, dtype)
-        comm.scatter(memories(grid[root]) if me == root else None, memory(out), root)
-        assert out.tobytes() == grid[root][me].tobytes(), "scatter"
-        outs = [poisoned(size // n, dtype) for _ in range(n)]
-        comm.all_to_all(memories(grid[me]), memories(outs))
-        assert [o.tobytes() for o in outs] == [grid[i][me].tobytes() for i in range(n)], "all_to_all"
-        comm.barrier()
-
-
-def table(rendezvous, dtypes):
-    """Run every collective for dtypes, ops, and sizes of small and large arrays; return digests of the all-reduces."""
-    comm = member(rendezvous)
-    checks = Checks(comm)
-    for seed, dtype in enumerate(dtypes):
-        for op in ops_for(dtype):
-            for size in (0, 37) if op != "sum" else (0, 1, 37, ODD):
-                checks.reductions(op, size, dtype, seed)
-        for size in (0, 1, 37, ODD):
-            checks.copies(size, dtype, seed)
-    comm.close()
-    return checks.common
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 9])
-def test_every_collective_dtype_and_op(n):
-    """For all dtypes and ops (all dtypes on 3 ranks) results are the oracle's, and all ranks have the same bits; an
-    all-reduce in place gives the same bits; reduce and gather write only on the root."""
-    found = ranks(n, table, DTYPES if n == 3 else ("bfloat16", "complex128", "uint8", "int64"))
-    assert len(found[0]) > (100 if n == 3 else 30)
-    assert all(one == found[0] for one in found)
 
 
 def delayed(rendezvous):
