@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from host_checks import CASES, check_rows, close, on, parts
 from members import Warnings, memory
 from ranks import connected, ranks
-from test_multi_host import CASES, check_rows, close, on, parts
 
 from crossreduce import Topology
 from crossreduce.errors import MismatchError, ReductionError, UnsupportedError

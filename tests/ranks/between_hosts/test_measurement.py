@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from host_checks import joined, on
 from members import memory
 from ranks import ranks
-from test_multi_host import joined, on
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError

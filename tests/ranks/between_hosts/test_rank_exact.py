@@ -6,10 +6,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, exact_sums, narrow, terms_of, wide
+from host_checks import joined, on
 from members import member
 from ranks import ranks
 from test_live_plans import without
-from test_multi_host import joined, on
 from test_rank_prepared import group_of
 
 from crossreduce.errors import ArgumentError, MismatchError, UnsupportedError
