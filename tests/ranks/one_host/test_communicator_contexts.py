@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -238,7 +237,7 @@ def handled(rendezvous, inside):
     comm = member(rendezvous, 10)
     seen = []
     if comm.rank:
-        time.sleep(0.5)
+        assert rendezvous.query("get", [inside], timeout=20.0) == [True]
         try:
             comm.barrier()
         except PeerLostError as error:
@@ -253,6 +252,7 @@ def handled(rendezvous, inside):
             seen.append("done")
         except ContextError as error:
             seen.append(str(error))
+        rendezvous.query("put", [inside], True)
 
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.15)
