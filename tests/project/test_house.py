@@ -15,15 +15,12 @@ NO_CODE = {"__pycache__", "data", "third_party", "assets"}  # data files, and fi
 # Folders and files that are still above the limits, with their numbers.
 LARGE_FOLDERS: dict[str, int] = {"export/formats/mscclpp": 21, "planning/optimal/bounds": 16}
 LARGE_FILES: dict[str, int] = {
-    "native/mailboxes/mailboxes.cpp": 455,
-    "native/shared_memory/shared_memory_module.cpp": 467,
     "planning/planners.py": 505,
     "ranks/agreement/agreement.py": 507,
-    "ranks/communicator.py": 451,
 }
 # Folders among which a circle of imports is still to be removed.
 CIRCLES = {frozenset(f"planning.optimal.{part}" for part in ("bounds", "symmetric", "trees"))}
-FOREIGN_READS = 52  # of underscored attributes of other modules' objects
+FOREIGN_READS = 22  # of underscored attributes of other modules' objects
 LIMITS = {"src": 68_200, "tests": 75_400, "benchmarks and scripts": 10_600}  # lines
 
 

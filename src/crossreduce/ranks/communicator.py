@@ -51,7 +51,7 @@ class Communicator:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
         connects one is called, on all ranks, when all of them are there. Its arguments: an event that is set when it
-        should give up, and the ranks of each host. The communicator closes what it returns.
+        should give up, and the ranks of each host. The communicator closes the transport that it returns.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
@@ -86,7 +86,7 @@ class Communicator:
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
             self.token = members.token  # names the group to other processes
-            self.successor: contact.Successor | None = None  # the later form of the group in which this rank goes on
+            self.successor: contact.Successor | None = None  # the later form of the group in which this rank continues
             self.traced: Path | None = None  # the file to which the calls are written
             self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
             self.transport, self._own_transport = connected, connected if callable(transport) else None
@@ -298,13 +298,6 @@ class Communicator:
         return self._engine.peers
 
     @property
-    def completed(self) -> int:
-        """How many ops of this group have succeeded here."""
-        with suppress(ValueError):  # the memory is closed
-            return self.memory.completed()
-        return 0
-
-    @property
     def failure(self) -> ReductionError | None:
         """The error for which the group was aborted, which further calls raise; ``None``: it was not."""
         with suppress(ValueError):  # the memory is closed
@@ -337,7 +330,7 @@ class Communicator:
         """
         self.require_usable()
         try:
-            return self.agreements.decide(kind, flag, self.completed, timeout_s)
+            return self.agreements.decide(kind, flag, self.memory.completed(), timeout_s)
         except BaseException:  # also Ctrl-C: the others must not count on a rank that has left this call
             self.abort()
             raise
@@ -347,7 +340,7 @@ class Communicator:
         self.calls.require_usable()
 
     def succeed(self, token: str) -> None:
-        """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
+        """Note that this rank continues in a later form of the group, of which its ranks have agreed last."""
         self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:

@@ -200,15 +200,17 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
     def nbytes(ranks: int, hosts: int) -> int:
         return RankMemory.nbytes(ranks, slot(ranks), size, hosts)
 
-    found = bootstrap(rendezvous, nbytes, global_ranks)
-    host, count = found.host, len(found.host)
-    spin_s = SPIN_S if count <= found.cpus else 0.0
+    shared = bootstrap(rendezvous, nbytes, global_ranks)
+    host, count = shared.host, len(shared.host)
+    spin_s = SPIN_S if count <= shared.cpus else 0.0
     try:
-        memory = RankMemory(found.fd, host, rendezvous.rank, slot(count), size, len(found.hosts), spin_s, turns(count))
+        memory = RankMemory(
+            shared.fd, host, rendezvous.rank, slot(count), size, len(shared.hosts), spin_s, turns(count)
+        )
     except OSError as error:
         problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
         raise ReductionError.of(problem, str(error), remedy) from error
-    return found.hosts, memory
+    return shared.hosts, memory
 
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:

@@ -79,14 +79,14 @@ def prepare(
     """
     if calls is NO_CALLS:
         return
-    size, given, made = communicator.size, x.nbytes, result.nbytes
+    size, nbytes, result_nbytes = communicator.size, x.nbytes, result.nbytes
     whole, whole_result = [(False, 0)], [(True, 0)]
     places = {
         "all_reduce": whole + whole_result,
         "broadcast": whole if root == communicator.rank else whole_result,
-        "all_gather": whole + [(True, k * given) for k in range(size)],
-        "reduce_scatter": [(False, k * made) for k in range(size)] + whole_result,
-        "all_to_all": [(to, k * (given // size)) for to in (False, True) for k in range(size)],
+        "all_gather": whole + [(True, k * nbytes) for k in range(size)],
+        "reduce_scatter": [(False, k * result_nbytes) for k in range(size)] + whole_result,
+        "all_to_all": [(to, k * (nbytes // size)) for to in (False, True) for k in range(size)],
     }[collective]
     with communicator.lock:
         executable = communicator.executable(collective, op, array, root, exact)

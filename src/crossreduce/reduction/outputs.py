@@ -138,6 +138,4 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
             copies.append((framework, taken, given))
     for framework, taken, given in copies:
         framework.write(taken, given)
-    return [
-        Mirrored.from_parts(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None
-    ]
+    return [Mirrored.on(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None]

@@ -101,7 +101,7 @@ def reduce_batch(
         executable, reduced = _run(each, [jobs[number] for number in numbers], with_out)
         executables.append((executable, numbers))
         for number, components in zip(numbers, reduced, strict=True):
-            results[number] = Mirrored.from_parts(tuple(components), jobs[number][1])
+            results[number] = Mirrored.on(tuple(components), jobs[number][1])
     if calls is not None and len(routes) == 1 and _is_preparable(jobs, with_out, executables):
         (first, destinations), rows = jobs[0], [value.values for value, _ in jobs]
         op = first.facts.op
@@ -291,7 +291,7 @@ def _reduce_sparse(value: Facts, destinations: tuple[str, ...], root: str | None
     values = framework.finish(values, value.numbers)
     shape = next((x.shape for x in parts if x.shape is not None), None)
     joined = Sparse(parts[0].kind, values, indices, shape)
-    return Mirrored.from_parts(tuple(_sparse_copy(framework, joined, device) for device in destinations), destinations)
+    return Mirrored.on(tuple(_sparse_copy(framework, joined, device) for device in destinations), destinations)
 
 
 def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
@@ -309,7 +309,7 @@ def broadcast_array(
     framework = framework_of(tensor)
     x = framework.array(tensor)
     if isinstance(x, Sparse):
-        return Mirrored.from_parts(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
+        return Mirrored.on(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
@@ -317,7 +317,7 @@ def broadcast_array(
     value = Checked.from_facts((tensor,), source, Facts(None, framework, [x], spec, copy_numbers(spec.dtype)))
     (only,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
     _, (components,) = _run(only, [(value, destinations)], False)
-    return Mirrored.from_parts(tuple(components), destinations)
+    return Mirrored.on(tuple(components), destinations)
 
 
 @lru_cache(maxsize=4096)

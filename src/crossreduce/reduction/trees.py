@@ -133,9 +133,7 @@ def reduce_leaves(
     targets = None
     if out is not None:
         columns = zip(*out, strict=True)
-        targets = [
-            PerReplica.from_parts(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)
-        ]
+        targets = [PerReplica.on(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)]
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:

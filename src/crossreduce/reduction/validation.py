@@ -69,7 +69,7 @@ class Checked(PerReplica):
         return PerReplica, (self.values, self.devices)  # a copy is not validated
 
     def __repr__(self) -> str:
-        return repr(PerReplica.from_parts(self.values, self.devices))
+        return repr(PerReplica.on(self.values, self.devices))
 
     def with_out(self, out: DistributedValues | None) -> Checked:
         """Return the same value with another ``out``."""
@@ -155,7 +155,7 @@ def per_replica(value: Any) -> PerReplica:
     if isinstance(value, PerReplica):
         return value
     if isinstance(value, DistributedValues):
-        return PerReplica.from_parts(value.values, value.devices)
+        return PerReplica.on(value.values, value.devices)
     if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
         raise ArgumentError.of(
             "a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])"

@@ -92,7 +92,7 @@ def names_owner(error: ReductionError, owner: int | None, global_ranks: Sequence
 
 def renewed(error: ReductionError, text: str | None = None) -> ReductionError:
     """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
-    made = type(error)(str(error) if text is None else text)
-    if isinstance(made, (CollectiveTimeout, PeerLostError)):
-        made.ranks = getattr(error, "ranks", ())
-    return made
+    copy = type(error)(str(error) if text is None else text)
+    if isinstance(copy, (CollectiveTimeout, PeerLostError)):
+        copy.ranks = getattr(error, "ranks", ())
+    return copy

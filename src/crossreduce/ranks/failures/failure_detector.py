@@ -32,7 +32,7 @@ REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish
 
 
 class FailureDetector:
-    """What one rank finds out about the others.
+    """Finds out, for one rank, the state of the other ranks.
 
     ``timeout_s``: how long other ranks are waited for. ``warn_s``: a rank warns after this time, or after half of
     ``timeout_s`` if that is shorter. Both may be changed between calls.

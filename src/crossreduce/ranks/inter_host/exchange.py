@@ -199,7 +199,7 @@ class Exchange:
         return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
 
     def post_receives(self, stage: int) -> None:
-        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
+        """Start to receive the messages of a stage; memory that is used again waits for its last sends."""
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
@@ -229,13 +229,13 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        made, operands, final = combination
+        result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
         if not final:
             numbers = numbers._replace(result=numbers.accumulator, divisor=1)
-        combine = kernel(numbers, places[made][2], len(operands), 1)
-        combine.run([[base + places[value][0] for value in operands]], [[base + places[made][0]]], 1, False, False)
+        combine = kernel(numbers, places[result][2], len(operands), 1)
+        combine.run([[base + places[value][0] for value in operands]], [[base + places[result][0]]], 1, False, False)
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
         while messages:

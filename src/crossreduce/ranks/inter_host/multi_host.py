@@ -145,9 +145,9 @@ class MultiHostEngine:
             partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
             eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
             for p, part in enumerate(parts):
-                made = self._part_exchange(part, between, order, sizes, numbers, eager)
-                if made is not None:
-                    exchanges[p] = made
+                exchange = self._part_exchange(part, between, order, sizes, numbers, eager)
+                if exchange is not None:
+                    exchanges[p] = exchange
         depth = delay(between, len(sizes)) + 2
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipelined(len(sizes), phases, depth)
@@ -177,8 +177,8 @@ class MultiHostEngine:
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
         stripes = tuple(self._stripe(part, size, numbers).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
-        made = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
-        return made if any(stage.sends or stage.receives for stage in made.part.stages) else None
+        program = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
+        return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
     def _stripe(self, part: HostPart, size: int, numbers: Numbers) -> Stripe:
         assert self.leader is not None

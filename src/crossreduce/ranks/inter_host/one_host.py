@@ -122,9 +122,9 @@ class OneHostEngine:
             if self._reads_peers and is_used(collective, self._ranks, nbytes):
                 stages = peer_stages(collective, self._ranks, root, size, numbers, self._rank)
             else:
-                found = host_collective(collective, self._ranks, root, nbytes)
+                host = host_collective(collective, self._ranks, root, nbytes)
                 piece = self._piece_bytes(collective, nbytes) if self._small_pieces else None
-                stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank, piece)
+                stages = rank_stages(host.program, host.inputs, host.outputs, size, numbers, self._rank, piece)
         program = native_program(stages, *counted(text, collective, numbers.dtype, size, self._ranks))
         return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 

@@ -59,11 +59,11 @@ def host_parts(hosts: Hosts, collective: str, root: int | None) -> tuple[HostPar
     (1,) (1,) 1
     """
     host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CollectiveArray]] = {}
+    arrays_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CollectiveArray]] = {}
     for array in collective_arrays(collective, len(host_of), root):
         sources, destinations = (tuple(sorted({host_of[rank] for rank in ranks})) for ranks in array[:2])
-        found.setdefault((sources, destinations), []).append(array)
-    return tuple(HostPart(*ends, tuple(arrays)) for ends, arrays in found.items())
+        arrays_of.setdefault((sources, destinations), []).append(array)
+    return tuple(HostPart(*ends, tuple(arrays)) for ends, arrays in arrays_of.items())
 
 
 def crossing_arrays(hosts: int, parts: Iterable[HostPart]) -> int:
@@ -252,7 +252,7 @@ class HostPrograms(NamedTuple):
         """Return the analyses of those of the three that there are."""
         partial, copied = numbers._replace(result=numbers.accumulator, divisor=1), copy_numbers(numbers.result)
         kinds = zip(self, (partial, copied, copied), strict=True)
-        return [analyze(made.program, using, len(made.arrays)) for made, using in kinds if made is not None]
+        return [analyze(local.program, using, len(local.arrays)) for local, using in kinds if local is not None]
 
 
 @lru_cache(maxsize=256)

@@ -63,12 +63,12 @@ def peer_stages(
     if collective == "all_gather":
         return [[], [copied(~0, ~(1 + rank)), copied(of_peer(other, 0), ~(1 + other))], []]
     assert collective == "reduce_scatter", collective
-    streaming, made = size * nbytes >= STREAMING_BYTES, []
+    streaming, instructions = size * nbytes >= STREAMING_BYTES, []
     for start in range(0, size, PIECE_BYTES // nbytes):
         count, offset = min(PIECE_BYTES // nbytes, size - start), start * nbytes
         slot, mine = BufferReference(rank, 0), BufferReference(~rank, offset)
         theirs = BufferReference(of_peer(other, rank), offset)
-        made.append(RankInstruction(count, (theirs,), (slot,), copy_numbers(numbers.dtype)))
+        instructions.append(RankInstruction(count, (theirs,), (slot,), copy_numbers(numbers.dtype)))
         operands = (mine, slot) if rank == 0 else (slot, mine)
-        made.append(RankInstruction(count, operands, (BufferReference(~2, offset),), numbers, streaming))
-    return [[], made, []]
+        instructions.append(RankInstruction(count, operands, (BufferReference(~2, offset),), numbers, streaming))
+    return [[], instructions, []]

@@ -217,7 +217,7 @@ def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
     inputs, devices = len(chunk.sources), chunk.devices
-    made = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
+    phases = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
     kinds = chunk.kinds
     mixed = any(len({kinds[operand] for operand in one.operands}) > 1 for one in chunk.instructions)
     # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
@@ -227,13 +227,13 @@ def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) 
         stored = numbers.result
     dtype_of = {"input": stored, "partial": numbers.accumulator, "final": numbers.result}
     dtypes = tuple(dtype_of[kind] for kind in kinds)
-    found = _ChunkValues(devices, tuple(made), (), dtypes, inputs if stored == numbers.dtype else 0)
+    values = _ChunkValues(devices, tuple(phases), (), dtypes, inputs if stored == numbers.dtype else 0)
     last = [-1] * len(kinds)
     for value, instruction in enumerate(chunk.instructions, inputs):
         for operand in instruction.operands:
-            if not found.in_caller(operand, instruction.device):
-                last[operand] = made[value]
-    return found._replace(last=tuple(last))
+            if not values.in_caller(operand, instruction.device):
+                last[operand] = phases[value]
+    return values._replace(last=tuple(last))
 
 
 class RankCompiler:

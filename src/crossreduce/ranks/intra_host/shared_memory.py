@@ -88,7 +88,7 @@ class RankMemory:
         """The registers of this host.
 
         Raises:
-          UnsupportedError: there is no room for them, since so many ranks of other hosts could not share memory.
+          UnsupportedError: the memory has no room for them, since so many ranks of other hosts could not share memory.
         """
         if self._registers is None:
             problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
@@ -139,9 +139,10 @@ class RankMemory:
         return list(self.native.ops(self.host.index(rank)))
 
     def completed(self) -> int:
-        """Return how many ops of this rank have succeeded."""
-        ended = [number for number, _, _, end in self.native.ops(self.place) if end is not None]
-        return max(ended, default=0)
+        """Return how many ops of this rank have succeeded; 0 if the memory is closed."""
+        with suppress(ValueError):
+            return max((number for number, _, _, end in self.native.ops(self.place) if end is not None), default=0)
+        return 0
 
     def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
         """Describe the group for programs that are not ranks, such as ``crossreduce top``.
@@ -281,9 +282,9 @@ class WaitTimer:
 
     def is_warning_due(self) -> bool:
         """Return whether a warning is due now; ``True`` at most once."""
-        due = not self._warned and time.monotonic() >= self._began + self._warn_s
-        self._warned = self._warned or due
-        return due
+        is_due = not self._warned and time.monotonic() >= self._began + self._warn_s
+        self._warned = self._warned or is_due
+        return is_due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
         """Call ``function`` at most once in ``every_s`` seconds and return its result; ``None`` in between."""
