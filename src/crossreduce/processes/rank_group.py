@@ -15,8 +15,8 @@ from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, StoreRendezvous
 from ..ranks.connections.store import StoreClient, StorePart
 from ..ranks.membership import Hosts
-from ..ranks.survival import joining, survivors
-from ..ranks.survival.forming import Forming, GroupKind, Settings
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..ranks.transports.base import Transport
 from ..ranks.transports.tcp import TcpTransport
@@ -181,7 +181,7 @@ class RankGroup(ArrayGroup):
         Raises:
           ContextError: this group is closed, or belongs to another process.
         """
-        return joining.invitation(self.communicator, KIND.name)
+        return joiner.invitation(self.communicator, KIND.name)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -199,10 +199,10 @@ class RankGroup(ArrayGroup):
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 
-    def _forming(self, timeout_s: float, *, grows: bool) -> Forming[RankGroup]:
+    def _forming(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
         group = self.communicator
         settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
-        return Forming(group, KIND, settings, timeout_s, grows=grows)
+        return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
     def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
         """Close this group, whose ranks go on in a new one, and return that."""

@@ -29,7 +29,7 @@ from ..observe.diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mi
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from . import tracing
-from .connections import contact
+from .connections import peer_requests
 from .inter_host.exchange import Patience, PeerError
 from .inter_host.host_parts import distances, lost_links, same_speeds
 from .inter_host.one_host import RankExecutable
@@ -104,7 +104,7 @@ class Communicator(CountedMember):
         self._closed = False
         self.listen_at = listen_at
         self.token = ""  # names the group to other processes; empty: it is not known yet
-        self.successor: contact.Successor | None = None  # the later form of the group in which this rank goes on
+        self.successor: peer_requests.Successor | None = None  # the later form of the group in which this rank goes on
         self.traced: Path | None = None  # the file to which the calls are written
         self._checks = 0  # the number of checks of the links
         self.plan_digest = ""  # of the plans on the measured links, the same on all ranks; empty: none were measured
@@ -369,7 +369,7 @@ class Communicator(CountedMember):
 
     def succeed(self, token: str) -> None:
         """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
-        self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
+        self.successor = peer_requests.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
         """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks.
@@ -428,7 +428,7 @@ class Communicator(CountedMember):
             pass
 
     def _release(self) -> None:
-        contact.unregister(self.token, self.successor, self.listen_at)
+        peer_requests.unregister(self.token, self.successor, self.listen_at)
         if self.memory.fd >= 0:
             self._end_statistics()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

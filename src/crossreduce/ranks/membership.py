@@ -36,8 +36,8 @@ from ..errors import (
 from ..observe import diagnostics, flight_recorder
 from ..observe.diagnostics import DOCTOR
 from .agreement.agreement import Agreements
-from .connections import contact
-from .connections.contact import Place
+from .connections import peer_requests
+from .connections.peer_requests import Place
 from .inter_host.host_parts import distances, lost_links
 from .inter_host.multi_host import MultiHostEngine
 from .inter_host.one_host import OneHostEngine
@@ -142,13 +142,13 @@ class Member(Peers):
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error
-        place = contact.listen(self.listen_at)
+        place = peer_requests.listen(self.listen_at)
         own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place)
         infos = [json.loads(info) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.peers = [PeerInfo(pid, host, token, Place.read(place)) for pid, host, token, place in infos]
         self.token = self.peers[0].token
         self.agreements = Agreements(self.rank, self.hosts, self.memory, self.peers, self.global_ranks, self.name)
-        contact.register(self.token, self.agreements.answer, self.listen_at)
+        peer_requests.register(self.token, self.agreements.answer, self.listen_at)
         about: dict[str, str | int] = {"name": self.name, "token": self.token, "version": flight_recorder.version()}
         self.memory.describe(self.global_ranks, about | {"size": self.size, "hosts": len(self.hosts)})
         reads = 1 < len(self.host) == self.size <= READABLE_BUFFERS and self.memory.can_read_all()

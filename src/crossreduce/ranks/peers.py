@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, message
 from ..observe import diagnostics
 from ..observe.diagnostics import DOCTOR, CallSignature
-from .connections.contact import Place
+from .connections.peer_requests import Place
 from .inter_host.exchange import PeerDisconnected, PeerError
 from .intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, is_stopped
 from .transports.base import Rendezvous, RunningCollective, Transport

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
 from ..ranks.connections.rendezvous import Origin, StoreRendezvous
-from ..ranks.survival import joining, survivors
-from ..ranks.survival.forming import Forming, GroupKind, Settings
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
 from .group import BACKEND, READY, Group, given_group
@@ -163,7 +163,7 @@ def invitation(group: Any = None) -> str:
       ArgumentError: there is no default group, or the group has another backend.
       ContextError: the group is closed, or belongs to another process.
     """
-    return joining.invitation(group_of(group).communicator, KIND)
+    return joiner.invitation(group_of(group).communicator, KIND)
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
@@ -185,7 +185,7 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    made = joining.join(invited, _kind(), limit_s)
+    made = joiner.join(invited, _kind(), limit_s)
     _install(made)
     return made
 
@@ -195,10 +195,10 @@ def _kind() -> GroupKind[Group]:
     return GroupKind(KIND, PeerStore, make_group)
 
 
-def _formation(old: Group, timeout_s: float, *, grows: bool) -> Forming[Group]:
+def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
     """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
     settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
-    return Forming(old.communicator, _kind(), settings, timeout_s, grows=grows)
+    return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
 
 
 def _nothing() -> None:

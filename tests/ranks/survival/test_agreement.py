@@ -8,14 +8,14 @@ from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
-from crossreduce.ranks.connections.contact import Place
-from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.peer_requests import Place
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
+from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
 from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.membership import Member
 from crossreduce.ranks.peers import PeerInfo
-from crossreduce.ranks.survival import forming
-from crossreduce.ranks.survival.forming import Forming, Settings
+from crossreduce.ranks.survival import formation
+from crossreduce.ranks.survival.formation import GroupFormation, Settings
 
 DECISION = Decision((0, 1), 1, True, 5)
 
@@ -232,8 +232,8 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
 def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
     """The rank that has found this out does not ask it, or another one, again while it tells the others."""
     asked, old = [], SimpleNamespace(agreements=None)
-    monkeypatch.setattr(forming, "answers", lambda peer, token: asked.append(token) or token == "a")
-    made = Forming(old, None, Settings(10.0, "world"), 10.0, grows=True)
+    monkeypatch.setattr(formation, "answers", lambda peer, token: asked.append(token) or token == "a")
+    made = GroupFormation(old, None, Settings(10.0, "world"), 10.0, grows=True)
     made._joiners = dict.fromkeys("abc")
     for _ in range(3):
         made._check_at = 0.0
@@ -331,7 +331,7 @@ def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
     def recorded(hosts, electors, request, again_s=None):
         told.append((set(hosts), request["what"], request.get("ballot")))
         simulated = {host: [relaying.simulated.process(host)] for host in hosts}
-        return Inquiry(simulated, "token", request, again_s)
+        return RepeatedRequest(simulated, "token", request, again_s)
 
     monkeypatch.setattr(relaying.group, "inquiry", recorded)
     relaying.group.decide(1, True, 3, 10.0)

@@ -1,6 +1,6 @@
 """``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
 
-Input: the memory of this rank's host, and where the ranks of other hosts listen (``contact``). Output: decisions, the
+Input: the memory of this rank's host, and where ranks of other hosts listen (``peer_requests``). Output: decisions, the
 same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
 lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
 speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
@@ -20,9 +20,9 @@ from itertools import zip_longest
 from typing import Final
 
 from ...errors import ExcludedError
-from ..connections import contact
-from ..connections.contact import Json, Peer, Place
-from ..connections.inquiry import Inquiry
+from ..connections import peer_requests
+from ..connections.peer_requests import Json, Peer, Place
+from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
 from ..intra_host.shared_memory import RankMemory
 from ..peers import PeerInfo
@@ -199,7 +199,7 @@ class Agreements:
         except Overtaken:
             return _MOVED
         except (OSError, ValueError):  # the memory is closed, or the request is not valid
-            return contact.elsewhere(self.token, request)
+            return peer_requests.elsewhere(self.token, request)
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:
@@ -238,11 +238,11 @@ class Agreements:
 
     def inquiry(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
-    ) -> Inquiry:
+    ) -> RepeatedRequest:
         """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
         processes = {host: [self._peers[rank] for rank in self._hosts[host] if rank in electors] for host in hosts}
         relays = {host: self.relays(host, electors) for host in processes}
-        return Inquiry(processes, self.token, request, again_s, relays)
+        return RepeatedRequest(processes, self.token, request, again_s, relays)
 
     def forget_relays(self, members: Sequence[int]) -> None:
         """Use only ``members`` as relays from now on: others may leave at any time."""
@@ -281,7 +281,7 @@ class Reach:
 
     def __init__(self, group: Agreements, members: Sequence[int]) -> None:
         self._group, self._members = group, members
-        self._inquiry: Inquiry | None = None
+        self._inquiry: RepeatedRequest | None = None
 
     def is_beyond(self, rank: int) -> bool:
         """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
@@ -301,7 +301,7 @@ class Watch:
 
     def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
         self._group, self._electors, self._number = group, electors, group.number + 1
-        self._inquiry: Inquiry | None = None
+        self._inquiry: RepeatedRequest | None = None
 
     def lost(self) -> list[int]:
         """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
@@ -342,7 +342,7 @@ class _Speaker:
         self._weights = Counter(group._host_of[rank] for rank in electors)
         self._others = [host for host in self._weights if host != group._own]
         self._turn = sorted(self._weights).index(group._own)
-        self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
+        self._statuses: RepeatedRequest | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
         self._late: list[int] = []  # those of this host when they were last looked at
         self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
@@ -376,7 +376,7 @@ class _Speaker:
                 return False
         return self._vote(Decision.of(contributions), self._statuses)
 
-    def _read(self, statuses: Inquiry, wait_s: float = 0.0) -> None:
+    def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
         """Note the new answers of other hosts."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
@@ -392,7 +392,7 @@ class _Speaker:
         """Return whether this host knows the decision, such as from the speaker of another host."""
         return self._group._registers.decision(self._number) is not None
 
-    def _ready(self, statuses: Inquiry) -> dict[int, Contribution] | None:
+    def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
 
         What a host has answered before it fell silent does not count: its ranks could not go on with the others.
@@ -423,7 +423,7 @@ class _Speaker:
                 contributions[int(rank)] = Contribution(self._number, kind, flag, progress)
         return contributions
 
-    def _vote(self, decision: Decision, statuses: Inquiry) -> bool:
+    def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
         """Try to make a decision final; return whether it is."""
         group, number, own = self._group, self._number, self._group._own
         registers = group._registers
@@ -477,7 +477,7 @@ class _Speaker:
                     if is_enough():
                         return
 
-    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: Inquiry) -> None:
+    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: RepeatedRequest) -> None:
         """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
 
         If this process ended at once, they could decide something else without it. A silent host could do so anyway.
@@ -485,7 +485,7 @@ class _Speaker:
         _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
 
 
-def _wait_until_noted(inquiry: Inquiry, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
+def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
     """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
     until = time.monotonic() + _TOLD_S
     inquiry.read()

@@ -17,8 +17,8 @@ from typing import Final
 
 from ...errors import ReductionError
 from .channel import AuthenticatedChannel, connected
-from .contact import Json
 from .listener import MOST_UNKNOWN, Listener
+from .peer_requests import Json
 
 CONNECT_S: Final = 2.0  # how long a connection may take
 LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer

@@ -1,4 +1,4 @@
-"""``Contact``: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
+"""Requests from rank to rank: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
 process has one listening socket and one thread, from its first group to the end of its last one; and another one at
@@ -219,7 +219,7 @@ class Peer:
         self.reached_at, self.refused = -math.inf, False
         self.tried_until = (
             -math.inf
-        )  # until when no other direct request is sent while there is a relay; see ``Inquiry``
+        )  # until when no other direct request is sent while there is a relay; see ``RepeatedRequest``
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.

@@ -2,7 +2,7 @@
 
 Input: the earlier group, its ranks that are left, and a function that makes a group of ranks that meet at a store.
 Output: such a group with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks
-find each other through ``contact``.
+find each other through ``peer_requests``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 from ...errors import PeerLostError, message
 from ..agreement.agreement import Reach
 from ..communicator import Communicator
-from ..connections.contact import ANSWER_S, Ended, Peer, Place
-from ..connections.inquiry import Inquiry
+from ..connections.peer_requests import ANSWER_S, Ended, Peer, Place
 from ..connections.rendezvous import Origin
+from ..connections.repeated_request import RepeatedRequest
 from ..connections.store import CONNECT_S, StoreClient
 from .survivors import Closable, Reformed
 
@@ -67,7 +67,7 @@ class GroupKind(Generic[Group]):
     new_group: Callable[[Any, int, int, Settings, Origin], Group]
 
 
-class Forming(Generic[Group]):
+class GroupFormation(Generic[Group]):
     """The new group of some ranks of a group, and of the processes that want to join if ``grows``.
 
     ``timeout_s``: how long the rank that serves the store is waited for.
@@ -116,7 +116,7 @@ class Forming(Generic[Group]):
             asked = others[start : start + _AT_ONCE]
             relays = {rank: agreements.relays(agreements.host_of(rank), members) for rank in asked}
             processes = {rank: [agreements.peer(rank)] for rank in asked}
-            inquiry = Inquiry(processes, self._old.token, {"what": "waiting"}, relays=relays)
+            inquiry = RepeatedRequest(processes, self._old.token, {"what": "waiting"}, relays=relays)
             until = time.monotonic() + ANSWER_S
             while len(inquiry.found) < len(asked) and time.monotonic() < until:
                 inquiry.read(PAUSE_S)
@@ -154,7 +154,7 @@ class Forming(Generic[Group]):
     def _asked(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
         relays = {0: self._agreements.relays(self._agreements.host_of(members[0]), members)}
-        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
+        inquiry = RepeatedRequest({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             inquiry.read(PAUSE_S)

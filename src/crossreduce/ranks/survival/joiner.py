@@ -14,11 +14,11 @@ from typing import Final, Generic
 from ...errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message
 from ..agreement.agreement import read_decision
 from ..communicator import Communicator
-from ..connections import contact
-from ..connections.contact import Ended, Json, Peer, Place
+from ..connections import peer_requests
+from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
 from ..transports import tcp
-from .forming import PAUSE_S, Group, GroupKind, Settings, connected
+from .formation import PAUSE_S, Group, GroupKind, Settings, connected
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -81,12 +81,12 @@ class Joiner(Generic[Group]):
         self._offer: dict[str, Json] | None = None
         found = {tcp.loopback(address) for place in places for address in place.addresses}
         self._listen_at = found.pop() if len(found) == 1 else ""  # a group at the loopback address has no other one
-        self._own = contact.listen(self._listen_at)
-        contact.register(self._token, self._answer, self._listen_at)
+        self._own = peer_requests.listen(self._listen_at)
+        peer_requests.register(self._token, self._answer, self._listen_at)
 
     def close(self) -> None:
         """Stop answering requests."""
-        contact.unregister(self._token, address=self._listen_at)
+        peer_requests.unregister(self._token, address=self._listen_at)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:
         if request["what"] == "admit":
