@@ -217,9 +217,8 @@ class Peer:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
         self.reached_at, self.refused = -math.inf, False
-        self.tried_until = (
-            -math.inf
-        )  # until when no other direct request is sent while there is a relay; see ``RepeatedRequest``
+        # Until when no other direct request is sent while there is a relay; see ``RepeatedRequest``.
+        self.tried_until = -math.inf
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.

@@ -91,10 +91,8 @@ class StoreRendezvous:
             self._raise_cause()
             self.watch()
             if time.monotonic() > deadline:
-                late = [
-                    rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
-                ]
-                if late:
+                pairs = zip(keys, self._global_ranks, strict=True)
+                if late := [rank for key, rank in pairs if not self._store.check([key])]:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"

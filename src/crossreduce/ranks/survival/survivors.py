@@ -192,9 +192,8 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
     if failure is not None:
         raise failure
     problem = f'the ranks of group "{group.name}" do not form it again together.'
-    raise ContextError.of(
-        problem, "other ranks call something else", "the same calls of agree, shrink, grow on all ranks"
-    )
+    remedy = "the same calls of agree, shrink, grow on all ranks"
+    raise ContextError.of(problem, "other ranks call something else", remedy)
 
 
 class _Watch:
