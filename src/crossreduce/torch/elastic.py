@@ -21,7 +21,7 @@ from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .group import BACKEND, READY, Group, given_group
+from .group import BACKEND, READY, Group, find_group
 from .options import Options
 from .peer_store import PeerStore
 
@@ -222,7 +222,7 @@ def group_of(group: Any) -> Group:
       ArgumentError: there is no default group, or the group has another backend.
       ContextError: the group was destroyed.
     """
-    found: Group = given_group(group)
+    found: Group = find_group(group)
     found.queue.require_open()
     return found
 

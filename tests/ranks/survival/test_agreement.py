@@ -232,7 +232,7 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
 def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
     """The rank that has found this out does not ask it, or another one, again while it tells the others."""
     asked, old = [], SimpleNamespace(agreements=None)
-    monkeypatch.setattr(formation, "answers", lambda peer, token: asked.append(token) or token == "a")
+    monkeypatch.setattr(formation, "is_answering", lambda peer, token: asked.append(token) or token == "a")
     made = GroupFormation(old, None, Settings(10.0, "world"), 10.0, grows=True)
     made._joiners = dict.fromkeys("abc")
     for _ in range(3):

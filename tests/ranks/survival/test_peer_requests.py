@@ -156,9 +156,9 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
     """The timeout of shrink applies to each rank, although that of the group may be much longer."""
     agreements = SimpleNamespace(relays=lambda *_: [], host_of=lambda rank: 0)
     old = SimpleNamespace(token="third", agreements=agreements)
-    forming = GroupFormation(old, None, Settings(300, "world"), 0.2, grows=False)
+    formation = GroupFormation(old, None, Settings(300, "world"), 0.2, grows=False)
     with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
-        forming._asked(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
+        formation._ask_for_store(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
 
 
 # Relays

@@ -199,7 +199,7 @@ class Agreements:
         except Overtaken:
             return _MOVED
         except (OSError, ValueError):  # the memory is closed, or the request is not valid
-            return peer_requests.elsewhere(self.token, request)
+            return peer_requests.redirection(self.token, request)
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
-from .channel import AuthenticatedChannel, connected
+from .channel import AuthenticatedChannel, open_channel
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
@@ -88,7 +88,7 @@ class _Contact:
         request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        found = answer(request) if answer else elsewhere(token, request)
+        found = answer(request) if answer else redirection(token, request)
         if "addresses" in found:
             _pass_on(channel, found["addresses"], int(request["port"]), is_known=found["known"])
         else:
@@ -144,7 +144,7 @@ def unregister(token: str, successor: Successor | None = None, address: str = ""
                 found.listener.close()
 
 
-def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
+def redirection(token: str, request: dict[str, Json]) -> dict[str, Json]:
     """Return the answer to a request to a group that this process is not in, or not any more."""
     found = _successors.get(token)
     if found is None:
@@ -274,7 +274,7 @@ class Peer:
     def _answer(
         self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
     ) -> dict[str, Json]:
-        channel = connected(connection, bytes.fromhex(self.place.key), deadline)
+        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
@@ -303,7 +303,7 @@ class Peer:
         """
         made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
-            channel = connected(made, bytes.fromhex(relay.place.key), deadline)
+            channel = open_channel(made, bytes.fromhex(relay.place.key), deadline)
             channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
             answer = channel.receive(deadline)
         except BaseException:

@@ -18,7 +18,7 @@ from ..connections import peer_requests
 from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
 from ..transports import tcp
-from .formation import PAUSE_S, Group, GroupKind, Settings, connected
+from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -105,7 +105,7 @@ class Joiner(Generic[Group]):
             if offer is None:
                 continue
             try:
-                made = self._formed(offer, deadline + _FORMING_S)
+                made = self._form(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
             if self._is_valid(offer, made, deadline + _FORMING_S):
@@ -142,7 +142,7 @@ class Joiner(Generic[Group]):
             raise PeerLostError(message(problem, f"{ended} ranks have ended", "a new invitation"))
         return None
 
-    def _formed(self, offer: dict[str, Json], deadline: float) -> Group:
+    def _form(self, offer: dict[str, Json], deadline: float) -> Group:
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
@@ -155,7 +155,7 @@ class Joiner(Generic[Group]):
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connected(self._kind, leader, offer["token"], offer["port"], watch)
+        store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
