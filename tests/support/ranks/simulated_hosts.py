@@ -5,7 +5,7 @@ import itertools
 from queue import Empty
 from types import SimpleNamespace
 
-from crossreduce.ranks import agreement
+from crossreduce.ranks.agreement import agreement
 from crossreduce.ranks.connections import repeated_request
 from crossreduce.ranks.connections.peer_requests import Ended
 
