@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossreduce as cr
-from crossreduce.cli.arguments import read_device_list, read_link, read_node, read_subset
-from crossreduce.cli.output import grouped, ranges
+from crossreduce.cli.app import MOVED, app
+from crossreduce.cli.support.arguments import read_device_list, read_link, read_node, read_subset
+from crossreduce.cli.support.output import grouped, ranges
 from crossreduce.options import ALGORITHMS
 from crossreduce.topology.discover import discover
 
@@ -62,13 +63,38 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
 )
 def test_a_wrong_argument_is_one_line(crossreduce, monkeypatch, line, words):
     """A wrong argument exits with 2 and one line that names the option, before anything runs."""
-    monkeypatch.setattr("crossreduce.cli.train.load", None)
+    monkeypatch.setattr("crossreduce.cli.train.command.load", None)
     monkeypatch.setattr("crossreduce.cli.bench.devices.load", None)
     code, out, error = crossreduce(*line.split())
     assert (code, out) == (2, "")
     assert words in error
     assert error.startswith("crossreduce: ")
     assert error.count("\n") == 1
+
+
+def test_the_help_of_each_command_fits_a_screen(printed):
+    """At 80 columns the help of each command has at most 50 lines, and ``plan`` has at most 14 options."""
+    for command in app.registered_commands:
+        lines = printed(command.callback.__name__, "--help").splitlines()
+        assert len(lines) <= 50, command.callback.__name__
+        assert max(map(len, lines)) <= 80
+    options = set(re.findall(r"^ +(?:-\w, )?--([\w-]+)", printed("plan", "--help"), re.MULTILINE)) - {"help"}
+    assert 10 < len(options) <= 14
+
+
+def test_old_spellings_name_the_new_ones(crossreduce):
+    """An option of an earlier version exits with 2, and names a command and option that exist."""
+    commands = {command.callback.__name__ for command in app.registered_commands}
+    for command, options in MOVED.items():
+        helped = crossreduce(command, "--help")[1]
+        for option, new in options.items():
+            assert option not in helped.split()
+            for line in ([command, "dgx-1v", option, "2x4"], [command, f"{option}=a.xml", "dgx-1v", "--json"]):
+                code, out, error = crossreduce(*line)
+                assert (code, out, error) == (2, "", f"crossreduce: {command} has no {option}.  try: {new}\n")
+            (target,) = set(re.findall(r"crossreduce (\w+)", new))
+            assert target in commands
+            assert set(re.findall(r"--[\w-]+", new)) <= set(re.findall(r"--[\w-]+", crossreduce(target, "--help")[1]))
 
 
 @pytest.mark.parametrize("line", ["plan", "verify", "plan dgx-1v --steep", "topology dgx-1v --hosts two"])
@@ -100,7 +126,7 @@ def test_a_missing_module_is_named_with_its_extra(module, line, remedy):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize(("command", "load"), [("train", "train.load"), ("bench", "bench.devices.load")])
+@pytest.mark.parametrize(("command", "load"), [("train", "train.command.load"), ("bench", "bench.devices.load")])
 def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, load):
     """A run that fails does not change an existing JSON file, and leaves no other file in its folder."""
 

@@ -220,7 +220,7 @@ def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doct
         out,
     )
     assert "ranks 0, 1 were in op 38" in out
-    assert "one_stops (test_cli_doctor.py:" in out
+    assert "one_stops (cli/test_cli_doctor.py:" in out
 
 
 def kill_after_dumps(pids, dump_directory, count):

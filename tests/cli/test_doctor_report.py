@@ -11,9 +11,9 @@ from browser import chromium, require_browser
 from histories import history, new_dump
 from paths import SUPPORT
 
-from crossreduce.cli import timeline
-from crossreduce.cli.diagnosis import diagnose
-from crossreduce.cli.timeline import Axis, CallBar, RankRow
+from crossreduce.cli.doctor import timeline
+from crossreduce.cli.doctor.diagnosis import diagnose
+from crossreduce.cli.doctor.timeline import Axis, CallBar, RankRow
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.diagnostics import CallSignature, timeout_text
 from crossreduce.observe.flight_recorder import Frame, History, Op, Thread

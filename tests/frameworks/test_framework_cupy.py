@@ -464,5 +464,5 @@ def test_the_command_line(crossreduce, cupy, tmp_path):
     code, out, error = crossreduce("bench", "--framework", "cupy", "--devices", "cuda:0-1", *sizes)
     assert (code, error) == (0, "")
     assert "2048" in out
-    line = "from crossreduce.cli.trainers import available_devices; print(available_devices('cupy'))"
+    line = "from crossreduce.cli.train.trainers import available_devices; print(available_devices('cupy'))"
     assert python(line, STANDINS) == ", ".join(f"cuda:{k}" for k in range(8)) + "\n"

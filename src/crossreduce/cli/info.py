@@ -27,7 +27,7 @@ from ..engines.nccl_library import library
 from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
 from ..topology.discover import discover
-from .output import terminal
+from .support.output import terminal
 
 DISTRIBUTIONS: Final = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
@@ -64,7 +64,7 @@ def framework_info(name: str) -> dict[str, Any]:
     found = installed(name)
     if found is None:
         return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
-    command = [sys.executable, "-m", f"{__package__}.trainers", name]
+    command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)

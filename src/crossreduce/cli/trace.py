@@ -28,14 +28,14 @@ from ..observe.traces.clocks import ClockShift, align
 from ..observe.traces.summary import SummaryRow, straggler, summarize
 from ..ops import ReduceOp, copying
 from ..packing import itemsize
-from ..ranks.inter_host.host_parts import host_names, host_schedule
+from ..ranks.inter_host.two_level import host_names, host_schedule
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate
 from ..topology import Topology
-from .output import atomic_file, print_lines, printable, progress, short_size, terminal
-from .rates import NOTEWORTHY, percent_text, waiting_sentence
-from .tables import TableColumn, fitted, without
+from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
+from .support.tables import TableColumn, fitted, without
+from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
 MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each

@@ -19,7 +19,7 @@ from .. import Schedule
 from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
-from .output import Bar, progress
+from .support.output import Bar, progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
@@ -29,7 +29,7 @@ def verify(
         Path,
         Argument(
             metavar="FILE|DIR",
-            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of plan --bundle.",
+            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of bundle.",
         ),
     ],
 ) -> None:
@@ -37,7 +37,7 @@ def verify(
 
     Each result contains each contribution exactly once; MSCCL XML and MSCCL++
     plans are also proved to be free of deadlocks and races. In a folder that
-    plan --bundle wrote, all files are proved, and the sizes for which they are.
+    crossreduce bundle wrote, all files are proved, and the sizes for which they are.
     The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
     verified.
     """
@@ -66,7 +66,7 @@ def _proved(file: Path, read: Callable[[], None]) -> str:
     try:
         proof = _read(file)
     except ScheduleError as error:
-        kinds = "MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON (plan --export plan.json)"
+        kinds = "MSCCL XML (<algo>), MSCCL++ plans, and schedules in JSON (crossreduce export MACHINE plan.json)"
         raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
     read()
     try:
@@ -138,7 +138,7 @@ def _about(file: Path) -> dict[str, Any]:
             raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
         raise ArgumentError(
-            f"{file} cannot be read: {error.strerror}. A folder must be one of plan --bundle."
+            f"{file} cannot be read: {error.strerror}. A folder must be one of crossreduce bundle."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error

@@ -275,7 +275,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < self.size():  # gloo would crash
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
-        self.communicator.require_link(method, peer)
+        self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
@@ -324,7 +324,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
         """Return the error to raise for one of gloo, which it is itself if it is not about connections."""
         found = translated(error)
-        return error if found is None else self.communicator.message_failure(method, peer, found)
+        return error if found is None else self.communicator.detector.message_failure(method, peer, found)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ def interrupted_in_recv(folder):
     """Rank 0 is interrupted while it waits for a message; its and the others' next calls name it, and the directory of
     the dumps, in which the doctor finds the reason."""
     from crossreduce import PeerLostError
-    from crossreduce.cli.diagnosis import diagnose
+    from crossreduce.cli.doctor.diagnosis import diagnose
     from crossreduce.observe.flight_recorder import read
 
     dumps = os.environ["CROSSREDUCE_DUMP_DIR"] = f"{folder}/dumps"

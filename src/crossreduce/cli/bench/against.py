@@ -25,8 +25,8 @@ from ... import __version__, kernels
 from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
 from ...planning.explain import duration, size
-from ..output import atomic_file, atomic_json, drawing, progress, terminal
-from ..trainers import TRAINERS
+from ..support.output import atomic_file, atomic_json, drawing, progress, terminal
+from ..train.trainers import TRAINERS
 from . import nccl_tests, ranks
 from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
 from .launch import launch, terminate

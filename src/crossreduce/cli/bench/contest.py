@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import AllReduceCrossDeviceOps, PerReplica, keep_memory
 from ...errors import ReductionError
-from ..trainers import load
+from ..train.trainers import load
 from . import exact
 from .ranks import MPIS, OURS, Backend, MpiBackend, TorchBackend, combined
 from .ranks import PEERS as RANK_PEERS

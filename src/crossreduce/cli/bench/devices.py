@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
-from ..output import atomic_json, print_lines
-from ..trainers import Trainer, load
+from ..support.output import atomic_json, print_lines
+from ..train.trainers import Trainer, load
 from . import exact, nccl_tests
 from .request import BenchRequest, Measure, Row
 

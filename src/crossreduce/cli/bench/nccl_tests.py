@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import __version__
 from ...devices import parse
-from ..output import print_lines, progress
+from ..support.output import print_lines, progress
 from .request import BenchRequest, Row, Timing
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, ReductionError, UnsupportedError
-from ..output import atomic_json, print_lines
-from ..trainers import load
+from ..support.output import atomic_json, print_lines
+from ..train.trainers import load
 from . import exact, nccl_tests
 from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing

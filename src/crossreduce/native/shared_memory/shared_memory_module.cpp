@@ -339,7 +339,7 @@ PyObject *memory_describe(PyObject *object, PyObject *args) {
 PyObject *memory_count_between_hosts(PyObject *object, PyObject *args) {
     long long ns;
     if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->count_between_hosts(ns < 0 ? 0 : static_cast<uint64_t>(ns));
+    memory_of(object)->memory->calls.add_between_hosts(ns < 0 ? 0 : static_cast<uint64_t>(ns));
     Py_RETURN_NONE;
 }
 
@@ -365,7 +365,7 @@ PyObject *memory_trace_to(PyObject *object, PyObject *args) {
             file = TraceFile::open(fd, {json, static_cast<size_t>(length)}, limit);
             if (!file) return PyErr_SetFromErrno(PyExc_OSError);
         }
-        memory_of(object)->memory->trace_to(std::move(file));
+        memory_of(object)->memory->calls.trace_to(std::move(file));
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
@@ -374,13 +374,13 @@ PyObject *memory_trace_to(PyObject *object, PyObject *args) {
 
 PyObject *memory_trace_problem(PyObject *object, PyObject *) {
     if (!usable(memory_of(object), false)) return nullptr;
-    return PyLong_FromLong(memory_of(object)->memory->trace_problem());
+    return PyLong_FromLong(memory_of(object)->memory->calls.trace_problem());
 }
 
 PyObject *memory_trace_queued(PyObject *object, PyObject *args) {
     long long ns;
     if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), false)) return nullptr;
-    memory_of(object)->memory->queued_ns = ns;
+    memory_of(object)->memory->calls.queued_ns = ns;
     Py_RETURN_NONE;
 }
 
@@ -388,7 +388,7 @@ PyObject *memory_trace(PyObject *object, PyObject *args) {
     int phase;
     Py_ssize_t stage;
     if (!PyArg_ParseTuple(args, "in", &phase, &stage) || !usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->trace(static_cast<Phase>(phase), static_cast<size_t>(stage));
+    memory_of(object)->memory->calls.trace(static_cast<Phase>(phase), static_cast<size_t>(stage));
     Py_RETURN_NONE;
 }
 
