@@ -49,8 +49,8 @@ class Answering:
         self.simulated = SimulatedHosts(monkeypatch, self._answer)
         self.registers = Registers()
         self.group = SimpleNamespace(
-            _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=self.registers, token="",
-            _peers={rank: self.simulated.process(rank) for rank in (1, 2)}, _rank=0, number=0,
+            host_of=lambda rank: rank, hosts=((0,), (1,), (2,)), own_host=0, registers=self.registers, token="",
+            others={rank: self.simulated.process(rank) for rank in (1, 2)}, rank=0, number=0,
             request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
             relays=lambda *_: [],
         )  # fmt: skip
