@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 from ..errors import ContextError
 from ..ranks.communicator import Communicator
+from ..ranks.connections.peers import Hosts
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, StoreRendezvous
 from ..ranks.connections.store import StoreClient, StorePart
-from ..ranks.membership import Hosts
 from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
