@@ -18,7 +18,6 @@ LARGE_FILES: dict[str, int] = {
     "native/mailboxes/mailboxes.cpp": 455,
     "native/shared_memory/shared_memory_module.cpp": 467,
     "planning/planners.py": 505,
-    "ranks/agreement/agreement.py": 507,
     "ranks/communicator.py": 451,
     "schedule/traffic.py": 465,
     "topology/topology.py": 476,

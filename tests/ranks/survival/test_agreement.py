@@ -7,7 +7,8 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
+from crossreduce.ranks.agreement.agreement import Agreements, _Speaker
+from crossreduce.ranks.agreement.lost_ranks import Reach, Watch
 from crossreduce.ranks.connections.peer_requests import Place
 from crossreduce.ranks.connections.peers import PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous

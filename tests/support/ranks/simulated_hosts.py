@@ -5,7 +5,7 @@ import itertools
 from queue import Empty
 from types import SimpleNamespace
 
-from crossreduce.ranks.agreement import agreement
+from crossreduce.ranks.agreement import agreement, lost_ranks
 from crossreduce.ranks.connections import repeated_request
 from crossreduce.ranks.connections.peer_requests import Ended
 
@@ -24,7 +24,7 @@ class SimulatedHosts:
             hosts = self
 
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        for module in (agreement, repeated_request):
+        for module in (agreement, lost_ranks, repeated_request):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(repeated_request, "Queue", SimulatedQueue)
         monkeypatch.setattr(repeated_request, "start_new_thread", self._run)

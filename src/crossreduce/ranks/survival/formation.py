@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...errors import PeerLostError, message
-from ..agreement.agreement import Reach
+from ..agreement.lost_ranks import Reach
 from ..communicator import Communicator
 from ..connections.peer_requests import ANSWER_S, Ended, Peer, Place
 from ..connections.rendezvous import Origin

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError, message, rank_list
 from ...observe.diagnostics import UNUSABLE
-from ..agreement.agreement import Watch
+from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
 
 AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision has the greatest one
