@@ -86,9 +86,7 @@ class Communicator:
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
             self.token = members.token  # names the group to other processes
-            self.successor: peer_requests.Successor | None = (
-                None  # the later form of the group in which this rank goes on
-            )
+            self.successor: peer_requests.Successor | None = None  # the later form of this group
             self.traced: Path | None = None  # the file to which the calls are written
             self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
             self.transport, self._own_transport = connected, connected if callable(transport) else None
