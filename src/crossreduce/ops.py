@@ -113,7 +113,7 @@ ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multip
 """For the name of each elementwise function, that of the function that combines an array along an axis."""
 
 
-def copying(dtype: str) -> Numbers:
+def copy_numbers(dtype: str) -> Numbers:
     """Return the ``Numbers`` of a copy."""
     return Numbers(ReduceOp.SUM, dtype, dtype, dtype, 1)
 

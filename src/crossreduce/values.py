@@ -108,7 +108,7 @@ class DistributedValues:
                 raise ArgumentError.of(problem, given, "devices=None: each component stays on its device")
 
     @classmethod
-    def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
+    def from_parts(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
         """Return a value made of valid parts; nothing is checked."""
         made = cls.__new__(cls)
         made._values = values

@@ -113,7 +113,7 @@ EXCEPTIONS = {
     "planning.optimal.few_step.hops": {"numpy"},
     "planning.optimal.few_step.program": {"numpy"},
     "planning.optimal.few_step.units": {"numpy"},
-    "schedule.usage": {"numpy"},  # arrays of the use of links over time; only reports need them
+    "schedule.link_use": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
@@ -201,12 +201,12 @@ NEEDED = {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
     "planning.optimal.few_step.units": {"numpy"},  # rounds shares to units
     "planning.plans": {"os"},  # the type of a path
-    "schedule.usage": {"numpy"},  # adds up the transfers of a link
+    "schedule.link_use": {"numpy"},  # adds up the transfers of a link
     "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
-    "topology.kinds": {"importlib"},  # reads the package's own data files
+    "topology.link_kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
-    "topology.given": {"os", "pathlib"},  # whether a name is that of a file
+    "topology.topology_like": {"os", "pathlib"},  # whether a name is that of a file
     "topology.discover": {"os", "pathlib"},  # inspects this machine
     "topology.formats.nccl_xml": {"xml"},
     "topology.nvml": {"ctypes"},  # calls the driver's library

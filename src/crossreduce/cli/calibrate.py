@@ -20,7 +20,7 @@ from ..planning.calibration import ASSUMED, Calibration, Estimate, algorithm_of
 from ..planning.calibration import calibrate as calibrate_links
 from ..planning.explain import duration, size
 from ..schedule.schedule import many
-from ..topology.measured import LARGEST, Measurement, read_measurements
+from ..topology.measurements import LARGEST, Measurement, read_measurements
 from .support.arguments import one_of
 from .support.output import atomic_file, progress, rate_json
 from .support.plans import (

@@ -26,7 +26,7 @@ from ..observe.traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, new
 from ..observe.traces.chrome import Predict, to_chrome
 from ..observe.traces.clocks import ClockShift, align
 from ..observe.traces.summary import SummaryRow, straggler, summarize
-from ..ops import ReduceOp, copying
+from ..ops import ReduceOp, copy_numbers
 from ..packing import itemsize
 from ..ranks.inter_host.two_level import host_names, host_schedule
 from ..ranks.intra_host.instructions import reduction_numbers
@@ -137,7 +137,7 @@ def _prediction(given: Topology | None) -> Predict:
         collective, root = match["collective"], match["root"]
         op, dtype, ranks = match["op"], match["dtype"], sum(map(len, hosts))
         try:
-            numbers = copying(dtype)
+            numbers = copy_numbers(dtype)
             if op:
                 numbers = reduction_numbers(ReduceOp(op.removeprefix(EXACT)), dtype, ranks, op.startswith(EXACT))
             widened = partial_itemsize(numbers) > itemsize(numbers.result)

@@ -172,7 +172,7 @@ class NumPy:
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
-            raise beyond(int(indices.min()), int(indices.max()), shape)
+            raise index_error(int(indices.min()), int(indices.max()), shape)
         out = np.zeros(shape, DTYPES_BY_NAME[dtype])
         with _quiet():
             np.add.at(out, indices, sparse.values)
@@ -216,7 +216,7 @@ class NumPy:
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        raise AssertionError("NumPy has no gradients")
+        raise AssertionError(f"{self.name} has no gradients")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         made = self.clone(x)
@@ -248,7 +248,7 @@ def _divide(x: Array, divisor: int) -> None:
         np.true_divide(part, divisor, out=part)
 
 
-def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
+def index_error(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
     problem = "a sparse array has an index outside its dense shape."
     given = f"indices from {lowest} to {highest}, shape {shape}"

@@ -25,7 +25,7 @@ from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse
-from .numpy import beyond
+from .numpy import index_error
 
 _RAW: Final = tf.raw_ops
 _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1
@@ -172,10 +172,10 @@ class TensorFlow(Immutable):
             if isinstance(inner, tf.Variable):
                 value = inner
             if not isinstance(value, tf.Variable):
-                raise _unsupported(value)
+                raise _unsupported_error(value)
             value = tf.convert_to_tensor(value)
         if value.dtype not in _NAMES or value.shape.rank is None:
-            raise _unsupported(value)
+            raise _unsupported_error(value)
         return value
 
     def spec(self, x: Array) -> TensorSpec:
@@ -234,7 +234,7 @@ class TensorFlow(Immutable):
             return x
         with _at(x):
             if numbers.divisor != 1:
-                x = _divided(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
+                x = _divide(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
             return _cast(x, _DTYPES[numbers.result])
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
@@ -287,7 +287,7 @@ class TensorFlow(Immutable):
         if not tf.is_symbolic_tensor(indices) and math.prod(indices.shape):
             known = indices.numpy()
             if known.min() < 0 or known.max() >= shape[0]:
-                raise beyond(int(known.min()), int(known.max()), shape)
+                raise index_error(int(known.min()), int(known.max()), shape)
         with _at(values):
             return _RAW.ScatterNd(
                 indices=tf.expand_dims(indices, 1), updates=values, shape=tf.constant(shape, indices.dtype)
@@ -301,10 +301,10 @@ class TensorFlow(Immutable):
         return tf.IndexedSlices(sparse.values, sparse.indices, shape)
 
 
-def _divided(x: Array, divisor: int) -> Array:
+def _divide(x: Array, divisor: int) -> Array:
     """Return ``x / divisor``, rounded once; a multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
-        return tf.complex(_divided(tf.math.real(x), divisor), _divided(tf.math.imag(x), divisor))
+        return tf.complex(_divide(tf.math.real(x), divisor), _divide(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)
     if not tf.executing_eagerly():
         # Grappler would multiply by a constant's rounded reciprocal; it does not treat a placeholder as a constant.
@@ -313,7 +313,7 @@ def _divided(x: Array, divisor: int) -> Array:
     return _RAW.RealDiv(x=x, y=y)
 
 
-def _unsupported(value: Any) -> UnsupportedError:
+def _unsupported_error(value: Any) -> UnsupportedError:
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
         problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"

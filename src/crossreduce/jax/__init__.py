@@ -20,9 +20,9 @@ try:
     import jax.numpy as jnp
     from jax import lax
 except ImportError as error:
-    from ..frameworks import missing
+    from ..frameworks import missing_framework
 
-    raise missing("crossreduce.jax needs JAX, but", "jax", error) from error
+    raise missing_framework("crossreduce.jax needs JAX, but", "jax", error) from error
 
 from ..engines.jax import in_process, spmd
 from ..engines.jax.axes import MeshAxes, read_axes, unreduced, varying

@@ -15,7 +15,7 @@ from typing import Final
 from ..errors import ReductionError, UnsupportedError
 from ..observe.counters import Stats
 from ..observe.diagnostics import call_text, op_text, planned_text
-from ..ops import COMPLEX, ReduceOp, copying
+from ..ops import COMPLEX, ReduceOp, copy_numbers
 from ..topology import Topology
 from . import tracing
 from .array_views import ArrayView, encoded_text, require_alike, require_root
@@ -180,7 +180,7 @@ class Communicator:
         """
         self.calls.run(
             text,
-            lambda: self._engine.compile("", 0, copying("uint8"), None, encoded_text(text)),
+            lambda: self._engine.compile("", 0, copy_numbers("uint8"), None, encoded_text(text)),
             (),
             None,
             self._release,
@@ -424,7 +424,7 @@ class Communicator:
         """Run a collective on arrays of ``array``'s size and dtype: reduce them by ``op``; ``None``: copy them."""
 
         def compiled() -> RankExecutable:
-            numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
+            numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
             text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
             return self._engine.compile(name, array.size, numbers, root, encoded_text(text))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final, Protocol
 
-from ..engines.host.prepared import compiled
+from ..engines.host.prepared import compiled_module
 from ..ops import ReduceOp
 from .array_views import ArrayView
 from .communicator import Communicator
@@ -49,7 +49,7 @@ NO_CALLS: Final[RankCalls] = _NoCalls()
 
 def new_calls(communicator: Communicator) -> RankCalls:
     """Return an object for the prepared calls of a group. If its ranks are on several hosts, none are prepared."""
-    module = compiled() if len(communicator.hosts) == 1 else None
+    module = compiled_module() if len(communicator.hosts) == 1 else None
     return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock, SLICE_S)
 
 

@@ -68,7 +68,9 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
     ) -> list[Mirrored]:
         jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
-        return reduce_batch(jobs, packing, self._planner(options), self._topology, None, self._prepared(), options)
+        return reduce_batch(
+            jobs, packing, self._planner(options), self._topology, None, self._prepared_calls(), options
+        )
 
     def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
         return broadcast_array(tensor, destinations, self._planner(DEFAULT), self._topology)

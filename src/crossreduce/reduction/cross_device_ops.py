@@ -333,7 +333,7 @@ class BatchReducingOps(CrossDeviceOps):
         names = ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         return kind is own or all(getattr(kind, name, None) is getattr(own, name, None) for name in names)
 
-    def _prepared(self) -> Calls | None:
+    def _prepared_calls(self) -> Calls | None:
         """Return where to add a call, so that later ones run in compiled code; ``None``: none can be prepared."""
         if self._calls is None and self._is_own():
             object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
@@ -395,7 +395,7 @@ class ReductionToOneDevice(BatchReducingOps):
             for job in jobs:
                 job[0].facts.framework.require((self._root,))
         if self._accumulate is None:
-            return reduce_to_one(jobs, self._root, self._prepared(), options)
+            return reduce_to_one(jobs, self._root, self._prepared_calls(), options)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
             raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
@@ -403,7 +403,7 @@ class ReductionToOneDevice(BatchReducingOps):
             problem = "accumulation_fn replaces the sum, so the sum cannot be made exact."
             raise ArgumentError.of(problem, "exact=True", "ReductionToOneDevice() without accumulation_fn")
         return [
-            reduce_to_one([job], self._root)[0] if job[0].facts.sparse else self._accumulated(reduce_op, job)
+            reduce_to_one([job], self._root)[0] if job[0].facts.sparse else self._reduce_by_function(reduce_op, job)
             for job in jobs
         ]
 
@@ -411,7 +411,7 @@ class ReductionToOneDevice(BatchReducingOps):
         check_overlap(jobs)  # of the whole batch, which is reduced on several roots
         return self._is_own()
 
-    def _accumulated(self, op: ReduceOp, job: Job) -> Mirrored:
+    def _reduce_by_function(self, op: ReduceOp, job: Job) -> Mirrored:
         """Reduce one value with the caller's function."""
         assert self._accumulate is not None
         value, destinations = job[0].facts, job[1]

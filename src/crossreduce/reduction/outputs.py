@@ -86,7 +86,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
         try:
             targets = [framework.writable_array(x, device) for x, device in zip(facts.out, destinations, strict=True)]
         except ReductionError as error:
-            raise in_pair(error, pair, len(jobs)) from None
+            raise name_pair(error, pair, len(jobs)) from None
         results = [framework.memory_range(x) for x in targets]
         extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(results))
         arrays = list(facts.arrays)
@@ -97,7 +97,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
     found = find_overlap(extents)
     if found is not None:
-        raise in_pair(overlap_error(found[1]), found[0], len(jobs))
+        raise name_pair(overlap_error(found[1]), found[0], len(jobs))
 
 
 def overlap_error(number: int) -> ArgumentError:
@@ -107,7 +107,7 @@ def overlap_error(number: int) -> ArgumentError:
     return ArgumentError.of(problem, given, "separate arrays, or exactly the value's own components")
 
 
-def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
+def name_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
     """Put the number of the pair in front of the error's text if there are several pairs, and return the error."""
     if pairs > 1:
         error.prefix(f"pair {pair}", pair)
@@ -134,8 +134,10 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
                 wanted = f"an array like out's, {framework.name} {framework.spec(taken)}"
                 problem = "a result differs from its array of out in framework, shape or dtype."
                 error = MismatchError.of(problem, describe(x), wanted)
-                raise in_pair(error, pair, len(jobs))
+                raise name_pair(error, pair, len(jobs))
             copies.append((framework, taken, given))
     for framework, taken, given in copies:
         framework.write(taken, given)
-    return [Mirrored.on(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None]
+    return [
+        Mirrored.from_parts(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None
+    ]

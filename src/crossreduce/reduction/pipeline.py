@@ -30,13 +30,13 @@ from ..errors import ReductionError, UnsupportedError
 from ..frameworks import Array, Framework, Sparse, framework_of
 from ..lowering import lower
 from ..observe.profilers import PROFILERS
-from ..ops import Numbers, copying
+from ..ops import Numbers, copy_numbers
 from ..options import DEFAULT, CommunicationOptions
 from ..packing import Buffer, Packing, itemsize, layout
 from ..planning import REGISTRY, Request, choose, schedule_for
 from ..topology import Topology
 from ..values import Mirrored, PerReplica, TensorSpec, locate
-from .outputs import Job, check_overlap, in_pair, overlap_error
+from .outputs import Job, check_overlap, name_pair, overlap_error
 from .validation import Checked, Facts
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def reduce_batch(
         executable, reduced = _run(each, [jobs[number] for number in numbers], with_out)
         executables.append((executable, numbers))
         for number, components in zip(numbers, reduced, strict=True):
-            results[number] = Mirrored.on(tuple(components), jobs[number][1])
+            results[number] = Mirrored.from_parts(tuple(components), jobs[number][1])
     if calls is not None and len(routes) == 1 and _is_preparable(jobs, with_out, executables):
         (first, destinations), rows = jobs[0], [value.values for value, _ in jobs]
         op = first.facts.op
@@ -150,7 +150,7 @@ def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
         try:
             made.append((value.exactly(), destinations))
         except ReductionError as error:
-            raise in_pair(error, number, len(jobs)) from None
+            raise name_pair(error, number, len(jobs)) from None
     return made
 
 
@@ -253,7 +253,7 @@ def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: N
 
 
 @lru_cache(maxsize=1024)
-def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
+def _compile(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
     return engine.compile(layout, numbers, with_out)
 
 
@@ -266,7 +266,7 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
     numbers = jobs[0][0].facts.numbers
     operands = _nccl_operands(layout, arrays, numbers) if layout.prefers_nccl and not numbers.exact else None
     engine, operands = select(layout, arrays, numbers.exact) if operands is None else (NCCL, operands)
-    executable = _compiled(engine, layout, numbers, with_out)
+    executable = _compile(engine, layout, numbers, with_out)
     if not with_out:
         return executable, executable.run(operands, None)
     if not engine.checks_overlap:
@@ -276,7 +276,7 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
             operands, [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
         )
     except OverlapError as overlap:
-        raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
+        raise name_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
         check_overlap(jobs)  # raises an error that names an array of out and its fault, if one has a fault
         raise
@@ -291,7 +291,7 @@ def _reduce_sparse(value: Facts, destinations: tuple[str, ...], root: str | None
     values = framework.finish(values, value.numbers)
     shape = next((x.shape for x in parts if x.shape is not None), None)
     joined = Sparse(parts[0].kind, values, indices, shape)
-    return Mirrored.on(tuple(_sparse_copy(framework, joined, device) for device in destinations), destinations)
+    return Mirrored.from_parts(tuple(_sparse_copy(framework, joined, device) for device in destinations), destinations)
 
 
 def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
@@ -309,15 +309,15 @@ def broadcast_array(
     framework = framework_of(tensor)
     x = framework.array(tensor)
     if isinstance(x, Sparse):
-        return Mirrored.on(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
+        return Mirrored.from_parts(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
     spec = framework.spec(x)
-    value = Checked.by((tensor,), source, Facts(None, framework, [x], spec, copying(spec.dtype)))
+    value = Checked.from_facts((tensor,), source, Facts(None, framework, [x], spec, copy_numbers(spec.dtype)))
     (only,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
     _, (components,) = _run(only, [(value, destinations)], False)
-    return Mirrored.on(tuple(components), destinations)
+    return Mirrored.from_parts(tuple(components), destinations)
 
 
 @lru_cache(maxsize=4096)

@@ -133,7 +133,9 @@ def reduce_leaves(
     targets = None
     if out is not None:
         columns = zip(*out, strict=True)
-        targets = [PerReplica.on(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)]
+        targets = [
+            PerReplica.from_parts(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)
+        ]
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
@@ -147,7 +149,7 @@ def _each_in_a_list(trees: Any) -> Any:
     return [[tree] for tree in trees] if type(trees) is list else trees
 
 
-def _listed(out: Any, replicas: int) -> list[Any]:
+def _list_outs(out: Any, replicas: int) -> list[Any]:
     """Return ``out`` as a list of one tree per replica."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     if hasattr(out, "shape") or len(given) != replicas:
@@ -159,7 +161,7 @@ def _listed(out: Any, replicas: int) -> list[Any]:
 
 def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
     """Return for each replica the leaves of its tree of ``out``."""
-    leaves, found = flatten_trees(_listed(out, replicas))
+    leaves, found = flatten_trees(_list_outs(out, replicas))
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"

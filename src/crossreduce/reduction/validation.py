@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..devices import canonical
 from ..errors import ArgumentError, MismatchError, UnsupportedError, shown
 from ..frameworks import KNOWN, Array, Framework, Sparse, framework_of
-from ..ops import HALVES, Numbers, ReduceOp, copying, require_dtype
+from ..ops import HALVES, Numbers, ReduceOp, copy_numbers, require_dtype
 from ..options import DEFAULT, CommunicationOptions
 from ..values import DistributedValues, IndexedSlices, Mirrored, PerReplica, TensorSpec, describe, host_devices
 
@@ -48,30 +48,33 @@ class Facts(NamedTuple):
 
 
 class Checked(PerReplica):
-    """A validated ``PerReplica``, with what the validation has found."""
+    """A validated ``PerReplica``, with what the validation has found. It is complete when it is made, and immutable."""
 
-    __slots__ = ("_facts",)
-    _facts: Facts
+    __slots__ = ("facts",)
+    facts: Facts
 
     @classmethod
-    def by(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: Facts) -> Checked:
+    def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: Facts) -> Checked:
         """Return a validated value made of valid parts; nothing is checked."""
-        made = cls.on(values, devices)
-        made._facts = facts
+        made = cls.__new__(cls)
+        _store_values(made, values)
+        _store_devices(made, devices)
+        _store_facts(made, facts)
         return made
 
-    @property
-    def facts(self) -> Facts:
-        """What the validation has found."""
-        return self._facts
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a validated value is immutable, so {name} cannot be set")
+
+    def __reduce__(self) -> tuple[type[PerReplica], tuple[Any, ...]]:
+        return PerReplica, (self.values, self.devices)  # a copy is not validated
 
     def __repr__(self) -> str:
-        return repr(PerReplica.on(self.values, self.devices))
+        return repr(PerReplica.from_parts(self.values, self.devices))
 
     def with_out(self, out: DistributedValues | None) -> Checked:
         """Return the same value with another ``out``."""
-        facts = self._facts
-        return self if facts.out is out else Checked.by(self.values, self.devices, facts._replace(out=out))
+        facts = self.facts
+        return self if facts.out is out else Checked.from_facts(self.values, self.devices, facts._replace(out=out))
 
     def exactly(self) -> Checked:
         """Return the same value, to be reduced exactly.
@@ -79,11 +82,16 @@ class Checked(PerReplica):
         Raises:
           UnsupportedError: the op has no exact form.
         """
-        facts = self._facts
+        facts = self.facts
         numbers = facts.numbers.exactly()
         if numbers == facts.numbers or facts.sparse:  # sparse values are concatenated
             return self
-        return Checked.by(self.values, self.devices, facts._replace(numbers=numbers))
+        return Checked.from_facts(self.values, self.devices, facts._replace(numbers=numbers))
+
+
+# The slots of ``Checked``, which its own ``__setattr__`` protects.
+_store_values, _store_devices = (vars(DistributedValues)[name].__set__ for name in ("_values", "_devices"))
+_store_facts = vars(Checked)["facts"].__set__
 
 
 def read_op(op: object) -> ReduceOp:
@@ -147,7 +155,7 @@ def per_replica(value: Any) -> PerReplica:
     if isinstance(value, PerReplica):
         return value
     if isinstance(value, DistributedValues):
-        return PerReplica.on(value.values, value.devices)
+        return PerReplica.from_parts(value.values, value.devices)
     if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
         raise ArgumentError.of(
             "a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])"
@@ -220,7 +228,7 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
         return None
     devices = host_devices(len(values)) if devices is None else devices
     framework.require(devices)
-    return Checked.by(
+    return Checked.from_facts(
         values, devices, Facts(op, framework, values, spec, framework.numbers(op, spec.dtype, len(values)))
     )
 
@@ -251,7 +259,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     framework.require(value.devices)
     arrays: list[Any] = [framework.array(component) for component in values]
     if op is None:
-        return Checked.by(values, value.devices, _gather_facts(value, framework, arrays, axis))
+        return Checked.from_facts(values, value.devices, _gather_facts(value, framework, arrays, axis))
     kinds = [type(x) is Sparse for x in arrays]
     sparse = all(kinds)
     if any(kinds):
@@ -270,7 +278,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     if any(kinds) and not sparse:
         arrays = [_dense(framework, x, spec, numbers.accumulator) for x in arrays]
     facts = Facts(op, framework, arrays, spec, numbers, 0, sparse, any(kinds) and not sparse)
-    return Checked.by(values, value.devices, facts)
+    return Checked.from_facts(values, value.devices, facts)
 
 
 def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
@@ -381,7 +389,7 @@ def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], ax
         same = f"dtype, and the same shape except along axis {number},"
         raise _mismatch(value, f"differ in dtype, or in an axis other than {number}", specs, same)
     dtype = specs[0].dtype
-    numbers = copying(dtype)
+    numbers = copy_numbers(dtype)
     if any(isinstance(x, Sparse) for x in arrays):
         wide = numbers._replace(accumulator="float32" if dtype in HALVES else dtype)
         dense = [_dense(framework, x, spec, wide.accumulator) for x, spec in zip(arrays, specs, strict=True)]

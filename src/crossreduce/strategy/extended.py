@@ -107,4 +107,4 @@ class Extended:
 
     def _destinations(self, given: Any) -> Any:
         devices = self._strategy.devices
-        return Mirrored.on(devices, devices) if given is None else given
+        return Mirrored.from_parts(devices, devices) if given is None else given

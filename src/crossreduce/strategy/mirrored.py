@@ -291,7 +291,7 @@ class MirroredStrategy(Strategy):
             problem = f"the {op.value} of no elements is not defined."
             raise ArgumentError.of(problem, repr(value), "a batch that is not empty")
         numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
-        folded = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
+        folded = PerReplica.from_parts(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
         over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
         total = self._ops.reduce(over_replicas, folded, value.devices[0])[0]
         wide = Numbers(op, numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)

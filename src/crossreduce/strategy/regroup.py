@@ -29,7 +29,7 @@ def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerRe
     """
     places = [_location(x) for x in components]
     anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
-    return PerReplica.on(tuple(components), devices if anywhere else default_devices(places))
+    return PerReplica.from_parts(tuple(components), devices if anywhere else default_devices(places))
 
 
 def _location(x: Any) -> str | None:

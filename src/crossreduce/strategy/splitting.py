@@ -55,7 +55,7 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
         along = (slice(None),) * (axis % len(x.shape))
         cut = [x[(*along, slice(*share))] for share in shares(x.shape[axis], len(devices))]
         components = tuple(framework.to_device(part, device) for part, device in zip(cut, devices, strict=True))
-        made.append(PerReplica.on(components, devices))
+        made.append(PerReplica.from_parts(components, devices))
     return unflatten_tree(structure, made)
 
 

@@ -162,7 +162,7 @@ class Variable(_Assignable, DistributedVariable):
         self._devices = device_names(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
         if here is not None:
             self._devices = here.strategy.devices
-        copies = list(self._ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
+        copies = list(self._ops.broadcast(value, Mirrored.from_parts(self._devices, self._devices)))
         self._framework = replica_framework(copies[0])
         first = self._framework.array(copies[0])
         if isinstance(first, Sparse):

@@ -17,9 +17,9 @@ from typing import Any, cast
 try:
     import tensorflow as tf
 except ImportError as error:
-    from ..frameworks import missing
+    from ..frameworks import missing_framework
 
-    raise missing("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
+    raise missing_framework("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
 
 from ..autograph import Function, unconverted
 from ..errors import MismatchError, ReductionError, UnsupportedError, shown
@@ -28,7 +28,7 @@ from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..reduction import all_reduce_ops
 from ..reduction import cross_device_ops as own
-from ..reduction.outputs import in_pair
+from ..reduction.outputs import name_pair
 from ..reduction.validation import check_pairs, given_options, read_op, read_options
 from ..topology import TopologyLike
 from .distributed_values import broadcast_source, is_reducible, place_of, read_destinations, translate, with_rank
@@ -161,7 +161,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
             try:
                 jobs.append(with_rank(*translate(value, destinations)))
             except ReductionError as error:
-                raise in_pair(error, number, len(pairs)) from error.__cause__
+                raise name_pair(error, number, len(pairs)) from error.__cause__
         given = [(value, targets.devices) for value, targets in jobs]
         results = self._op.batch_reduce(_read_op(reduce_op), given, _read_options(options))
         return [targets.to_tensorflow(result) for result, (_, targets) in zip(results, jobs, strict=True)]

@@ -71,7 +71,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     if known:
         rank = [None] * known[0]
         xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
-        return PerReplica.on(xs, value.devices), targets
+        return PerReplica.from_parts(xs, value.devices), targets
     if not all(unknown):
         return value, targets
     shapes = [tf.concat([[tf.rank(x)], tf.shape(x)], 0) for x in xs]  # equal lengths alone would be broadcast
@@ -79,7 +79,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
     with tf.control_dependencies(checks):
         flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
-    return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
+    return PerReplica.from_parts(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 
 def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
@@ -91,14 +91,14 @@ def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
     components = tuple(_array(x) for x in parts)
     places = _component_places(tuple(map(place_of, components)))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
-        translated = PerReplica.on(components, _names(places))
+        translated = PerReplica.from_parts(components, _names(places))
         return translated, Destinations(translated, places)
     if len(components) == 1 and isinstance(destinations, str) and destinations == place_of(components[0]):
         destinations = components[0]  # TensorFlow passes the component's device; "" if it is unknown
     targets = read_destinations(destinations, places)
     if isinstance(destinations, tf.distribute.DistributedValues):
         places = _fill_unknown(places, targets.places)
-    return PerReplica.on(components, _names(places)), targets
+    return PerReplica.from_parts(components, _names(places)), targets
 
 
 def read_destinations(destinations: Any, places: _Places) -> Destinations:
@@ -116,7 +116,7 @@ def read_destinations(destinations: Any, places: _Places) -> Destinations:
         remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
-    return Destinations(Mirrored.on((), _names(found)), found)
+    return Destinations(Mirrored.from_parts((), _names(found)), found)
 
 
 def _component_places(places: _Places) -> _Places:

@@ -18,9 +18,9 @@ from typing import Any, Final
 try:
     import torch.distributed  # noqa: F401 - the modules below need it
 except ImportError as error:
-    from ..frameworks import missing
+    from ..frameworks import missing_framework
 
-    raise missing("crossreduce.torch needs PyTorch, but", "torch", error) from error
+    raise missing_framework("crossreduce.torch needs PyTorch, but", "torch", error) from error
 
 from _crossreduce_torch import register
 

@@ -17,7 +17,7 @@ import crossreduce as cr
 from crossreduce.errors import ArgumentError
 from crossreduce.planning.calibration import calibrate
 from crossreduce.topology import Link, Topology
-from crossreduce.topology.measured import LARGEST, Measurement, read_measurements
+from crossreduce.topology.measurements import LARGEST, Measurement, read_measurements
 
 SIZES = [1 << power for power in range(10, 31, 2)]
 STAR = Topology.star(8, 450, 7e-7)

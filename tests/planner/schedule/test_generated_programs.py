@@ -13,11 +13,6 @@ import numpy as np
 import oracle
 import pytest
 from budget import SHARE
-from crossreduce.export.collective import collective as collective_of
-from crossreduce.export.grouping import trees_of
-from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.export.nccl_graph import rings
-from crossreduce.export.trace import to_chrome_trace
 from pairs import pairs
 from random_schedules import random_schedule
 from running import ENGINES, run_engine
@@ -26,13 +21,18 @@ from strategies import names
 import crossreduce as cr
 from crossreduce import Chunk, Schedule, ScheduleError, Step, Topology
 from crossreduce.engines.jax.permutations import compile_permutations
+from crossreduce.export.formats.collective import collective as collective_of
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.export.formats.nccl_graph import rings
+from crossreduce.export.formats.trace import to_chrome_trace
+from crossreduce.export.pictures.grouping import trees_of
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
 from crossreduce.planning import direct, halving_doubling, ring
 from crossreduce.planning.derived import all_gather, reduce_scatter
 from crossreduce.planning.explain import shape, tree_lines
 from crossreduce.schedule import GeneratedSchedule
-from crossreduce.schedule.generated import rotations
+from crossreduce.schedule.generated_schedule import rotations
 from crossreduce.topology.symmetry import Symmetry
 
 PLANNERS = {"ring": ring, "direct": direct, "halving_doubling": halving_doubling}

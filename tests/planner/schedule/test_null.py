@@ -10,12 +10,7 @@ from planned import planned
 from running import run_engine, run_on
 from strategies import FLOATS, INTEGERS, NAMED, named, names, ops, requests
 
-from crossreduce import (
-    AllReduceCrossDeviceOps,
-    IndexedSlices,
-    PerReplica,
-    UnsupportedError,
-)
+from crossreduce import AllReduceCrossDeviceOps, IndexedSlices, PerReplica, UnsupportedError
 from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.packing import itemsize
 from crossreduce.planning import PLANNERS

@@ -14,7 +14,7 @@ from strategies import algorithms, names, requests
 from test_simulate import plan, wired
 
 import crossreduce as cr
-from crossreduce import Chunk, Schedule, Step, Topology, simulate
+from crossreduce import Topology, simulate
 from crossreduce.devices import parse
 from crossreduce.lowering import lower
 from crossreduce.schedule import pipelined
@@ -105,18 +105,6 @@ def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
         assert due.seconds <= sum(due.ticks)
         assert math.fsum(done.ticks) == pytest.approx(done.seconds, rel=1e-9)
         assert done.operations == sum(sum(tick.values()) for tick in launches(schedule))
-
-
-def test_operations_of_rounds_that_are_apart():
-    """A device that copies in rounds 0 and 2 has an operation in each tick with one of these rounds: in p + 2 ticks if
-    there are p > 1 pieces, in two if there is one."""
-    chunks = [Chunk(Fraction(1, 2), (0,), (0, 1, 2))] * 2
-    rounds = [[Step(r // 2, 1 + r % 2, (r % 2,))] for r in range(4)]
-    schedule = Schedule("broadcast", "custom", ("cuda:0", "cuda:1", "cuda:2"), chunks, rounds)
-    mesh = Topology.full_mesh(schedule.devices)
-    found = [simulate(schedule.cut_into(pieces), mesh, 1 << 20).operations for pieces in (1, 2, 3, 9)]
-    assert found == [4, 8, 10, 22]
-    assert found[1] == sum(sum(tick.values()) for tick in launches(schedule.cut_into(2)))
 
 
 def test_the_pieces_suit_the_cost():

@@ -10,9 +10,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import ArgumentError, Switch, Topology
-from crossreduce.topology.kinds import read_data
+from crossreduce.topology.link_kinds import read_data
 from crossreduce.topology.machines import machine_names
-from crossreduce.topology.routes import joined
+from crossreduce.topology.routes import is_connected
 
 machine = Topology.machine
 
@@ -111,17 +111,6 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built():
         assert any(word in entry["source"] for word in ("topo.h", "raw", "effective")), name
 
 
-def test_joined():
-    """Links join devices if there is a path between every two of them, also through switches, in any direction."""
-    ring = Topology.ring(5)
-    assert joined(ring.devices, ring.links)
-    assert joined(ring.devices, ring.links[1:3] + ring.links[4:])
-    assert not joined(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
-    assert joined(Topology.star(3).devices, Topology.star(3).links)
-    assert not joined(["cpu:0", "cpu:1"], [])
-    assert joined(["cpu:0"], [])
-
-
 def test_names_are_unambiguous():
     """The machines that the literature on collectives measures are in the library. No two machines have a name or alias
     that differs only in capitals and punctuation; aliases of a machine differ only in their network."""
@@ -144,7 +133,7 @@ def test_a_machine_is_whole(name):
     raw = machine(name)
     for topology in (raw, machine(name, speeds="effective")):
         assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
-        assert joined(topology.devices, topology.links)
+        assert is_connected(topology.devices, topology.links)
         assert not any(switch.reduces for switch in topology.switches)
         for link in topology.links:
             back = topology.link(link.dst, link.src)
@@ -162,7 +151,7 @@ def test_hosts_are_joined(name, nics):
     """Every network joins all hosts; each host has the links of a machine of one host, and the hosts are equal."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
-    assert joined(three.devices, three.links)
+    assert is_connected(three.devices, three.links)
     for link, h in itertools.product(one.links, range(3)):
         assert three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")[2:] == link[2:]
     first, *others = [

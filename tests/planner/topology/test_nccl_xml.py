@@ -92,10 +92,7 @@ def test_nvswitches(name, sm, count):
 
 def test_a_pcie_machine():
     """Without NVLink the topology has PCIe switches and CPUs, with NCCL's speed between CPUs."""
-    halves = [
-        pci(91, gpu(0) + gpu(1)) + pci(92, gpu(2) + gpu(3)),
-        pci(93, gpu(4) + gpu(5)) + pci(94, gpu(6) + gpu(7)),
-    ]
+    halves = [pci(91, gpu(0) + gpu(1)) + pci(92, gpu(2) + gpu(3)), pci(93, gpu(4) + gpu(5)) + pci(94, gpu(6) + gpu(7))]
     text = system(*halves).replace('sm="70"', 'sm="61"')
     topology, same = read_nccl_xml(text, speeds="effective"), machine("pcie-8", speeds="effective")
     to = {f"plx{k}": f"pci-{bus(91 + k).replace(':', '-')}" for k in range(4)}

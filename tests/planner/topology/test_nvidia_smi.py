@@ -12,7 +12,7 @@ from test_nccl_xml import machine, read_nvidia_smi
 
 from crossreduce import ArgumentError, Topology
 from crossreduce.topology.formats import nvidia_smi
-from crossreduce.topology.routes import joined
+from crossreduce.topology.routes import is_connected
 
 # The table of a DGX-1, as published for PyTorch's benchmark of DistributedDataParallel.
 DGX_1 = """
@@ -97,7 +97,7 @@ def test_two_islands_of_nvlink():
     topology = read_nvidia_smi(table(rows))
     assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
     assert topology.route("cuda:5", "cuda:7") == ("cuda:5", "nvswitch1", "cuda:7")
-    assert joined(topology.devices, topology.links)
+    assert is_connected(topology.devices, topology.links)
 
 
 def test_bridges_in_a_workstation():

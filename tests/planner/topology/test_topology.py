@@ -1,6 +1,5 @@
 """Topologies: frozen values of devices and directed links."""
 
-import dataclasses
 import math
 import pickle
 from fractions import Fraction
@@ -45,12 +44,16 @@ def test_from_matrix_takes_any_numbers():
 @given(device_counts)
 def test_ring_and_full_mesh(n):
     """A ring links each device to the next one and to the previous one, in both directions; a full mesh has a link for
-    each ordered pair."""
-    pairs = set(permutations(names(n), 2))
-    neighbours = {(a, b) for a, b in pairs if (names(n).index(a) - names(n).index(b)) % n in (1, n - 1)}
-    for topology, wanted in ((Topology.ring(n, 2.5), neighbours), (Topology.full_mesh(n, 2.5), pairs)):
-        assert {link[:3] for link in topology.links} == {(*pair, Fraction(5, 2)) for pair in wanted}
-    assert Topology.ring(n, 5) == Topology.ring(names(n), Fraction(5))
+    each ordered pair. All links have the same latency, 0 by default."""
+    pairs, order = set(permutations(names(n), 2)), names(n).index
+    neighbours = {(a, b) for a, b in pairs if (order(a) - order(b)) % n in (1, n - 1)}
+    for make, wanted in ((Topology.ring, neighbours), (Topology.full_mesh, pairs)):
+        for latency in ((), (1e-6,)):
+            due = {Link(*pair, Fraction(5, 2), Fraction(len(latency), 10**6)) for pair in wanted}
+            assert set(make(n, 2.5, *latency).links) == due
+    matrix = [[0 if a == b else 5 for b in range(n)] for a in range(n)]
+    assert Topology.from_matrix(matrix, None, 1e-6) == Topology.full_mesh(n, 5, 1e-6)
+    assert Topology.ring(n, 5) == Topology.ring(names(n), Fraction(5)) == Topology.torus(n, gb_per_s=5)
 
 
 def closure(n, joined):
@@ -73,14 +76,6 @@ def test_islands_are_joined_by_the_fastest_links(rows):
     fastest = max(max(row) for row in rows)
     joined = [(i, j) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry and entry == fastest]
     assert Topology.from_matrix(rows).islands == closure(len(rows), joined)
-
-
-def test_islands_of_known_machines():
-    """Two groups of four with slower links between them are two islands; links of one bandwidth make one island."""
-    quads = [[0 if i == j else 50 if i // 4 == j // 4 else 25 for j in range(8)] for i in range(8)]
-    assert Topology.from_matrix(quads).islands == (names(8)[:4], names(8)[4:])
-    assert Topology.ring(5).islands == (names(5),)
-    assert Topology.full_mesh(1).islands == (("cpu:0",),)
 
 
 A, B, C = names(3)
@@ -149,18 +144,6 @@ def test_equal_topologies_have_equal_hashes():
     others = [Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))]
     for other in (Topology((A, C, B), forward.links), *(Topology((A, B, C), (*forward.links[:2], x)) for x in others)):
         assert forward != other
-
-
-def test_topologies_are_frozen():
-    """No part of a topology can be assigned, its links included."""
-    topology = Topology.ring(3)
-    for name in ("devices", "links"):
-        with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
-            setattr(topology, name, ())
-    with pytest.raises(AttributeError, match="can't set attribute"):
-        topology.links[0].src = B
-    assert isinstance(topology.links, tuple)
-    assert isinstance(topology.devices, tuple)
 
 
 def test_repr_and_pickle():

@@ -271,20 +271,6 @@ def test_star(n):
     assert Topology.star(names(n), Fraction(64, 3), MICRO) == topology
 
 
-def test_shapes_give_every_link_the_latency():
-    """full_mesh, ring, from_matrix and torus give each link the given latency, and 0 by default."""
-    for make in (
-        lambda *latency: Topology.full_mesh(4, 25, *latency),
-        lambda *latency: Topology.ring(4, 25, *latency),
-        lambda *latency: Topology.from_matrix([[0, 3], [4, 0]], None, *latency),
-        lambda *latency: Topology.torus(2, 2, latency_s=latency[0] if latency else 0),
-    ):
-        assert {link.latency_s for link in make(1e-6).links} == {MICRO}
-        assert {link.latency_s for link in make().links} == {0}
-        with pytest.raises(ArgumentError, match="a latency must be 0, or a number of seconds"):
-            make(-1)
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -14,7 +14,7 @@ from test_multi_host import CASES, check_rows, close, on, parts
 
 from crossreduce import Topology
 from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
-from crossreduce.lowering import forwarded, lower
+from crossreduce.lowering import forward_through_devices, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
 from crossreduce.ranks.communicator import Communicator
@@ -72,7 +72,7 @@ def test_forwarded_programs_use_only_links():
         schedule = host_schedule(None, hosts, collective, draw.choice((64, 1 << 24)), root, lost=lost)
         wiring = equal_links(count, lost)
         program = lower(schedule)
-        made = forwarded(program, wiring)
+        made = forward_through_devices(program, wiring)
         for transfers in made.transfers:
             for _, src, dst, through, _ in transfers:
                 assert wiring.link(made.devices[src], made.devices[dst]) is not None, (collective, lost)

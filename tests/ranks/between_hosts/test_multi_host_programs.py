@@ -10,7 +10,7 @@ import oracle
 import pytest
 from test_rank_programs import POISON, Machine
 
-from crossreduce.ops import ReduceOp, copying
+from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
 from crossreduce.ranks.inter_host import multi_host
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
@@ -80,7 +80,7 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
     ranks = sorted(rank for host in hosts for rank in host)
     n = len(ranks)
     reduces = "reduce" in collective
-    numbers = reduction_numbers(op, dtype, n, exact) if reduces else copying(dtype)
+    numbers = reduction_numbers(op, dtype, n, exact) if reduces else copy_numbers(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
     made = oracle.dtype_of(dtype)
@@ -181,7 +181,7 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
         for dtype in ("uint8", "bfloat16", "complex128"):
             numbers = reduction_numbers(ReduceOp.SUM if dtype != "uint8" else ReduceOp.MAX, dtype, int(ends[-1]))
             for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
-                using, size = numbers if "reduce" in collective else copying(dtype), (9 << 20) // itemsize(dtype)
+                using, size = numbers if "reduce" in collective else copy_numbers(dtype), (9 << 20) // itemsize(dtype)
                 for plan in compiled(hosts, collective, size, using, None).values():
                     assert plan.stages > 9
 

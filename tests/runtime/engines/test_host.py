@@ -21,7 +21,7 @@ from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange
 from crossreduce.engines.host import HostExecutable, array_memory, kernel
 from crossreduce.frameworks import get
 from crossreduce.frameworks.null import NullFramework
-from crossreduce.lowering import fused, lower
+from crossreduce.lowering import fuse, lower
 from crossreduce.packing import Buffer, Packing, Span
 from crossreduce.reduction import pipeline
 from crossreduce.values import TensorSpec
@@ -32,10 +32,10 @@ from crossreduce.values import TensorSpec
 @contextlib.contextmanager
 def on_kernels(name):
     """Compile layouts again for the named kernels, and discard them at the end."""
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
     with mock.patch.object(kernels, "instruction_set", return_value=name):
         yield
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
 
 
 def equal(a, b, op):
@@ -166,7 +166,7 @@ def test_segments_cover_each_element_once(drawn):
             for program, low, high in ranges:
                 assert low == len(due)
                 spans = zip(program.chunks, program.spans(high - low), strict=True)
-                due += [programs.index(fused(c, len(to))) for c, (start, stop) in spans for _ in range(start, stop)]
+                due += [programs.index(fuse(c, len(to))) for c, (start, stop) in spans for _ in range(start, stop)]
             assert flat == due
         for a, b in itertools.pairwise(segments):
             assert (a.tensor, a.stop, a.program) != (b.tensor, b.start, b.program), "one segment in two"

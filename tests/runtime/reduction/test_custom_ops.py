@@ -1,5 +1,6 @@
 """Custom reductions: subclasses of CrossDeviceOps, accumulation functions, and the device that reduces."""
 
+import copy
 import re
 
 import numpy as np
@@ -50,6 +51,9 @@ def test_reduce_calls_the_implementation(framework):
     assert isinstance(given, PerReplica)
     assert given.devices == cpus(0, 1)
     assert given.values == value.values
+    with pytest.raises(AttributeError, match="a validated value is immutable, so facts cannot be set"):
+        given.facts = None
+    assert type(copy.copy(given)) is PerReplica
     assert options == CommunicationOptions()
     hints = cr.CollectiveHints(bytes_per_pack=3)
     spy.reduce(ReduceOp.SUM, Mirrored(value.values, cpus(1, 0)), on(2, 1), hints)

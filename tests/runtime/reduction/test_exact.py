@@ -77,7 +77,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(name, threads, monkeypa
     """All instruction sets, the kernels in NumPy, and any number of threads give the bits of rational arithmetic."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", str(threads))
     monkeypatch.setattr(kernels, "THREADED_BYTES", 1)
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
     with mock.patch.object(kernels, "instruction_set", return_value=name):
         for dtype in DTYPES:
             xs, right = parts_of(0, cancelling, dtype, 6, 3000)
@@ -86,7 +86,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(name, threads, monkeypa
                 value = cr.PerReplica(xs)
                 result = ops.reduce(op, value, value, EXACT)
                 assert [x.tobytes() for x in result.values] == [right[op].tobytes()] * 6
-    pipeline._compiled.cache_clear()
+    pipeline._compile.cache_clear()
 
 
 def test_reduce_and_batch_reduce_to_other_destinations():
@@ -223,11 +223,11 @@ def test_flushed_subnormals(torch_, name):
         return
     try:
         with mock.patch.object(kernels, "instruction_set", return_value=name):
-            pipeline._compiled.cache_clear()
+            pipeline._compile.cache_clear()
             ops = cr.HierarchicalCopyAllReduce()
             found = [ops.reduce(op, cr.PerReplica(xs), "cpu:0", EXACT)[0].tobytes() for op, _, (xs, _) in cases]
     finally:
         torch.set_flush_denormal(False)
-        pipeline._compiled.cache_clear()
+        pipeline._compile.cache_clear()
     for got, (op, dtype, (_, right)) in zip(found, cases, strict=True):
         assert got == right[op].tobytes(), (op, dtype)

@@ -95,7 +95,7 @@ def install(monkeypatch, path):
     known = nccl.device_memory
     monkeypatch.setattr(nccl, "device_memory", lambda name: memory if name == "torch" else known(name))
     monkeypatch.setattr(nccl_library, "_candidates", lambda: [(str(path), 0)])
-    for cache in (nccl_library._open, nccl._refusal, nccl._wrong_devices, pipeline._compiled, pipeline.log_once):
+    for cache in (nccl_library._open, nccl._refusal, nccl._wrong_devices, pipeline._compile, pipeline.log_once):
         cache.cache_clear()
     return memory
 

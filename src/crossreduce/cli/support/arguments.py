@@ -17,8 +17,8 @@ from ...errors import ArgumentError
 from ...options import ALGORITHMS
 from ...schedule import byte_count
 from ...topology import topology_of
-from ...topology.given import is_path
-from ...topology.kinds import SPEEDS
+from ...topology.link_kinds import SPEEDS
+from ...topology.topology_like import is_path
 from ...values import host_devices, read_devices
 from .output import ranges
 

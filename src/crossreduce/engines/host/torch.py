@@ -27,7 +27,7 @@ class TorchMemory(ArrayMemory):
             return None
         if any(x.dim() > _MOST_AXES for row in arrays for x in row):
             return None
-        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        found = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
         if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
             return None
         return found
@@ -55,7 +55,7 @@ class TorchMemory(ArrayMemory):
                 torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
 
 
-def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     size = x.element_size()
     return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
 

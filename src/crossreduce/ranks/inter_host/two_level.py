@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ...lowering import Program, lower
-from ...ops import Numbers, copying
+from ...ops import Numbers, copy_numbers
 from ...planning import COLLECTIVES, Request, plan, schedule_for
 from ...schedule import Schedule
 from ...topology import Topology
@@ -250,7 +250,7 @@ class HostPrograms(NamedTuple):
 
     def analyses(self, numbers: Numbers) -> list[RankAnalysis]:
         """Return the analyses of those of the three that there are."""
-        partial, copied = numbers._replace(result=numbers.accumulator, divisor=1), copying(numbers.result)
+        partial, copied = numbers._replace(result=numbers.accumulator, divisor=1), copy_numbers(numbers.result)
         kinds = zip(self, (partial, copied, copied), strict=True)
         return [analyze(made.program, using, len(made.arrays)) for made, using in kinds if made is not None]
 

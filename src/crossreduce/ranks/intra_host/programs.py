@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from ...lowering import ChunkProgram, Program
-from ...ops import Numbers, copying
+from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
 from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined, pipelined
 
@@ -141,7 +141,7 @@ class RankAnalysis:
             if rank in chunk.sources:
                 own = chunk.sources.index(rank)
                 dtype = of.dtypes[own]
-                stored = copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
+                stored = copy_numbers(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
                 if of.last[own] >= 0:
                     made[0].append(_Template(c, (~own,), own, False, stored))
                 if result == own:  # a local copy, made in phase 1 like other ranks' copies
@@ -156,7 +156,7 @@ class RankAnalysis:
                 if not instruction.final:
                     using = using._replace(divisor=1)
                 if len(operands) == 1:
-                    using = copying(dtype)
+                    using = copy_numbers(dtype)
                 slot = value if of.last[value] >= 0 else -1
                 made[phase].append(_Template(c, operands, slot, value == result, using))
         self._templates[rank] = made
@@ -309,7 +309,7 @@ class RankCompiler:
                 place = _placed(self._outputs[array], piece, start, numbers.result)
                 if read != (place,):  # the root of a broadcast already has the result
                     instructions.append(RankInstruction(size, read, (place,), numbers, streaming))
-                read, numbers = (place,), copying(numbers.result)
+                read, numbers = (place,), copy_numbers(numbers.result)
             if slot is not None:  # copied from the result, since copies need not read the slot's lines
                 instructions.append(RankInstruction(size, read, (slot,), numbers))
         return joined(instructions)
@@ -341,7 +341,7 @@ def rank_stages(
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot
     >>> program = lower(one_shot(["cpu:0", "cpu:1"]))
-    >>> for stage in rank_stages(program, [0], [1], 8, copying("float32"), 0):
+    >>> for stage in rank_stages(program, [0], [1], 8, copy_numbers("float32"), 0):
     ...     for size, operands, results, *_ in stage:
     ...         print(size, *map(tuple, operands), "->", *map(tuple, results))
     8 (-1, 0) -> (0, 0)

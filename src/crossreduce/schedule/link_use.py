@@ -50,22 +50,22 @@ def link_use(
     import numpy as np
 
     loads = loads_of(schedule.cut_into(1), topology, costs)
-    found = loads.traffic
-    pairs, pieces = list(found.links), schedule.pieces
+    traffic = loads.traffic
+    pairs, pieces = list(traffic.links), schedule.pieces
     # Of a generated schedule, a link carries its part of the transfers over all links of its orbit.
-    order = found.orbits.order if found.orbits else 1
+    order = traffic.orbits.order if traffic.orbits else 1
     counts = {
-        pair: pieces * sum(map(len, by_round.values())) * order // found.copies(pair)
-        for pair, by_round in found.links.items()
+        pair: pieces * sum(map(len, by_round.values())) * order // traffic.copies(pair)
+        for pair, by_round in traffic.links.items()
     }
     if not nbytes or not seconds:
-        return _of_all({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, found)
+        return _use_of_all_links({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, traffic)
     number = {pair: k for k, pair in enumerate(pairs)}
-    links = [[number[pair] for pair in read.pairs] for read in found.reads]
+    links = [[number[pair] for pair in read.pairs] for read in traffic.reads]
     first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
     link = np.array([k for each in links for k in each], dtype=np.intp)
-    size = np.array([found.shares[read.chunk] for read in found.reads]) * nbytes / pieces
-    latency = np.array([read.latency_s for read in found.reads])
+    size = np.array([traffic.shares[read.chunk] for read in traffic.reads]) * nbytes / pieces
+    latency = np.array([read.latency_s for read in traffic.reads])
     # Up to moment m, a link has carried the sum of rate * (m - time) over the changes of its rate until then.
     rates, products = np.zeros((len(pairs), parts + 2)), np.zeros((len(pairs), parts + 2))
     for served in EventClock(loads, nbytes).served(pieces):
@@ -83,10 +83,12 @@ def link_use(
     moments = np.linspace(0.0, seconds, parts + 1)
     carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
     carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
-    carried /= np.array([found.copies(pair) for pair in pairs]).reshape(-1, 1)
-    return _of_all({pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, found)
+    carried /= np.array([traffic.copies(pair) for pair in pairs]).reshape(-1, 1)
+    return _use_of_all_links(
+        {pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, traffic
+    )
 
 
-def _of_all(used: dict[Pair, LinkUse], found: Traffic) -> dict[Pair, LinkUse]:
+def _use_of_all_links(used: dict[Pair, LinkUse], traffic: Traffic) -> dict[Pair, LinkUse]:
     """Return the use of all links that others stand for."""
-    return {pair: used[one] for pair, one in found.used.items()}
+    return {pair: used[one] for pair, one in traffic.used.items()}

@@ -15,7 +15,7 @@ from math import lcm
 from typing import Any
 
 from ..errors import ScheduleError, shown
-from ..topology.formats.json_format import listed, typed
+from ..topology.formats.json_format import check_list, check_type
 from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .schedule import GENERATED_FORMAT, Chunk, Round, Route, Schedule, Step
 
@@ -187,13 +187,13 @@ class GeneratedSchedule(Schedule):
             for step in steps:
                 by_chunk[step.chunk][r].append(step)
         elements = list(self.symmetry.elements())
-        made: list[list[Step]] = [[] for _ in self.base.rounds]
+        rounds: list[list[Step]] = [[] for _ in self.base.rounds]
         for number, (element, chunk) in enumerate(self.numbering):
             moves = elements[element]
             for r, mine in enumerate(by_chunk[chunk]):
                 images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in mine]
-                made[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
-        return tuple(map(tuple, made))
+                rounds[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
+        return tuple(map(tuple, rounds))
 
     def operands(self, moves: Sequence[int], srcs: Sequence[int]) -> tuple[int, ...]:
         """Return the operands of the image of a step, in their order."""
@@ -241,10 +241,14 @@ class GeneratedSchedule(Schedule):
     @staticmethod
     def read(base: Schedule, given: Any) -> Schedule:
         """Return the schedule of a base and of the part of its JSON text that describes the symmetry."""
-        names = listed(str, given["nodes"])
-        generators = [SymmetryGenerator(listed(int, moves), typed(int, order)) for moves, order in given["generators"]]
+        names = check_list(str, given["nodes"])
+        generators = [
+            SymmetryGenerator(check_list(int, moves), check_type(int, order)) for moves, order in given["generators"]
+        ]
         nodes = (*base.devices, *names)
-        return GeneratedSchedule(base, Symmetry(tuple(generators), len(nodes)), nodes, typed(bool, given["in_order"]))
+        return GeneratedSchedule(
+            base, Symmetry(tuple(generators), len(nodes)), nodes, check_type(bool, given["in_order"])
+        )
 
 
 Schedule.generated = GeneratedSchedule.read
@@ -256,10 +260,10 @@ def rotations(orders: Sequence[int], count: int) -> Symmetry:
     >>> [generator.moves for generator in rotations([2, 2], 4).generators]
     [(2, 3, 0, 1), (1, 0, 3, 2)]
     """
-    found, stride = [], count
+    generators, stride = [], count
     for order in orders:
         stride //= order
         moves = tuple(k + ((k // stride + 1) % order - k // stride % order) * stride for k in range(count))
         if order > 1:
-            found.append(SymmetryGenerator(moves, order))
-    return Symmetry(tuple(found), count)
+            generators.append(SymmetryGenerator(moves, order))
+    return Symmetry(tuple(generators), count)

@@ -6,7 +6,7 @@ import pytest
 import crossreduce as cr
 from crossreduce import Costs, Topology
 from crossreduce.schedule import timeline
-from crossreduce.schedule.usage import link_use
+from crossreduce.schedule.link_use import link_use
 
 CASES = {
     "ring": ("dgx-1v", "ring", 1 << 26),

@@ -11,7 +11,7 @@ from .instructions import ChunkProgram
 
 
 @lru_cache(maxsize=4096)
-def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
+def fuse(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
     """Return how to compute a chunk's results for the first ``results`` destinations (``None``: all) in shared memory.
 
     Copies are removed. Equal combinations are computed once. A combination that is read only once, as the first operand
@@ -19,16 +19,16 @@ def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import direct, hierarchical_copy
-    >>> fused(lower(direct(["cpu:0", "cpu:1", "cpu:2"])).chunks[1])
+    >>> fuse(lower(direct(["cpu:0", "cpu:1", "cpu:2"])).chunks[1])
     FusedProgram(slots=1, folds=((0, 0, 1, 2),), results=(-1, -1, -1))
-    >>> fused(lower(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])).chunks[0]).folds
+    >>> fuse(lower(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])).chunks[0]).folds
     ((0, 2, 3), (1, 0, 1, -1))
     """
-    combinations, number = combined(chunk)
-    return folded(len(chunk.sources), combinations, [number[result] for result in chunk.results[:results]])
+    combinations, number = distinct_combinations(chunk)
+    return fold_combinations(len(chunk.sources), combinations, [number[result] for result in chunk.results[:results]])
 
 
-def combined(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+def distinct_combinations(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
     """Return the different combinations of a chunk, and for each of its values the number of an input or combination.
 
     The inputs are numbered first, then the combinations, whose operands are such numbers. A copy has the number of the
@@ -46,8 +46,8 @@ def combined(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int
     return tuple(known), number
 
 
-def folded(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> FusedProgram:
-    """Return the fused program whose results are the values ``wanted``, numbered as ``combined`` does."""
+def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> FusedProgram:
+    """Return the fused program whose results are the values ``wanted``, numbered as ``distinct_combinations`` does."""
     folds = {fold: list(read) for fold, read in enumerate(combinations, start=inputs)}
     needed = set(wanted)
     for value in reversed(folds):
@@ -60,10 +60,10 @@ def folded(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequenc
         if read[0] in folds and reads[read[0]] == 1:
             joined.add(read[0])
             read[:1] = folds[read[0]]
-    return _with_slots({fold: read for fold, read in folds.items() if fold not in joined}, wanted)
+    return _assign_slots({fold: read for fold, read in folds.items() if fold not in joined}, wanted)
 
 
-def _with_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedProgram:
+def _assign_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedProgram:
     """Assign a slot to each value; slots of values that are not read any more are used again."""
     last_read = {operand: value for value, operands in folds.items() for operand in operands}
     kept = {*results}

@@ -15,8 +15,8 @@ from ..kernels import FusedProgram
 from ..schedule import GeneratedSchedule, Route
 from ..topology.symmetry import inverse
 from .device_programs import DeviceProgram, PartInChunk, device_program
-from .fusing import combined, folded
-from .instructions import ChunkProgram, Instruction, Read, finished
+from .fusion import distinct_combinations, fold_combinations
+from .instructions import ChunkProgram, Instruction, Read, finish_instructions
 from .program import Program
 
 
@@ -74,11 +74,11 @@ class GeneratedProgram(Program):
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations that all chunks have; ``None``: they differ."""
-        found = self.base.ends
-        return found if found is not None and all(map(self.schedule.keeps, found)) else None
+        ends = self.base.ends
+        return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
+        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
         return _fused(self, chunk, results)
 
     def _fused(self, chunk: int, results: int | None) -> FusedProgram:
@@ -152,7 +152,7 @@ class _Base:
       chunk: of the base.
       keeps_sources: whether the images have the same sources, in the same order; else these are moved, too.
       keeps_destinations: the same for the destinations.
-      known: the results of ``folded`` by its arguments, shared by all chunks of the base.
+      known: the results of ``fold_combinations`` by its arguments, shared by all chunks of the base.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class _Base:
 
     @cached_property
     def _combined(self) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-        combinations, number = combined(self.chunk)
+        combinations, number = distinct_combinations(self.chunk)
         return combinations, [number[result] for result in self.chunk.results]
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
@@ -173,19 +173,19 @@ class _Base:
         combinations, values = self._combined
         wanted = self._by_destination(moves, values)[:results]
         distinct = tuple(sorted({*wanted}))
-        made = self._shared(combinations, distinct)
-        image = [*self._positions(moves), *range(-made.slots, 0)]  # slots keep their numbers
-        folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in made.folds])
-        operand = {value: image[result] for value, result in zip(distinct, made.results, strict=True)}
+        program = self._shared(combinations, distinct)
+        image = [*self._positions(moves), *range(-program.slots, 0)]  # slots keep their numbers
+        folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in program.folds])
+        operand = {value: image[result] for value, result in zip(distinct, program.results, strict=True)}
         same = len(distinct) == 1
-        found = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
-        return FusedProgram(made.slots, folds, found)
+        operands = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
+        return FusedProgram(program.slots, folds, operands)
 
     def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
-        """Return what ``folded`` returns; it is computed once for all chunks with the same combinations."""
+        """Return what ``fold_combinations`` returns; it is computed once for all chunks with the same combinations."""
         key = self.inputs, combinations, wanted
         if key not in self._folded:
-            self._folded[key] = folded(*key)
+            self._folded[key] = fold_combinations(*key)
         return self._folded[key]
 
     def image(self, moves: Sequence[int], share: Fraction) -> ChunkProgram:
@@ -194,10 +194,10 @@ class _Base:
         if self._source_at is None:
             sources = tuple([moves[k] for k in sources])
         number = self._numbers(moves)
-        found = tuple(self._by_destination(moves, [number[result] for result in results]))
+        image_results = tuple(self._by_destination(moves, [number[result] for result in results]))
         if self._result_at is None:
             destinations = tuple([moves[k] for k in destinations])
-        return ChunkProgram(share, sources, destinations, self._instructions(moves, number), found)
+        return ChunkProgram(share, sources, destinations, self._instructions(moves, number), image_results)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
         """Return for each value of the chunk its number in an image."""
@@ -205,11 +205,11 @@ class _Base:
 
     def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
         """Return the instructions of an image whose values have these numbers."""
-        found = []
+        instructions = []
         for device, operands, r, final, last_uses, donated in self.chunk.instructions:
             read, last = tuple([number[k] for k in operands]), tuple([number[k] for k in last_uses])
-            found.append(Instruction(moves[device], read, r, final, last, donated))
-        return tuple(found)
+            instructions.append(Instruction(moves[device], read, r, final, last, donated))
+        return tuple(instructions)
 
     def _positions(self, moves: Sequence[int]) -> list[int]:
         """Return for each input its number in an image."""
@@ -282,4 +282,4 @@ class _SortedBase(_Base):
         for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
             in_order = sorted(operands, key=lambda operand: moves[places[operand]])
             read[number[value] - self.inputs] = r, moves[device], tuple([number[operand] for operand in in_order])
-        return finished(self.inputs, read, [number[result] for result in self.chunk.results])
+        return finish_instructions(self.inputs, read, [number[result] for result in self.chunk.results])

@@ -49,8 +49,8 @@ def read_data() -> dict[str, Any]:
     """Return the content of each file in data/, by file name in sorted order; decimals become exact fractions."""
     from importlib.resources import files
 
-    found = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)
-    return {file.name: json.loads(file.read_text("utf-8"), parse_float=Fraction) for file in found}
+    paths = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)
+    return {file.name: json.loads(file.read_text("utf-8"), parse_float=Fraction) for file in paths}
 
 
 def nvlink(sm: int) -> tuple[str, str]:

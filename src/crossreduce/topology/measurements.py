@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, shown
-from .formats.json_format import typed
+from .formats.json_format import check_type
 from .topology import Topology
 
 LARGEST: Final = 64 << 20
@@ -69,25 +69,27 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
     if len(data) > LARGEST:
         raise ArgumentError.of(f"a report must have at most {LARGEST} bytes.", shown(data[:40]), "a run without -I 1")
     try:
-        report = typed(dict, json.loads(data.decode()))
+        report = check_type(dict, json.loads(data.decode()))
         devices = _devices(report, topology)
-        packs = max(1, typed(int, report["config"].get("num_packs", 1)))
-        found = [measured for row in typed(list, report["results"]) for measured in _rows(report, row, devices, packs)]
+        packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
+        measurements = [
+            measured for row in check_type(list, report["results"]) for measured in _rows(report, row, devices, packs)
+        ]
     except ArgumentError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ArgumentError.of(f"{problem}: {reason}.", shown(data[:80]), "all_reduce_perf -J results.json") from error
-    if not found:
+    if not measurements:
         raise ArgumentError.of("the report has no results.", shown(data[:80]), "a run that measured some bytes")
-    return tuple(found)
+    return tuple(measurements)
 
 
 def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...], packs: int) -> Iterator[Measurement]:
     """Yield the measurement of a row, unless it is of no bytes."""
     timing = row.get("out_of_place") or row["in_place"]
     micros = timing["time"] if "time" in timing else timing["cpu_time"]
-    size, number = typed(int, row["size"]), int(row["root"])
+    size, number = check_type(int, row["size"]), int(row["root"])
     if timing.get("nwrong") not in (None, 0):
         given = f"{timing['nwrong']:g} wrong elements of {size} bytes"
         raise ArgumentError.of("results with wrong elements measure no collective.", given, "a run without errors")
@@ -95,7 +97,7 @@ def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...],
         return
     if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
         raise ArgumentError.of("a time must be a number of microseconds above 0.", f"{micros!r} for {size} bytes")
-    collective = _collective(row.get("experiment_name") or typed(str, report["args"][0]))
+    collective = _collective(row.get("experiment_name") or check_type(str, report["args"][0]))
     root = devices[number] if collective in ("broadcast", "reduce") else None
     algorithm = row.get("algorithm")
     yield Measurement(collective, size, micros / 1e6, devices, algorithm, root, packs)
@@ -108,11 +110,11 @@ def _collective(program: str) -> str:
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
     name = re.sub("_perf(_mpi)?$", "", program.rpartition("/")[2])
-    found = _COLLECTIVES.get(name.replace("_", "").lower())
-    if found is None:
+    collective = _COLLECTIVES.get(name.replace("_", "").lower())
+    if collective is None:
         problem = "only the five collectives can be predicted."
         raise ArgumentError.of(problem, f"results of {shown(program)}", ", ".join(_COLLECTIVES.values()))
-    return found
+    return collective
 
 
 def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
@@ -121,9 +123,9 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     nccl-tests lists one device per process; the ranks of a process have consecutive numbers and devices.
     """
     config = report["config"]
-    entries = typed(list, config["devices"] if "devices" in config else report["devices"])
+    entries = check_type(list, config["devices"] if "devices" in config else report["devices"])
     per_process = int(config["nthreads"]) * int(config["ngpus"])
-    places = {typed(int, one["rank"]): (str(one["hostname"]), typed(int, one["device"])) for one in entries}
+    places = {check_type(int, one["rank"]): (str(one["hostname"]), check_type(int, one["device"])) for one in entries}
     for one in entries if len({(one["hostname"], one["pid"]) for one in entries}) * per_process > len(entries) else ():
         for k in range(1, per_process):
             places.setdefault(one["rank"] + k, (one["hostname"], one["device"] + k))
