@@ -8,8 +8,8 @@ hosts exchange data over TCP. For programs under ``mpiexec`` see ``mpi.py``.
 from __future__ import annotations
 
 from ..errors import ArgumentError, shown
-from ..ranks.survival import joining
-from ..ranks.survival.forming import Settings
+from ..ranks.survival import joiner
+from ..ranks.survival.formation import Settings
 from ..ranks.survival.survivors import Reformed
 from ..reduction.validation import seconds
 from .meeting import meet
@@ -78,4 +78,4 @@ def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
-    return joining.join(invitation, KIND, seconds(timeout_s))
+    return joiner.join(invitation, KIND, seconds(timeout_s))

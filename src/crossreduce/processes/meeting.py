@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from .. import kernels
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, ReductionError, encoded, message, shown
-from ..ranks.connections.rendezvous import MET, StoreRendezvous, reaching
+from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_errors
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
 from ..ranks.transports.tcp import loopback
 
@@ -168,7 +168,7 @@ def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
     rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
     if rank == 0:
         rendezvous.read_s = _LATE_S
-    with reaching("rank 0, which runs it,", [0]):
+    with lost_store_errors("rank 0, which runs it,", [0]):
         own, names = secrets.token_hex(8).encode(), StorePart(store, "rank/")
         first = names.compare_set("size", b"", f"{size} {rank}".encode()).decode()
         is_first = names.compare_set(str(rank), b"", own) == own

@@ -15,8 +15,8 @@ from ..ranks.communicator import Communicator
 from ..ranks.connections.peers import Hosts
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, StoreRendezvous
 from ..ranks.connections.store import StoreClient, StorePart
-from ..ranks.survival import joining, survivors
-from ..ranks.survival.forming import Forming, GroupKind, Settings
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..ranks.transports.base import Transport
 from ..ranks.transports.tcp import TcpTransport
@@ -27,13 +27,9 @@ Result = TypeVar("Result")
 
 
 class RankGroup(ArrayGroup):
-    """The processes that joined. All make the same calls in the same order; each returns with this rank's result.
+    """The processes that joined; see ``ArrayGroup`` for the collectives, and for ``rank``, ``size`` and ``hosts``.
 
-    Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
-    Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
-
-    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
-    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
+    ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
     earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
     in a process that ``join_invited`` has let in; else ``None``.
 
@@ -59,9 +55,8 @@ class RankGroup(ArrayGroup):
 
         Args:
           flag: what this rank brings.
-          timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group
-            for good. ``None``: 10 s longer than the timeout of the group, since a rank may come from a call that timed
-            out.
+          timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from
+            a call that timed out.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
           ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
@@ -114,11 +109,9 @@ class RankGroup(ArrayGroup):
             lost.
           changed: called with the new group before the step is repeated, to divide the work anew. If ranks are lost in
             it, the others shrink the group and call it again.
-          timeout_s: how long ranks that are alive are waited for when the step has failed, in seconds; later ones are
-            excluded for good, also if they only compute for longer. ``None``: 10 s longer than the timeout of the
-            group; 10 s if the step raised a ``CollectiveTimeout``, since late ranks were waited for already. A rank
-            whose step has succeeded always waits as ``agree`` does by default. Ranks that have ended or are stopped
-            are not waited for.
+          timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the
+            group, or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose
+            step has succeeded always waits as ``agree`` does by default.
         Returns:
           The group in which the step has succeeded, which is this one unless ranks were lost, and what ``step``
           returned there.
@@ -154,9 +147,7 @@ class RankGroup(ArrayGroup):
         new ranks have no state yet: if this returns a group, broadcast it from rank 0, on all ranks by the same call.
 
         Args:
-          timeout_s: how long ranks of the group that are alive are waited for, in seconds. Later ones are excluded for
-            good: pass more if ranks may compute for longer before they call this. Ranks that have ended or are stopped
-            are not waited for.
+          timeout_s: as for ``shrink``.
         Returns:
           The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group stays as it is. If
           a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
@@ -181,7 +172,7 @@ class RankGroup(ArrayGroup):
         Raises:
           ContextError: this group is closed, or belongs to another process.
         """
-        return joining.invitation(self.communicator, KIND.name)
+        return joiner.invitation(self.communicator, KIND.name)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -199,10 +190,10 @@ class RankGroup(ArrayGroup):
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 
-    def _forming(self, timeout_s: float, *, grows: bool) -> Forming[RankGroup]:
+    def _forming(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
         group = self.communicator
         settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
-        return Forming(group, KIND, settings, timeout_s, grows=grows)
+        return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
     def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
         """Close this group, whose ranks go on in a new one, and return that."""
@@ -210,10 +201,6 @@ class RankGroup(ArrayGroup):
         self.communicator.succeed(made.communicator.token)
         self.close()
         return made
-
-
-def _nothing() -> None:
-    """Watch nothing."""
 
 
 def make_group(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
@@ -233,7 +220,7 @@ def make_group(store: StoreClient, rank: int, size: int, settings: Settings, ori
     except BaseException:
         store.close()
         raise
-    rendezvous.watch = store.watch = _nothing  # that of ``origin`` refers to the earlier group
+    rendezvous.watch = store.watch = NEW.watch  # that of ``origin`` refers to the earlier group
     return RankGroup(communicator, store)
 
 

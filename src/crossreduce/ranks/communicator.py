@@ -20,7 +20,7 @@ from ..topology import Topology
 from . import tracing
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
-from .connections import contact
+from .connections import peer_requests
 from .failures.abort import GroupAbort
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure
@@ -86,7 +86,7 @@ class Communicator:
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
             self.token = members.token  # names the group to other processes
-            self.successor: contact.Successor | None = None  # the later form of the group in which this rank continues
+            self.successor: peer_requests.Successor | None = None  # the later form of this group
             self.traced: Path | None = None  # the file to which the calls are written
             self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
             self.transport, self._own_transport = connected, connected if callable(transport) else None
@@ -340,8 +340,8 @@ class Communicator:
         self.calls.require_usable()
 
     def succeed(self, token: str) -> None:
-        """Note that this rank continues in a later form of the group, of which its ranks have agreed last."""
-        self.successor = contact.Successor(token, self.agreements.number, self.agreements.last)
+        """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
+        self.successor = peer_requests.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
         """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks.
@@ -390,7 +390,7 @@ class Communicator:
             self.transport.abort()
 
     def _release(self) -> None:
-        contact.unregister(self.token, self.successor, self.listen_at)
+        peer_requests.unregister(self.token, self.successor, self.listen_at)
         if self.memory.fd >= 0:
             self.statistics.close()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

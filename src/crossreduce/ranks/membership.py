@@ -32,8 +32,8 @@ from ..errors import (
 )
 from ..observe import flight_recorder
 from .agreement.agreement import Agreements
-from .connections import contact
-from .connections.contact import Place
+from .connections import peer_requests
+from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
 from .failures.abort import renewed
 from .inter_host.host_links import HostLinks
@@ -97,7 +97,7 @@ class JoinedHost:
         self._listen_at = listen_at
         hosts, self.memory = _shared_memory(rendezvous, global_ranks)
         try:
-            place = contact.listen(listen_at)
+            place = peer_requests.listen(listen_at)
         except BaseException:
             self.memory.close()
             raise
@@ -110,7 +110,7 @@ class JoinedHost:
             self.links = HostLinks(self.members)
             self.agreements = Agreements(rank, hosts, self.memory, peers, global_ranks, name)
             token = self.members.token
-            contact.register(token, self.agreements.answer, listen_at)
+            peer_requests.register(token, self.agreements.answer, listen_at)
             about: dict[str, str | int] = {"name": name, "token": token, "version": flight_recorder.version()}
             self.memory.describe(global_ranks, about | {"size": size, "hosts": len(hosts)})
             reads = 1 < len(self.memory.host) == size <= READABLE_BUFFERS and self.memory.can_read_all()
@@ -118,13 +118,13 @@ class JoinedHost:
             self.reads_peers = all(rendezvous.all_gather(b"1" if reads else b""))
             _require_one_rank_per_process(self.members, self.memory)
         except BaseException:
-            contact.unregister(token, None, listen_at)
+            peer_requests.unregister(token, None, listen_at)
             self.memory.close()
             raise
 
     def leave(self) -> None:
         """Release everything."""
-        contact.unregister(self.members.token, None, self._listen_at)
+        peer_requests.unregister(self.members.token, None, self._listen_at)
         self.memory.close()
 
     def connect(self, rendezvous: Rendezvous, connect: Connect, timeout_s: float) -> Transport:

@@ -31,12 +31,12 @@ from .memory import (
     are_apart,
     copy_back,
     copy_back_all,
+    copy_overlapping,
     equal_parts,
     is_plain,
     memory,
     raw,
     readable,
-    separated,
     share_memory,
     tensors_in,
     writable,
@@ -127,7 +127,7 @@ class Collectives(InnerGloo):
             return
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
-            sources = separated(sources, [written], {self._rank: written.data_ptr()})
+            sources = copy_overlapping(sources, [written], {self._rank: written.data_ptr()})
         self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written), self._exact)
         copy_back(output, written)
 
@@ -147,7 +147,7 @@ class Collectives(InnerGloo):
             return
         written = writable(output)
         if not apart:  # the output may be this rank's part of the input
-            (source,) = separated([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
+            (source,) = copy_overlapping([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
         array = memory(written)
         self._communicator.reduce_scatter(op, equal_parts(source, self._size), array, self._exact)
         copy_back(output, written)
@@ -196,7 +196,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart:
-            (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
+            (source,) = copy_overlapping([source], written, {0: written[self._rank].data_ptr()})
         self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
 
@@ -210,7 +210,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if not apart:  # the input may be this rank's part of the output
-            (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
+            (source,) = copy_overlapping([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
         array = memory(source)
         self._communicator.all_gather(array, equal_parts(written, self._size))
         if source is tensor and written is output and tensor.dtype in NAMES:
@@ -223,7 +223,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart and root == self._rank:
-            (source,) = separated([source], written, {0: written[root].data_ptr()})
+            (source,) = copy_overlapping([source], written, {0: written[root].data_ptr()})
         places = [memory(x) for x in written] if root == self._rank else None
         self._communicator.gather(memory(source), places, root)
         copy_back_all(results, written)
@@ -234,7 +234,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
-            sources = separated(sources, [written], {root: written.data_ptr()})
+            sources = copy_overlapping(sources, [written], {root: written.data_ptr()})
         places = [memory(x) for x in sources] if root == self._rank else None
         self._communicator.scatter(places, memory(written), root)
         copy_back(output, written)
@@ -251,7 +251,7 @@ class Collectives(InnerGloo):
         if even:
             self._agree_on_bytes("all_to_all", inputs[0])
             if not apart:
-                sources = separated(sources, written)
+                sources = copy_overlapping(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
             room = inputs[0].new_empty(sum(rooms))
@@ -273,7 +273,7 @@ class Collectives(InnerGloo):
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if not apart:
-            (source,) = separated([source], [written])
+            (source,) = copy_overlapping([source], [written])
         if even:
             self._agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
@@ -343,8 +343,8 @@ class Collectives(InnerGloo):
             results = self._without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)
         if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
-            copies = iter(separated(read, written))
-            sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
+            copies = iter(copy_overlapping(read, written))
+            sources = tuple([_take_next(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
@@ -425,7 +425,7 @@ class Collectives(InnerGloo):
         return False
 
 
-def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
+def _take_next(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
     return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
 

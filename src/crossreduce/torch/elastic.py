@@ -16,12 +16,12 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
-from ..ranks.connections.rendezvous import Origin, StoreRendezvous
-from ..ranks.survival import joining, survivors
-from ..ranks.survival.forming import Forming, GroupKind, Settings
+from ..ranks.connections.rendezvous import NEW, Origin, StoreRendezvous
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .group import BACKEND, READY, Group, given_group
+from .group import BACKEND, READY, Group, find_group
 from .options import Options
 from .peer_store import PeerStore
 
@@ -38,8 +38,8 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
     Args:
       flag: what this rank brings.
       group: a process group of this backend; ``None``: the default group.
-      timeout_s: how long ranks that are alive are waited for, in seconds; later ones are excluded from the group for
-        good. ``None``: 10 s longer than the timeout of the group, since a rank may come from an op that timed out.
+      timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from an
+        op that timed out.
     Raises:
       ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
@@ -68,10 +68,9 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
-      timeout_s: how long ranks that are alive are waited for when the step has failed, in seconds; later ones are
-        excluded for good, also if they only compute for longer. ``None``: 10 s longer than the timeout of the group;
-        10 s if the step raised a ``CollectiveTimeout``, since late ranks were waited for already. A rank whose step has
-        succeeded always waits as ``agree`` does by default. Ranks that have ended or are stopped are not waited for.
+      timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the group,
+        or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose step has
+        succeeded always waits as ``agree`` does by default.
     Returns:
       What ``step`` returned.
     Raises:
@@ -163,7 +162,7 @@ def invitation(group: Any = None) -> str:
       ArgumentError: there is no default group, or the group has another backend.
       ContextError: the group is closed, or belongs to another process.
     """
-    return joining.invitation(group_of(group).communicator, KIND)
+    return joiner.invitation(group_of(group).communicator, KIND)
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
@@ -185,7 +184,7 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    made = joining.join(invited, _kind(), limit_s)
+    made = joiner.join(invited, _kind(), limit_s)
     _install(made)
     return made
 
@@ -195,14 +194,10 @@ def _kind() -> GroupKind[Group]:
     return GroupKind(KIND, PeerStore, make_group)
 
 
-def _formation(old: Group, timeout_s: float, *, grows: bool) -> Forming[Group]:
+def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
     """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
     settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
-    return Forming(old.communicator, _kind(), settings, timeout_s, grows=grows)
-
-
-def _nothing() -> None:
-    """Watch nothing."""
+    return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
 
 
 def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origin: Origin) -> Group:
@@ -211,9 +206,9 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
     store.set_timeout(timeout)
     part = dist.PrefixStore("formed/", store)
     made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
-    made.base_store, store.watch = store, _nothing
+    made.base_store, store.watch = store, NEW.watch
     assert isinstance(made.communicator.rendezvous, StoreRendezvous)
-    made.communicator.rendezvous.watch = _nothing  # ``origin`` refers to the earlier group
+    made.communicator.rendezvous.watch = NEW.watch  # ``origin`` refers to the earlier group
     return made
 
 
@@ -227,7 +222,7 @@ def group_of(group: Any) -> Group:
       ArgumentError: there is no default group, or the group has another backend.
       ContextError: the group was destroyed.
     """
-    found: Group = given_group(group)
+    found: Group = find_group(group)
     found.queue.require_open()
     return found
 

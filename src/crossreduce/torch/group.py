@@ -32,9 +32,9 @@ from .connections import close, connect
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
-from .profiling import entry, is_profiled, lasting
-from .rendezvous import reaching
-from .subclasses import has_wrapper, unwrapped
+from .profiling import begin_entry, entry, is_profiled
+from .rendezvous import lost_store_errors
+from .subclasses import call_unwrapped, has_wrapper
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -78,7 +78,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
-        with reaching(store):
+        with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -373,7 +373,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         written = tensors if results is None else results
         if is_profiled():
             with entry(self, inner, tensors, written):
-                function = lasting(inner, function) if opts.asyncOp else function
+                function = begin_entry(inner, function) if opts.asyncOp else function
                 work = self.queue.run(function, written, opts.asyncOp)
         else:
             work = self.queue.run(function, written, opts.asyncOp)
@@ -383,7 +383,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
-        return Works(unwrapped(getattr(self, method), arguments), results)
+        return Works(call_unwrapped(getattr(self, method), arguments), results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s
@@ -405,7 +405,7 @@ Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
 
 
-def given_group(group: Any, *others: type) -> Any:
+def find_group(group: Any, *others: type) -> Any:
     """Return a group of this backend, or an object of one of the classes ``others``; ``None``: the default group.
 
     Raises:

@@ -26,7 +26,7 @@ from crossreduce.errors import (
 from crossreduce.processes import meeting, rank_group
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.survival import survivors
-from crossreduce.ranks.survival.forming import GroupKind
+from crossreduce.ranks.survival.formation import GroupKind
 from crossreduce.ranks.transports import tcp
 
 LONG_S = 1800.0

@@ -21,11 +21,11 @@ from ranks import Died, ranks
 from crossreduce import processes
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, MismatchError, PeerLostError, encoded
 from crossreduce.processes import meeting, rank_group
-from crossreduce.ranks.agreement.agreement import agreement
+from crossreduce.ranks.agreement import agreement
 from crossreduce.ranks.connections.rendezvous import MET, StoreRendezvous
 from crossreduce.ranks.connections.store import StoreClient, StorePart
-from crossreduce.ranks.survival import joining
-from crossreduce.ranks.survival.forming import GroupKind
+from crossreduce.ranks.survival import joiner
+from crossreduce.ranks.survival.formation import GroupKind
 from crossreduce.torch import elastic
 
 LONG_S = 1800.0
@@ -377,7 +377,7 @@ def test_damaged_invitations(text):
 def forms_slowly(rendezvous, address, folder):
     invited = Path(folder, "invitation")
     if rendezvous.rank == 1:
-        joining._FORMING_S = 0.5
+        joiner._FORMING_S = 0.5
         while not invited.exists():
             time.sleep(0.01)
         with pytest.raises(CollectiveTimeout, match="did not let this process join"):

@@ -328,6 +328,7 @@ def test_processes_that_write_at_the_same_time():
 THREE = {0: 2, 1: 1, 2: 1}
 
 
+@examples(1500)
 @given(
     st.dictionaries(st.integers(0, 5), st.integers(1, 4), min_size=1),
     st.sets(st.integers(0, 5)),

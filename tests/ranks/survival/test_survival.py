@@ -17,7 +17,7 @@ from members import Resources, resident_bytes
 from ranks import ranks
 
 from crossreduce.errors import ArgumentError, ContextError, ExcludedError
-from crossreduce.ranks.connections.inquiry import SILENT_S
+from crossreduce.ranks.connections.repeated_request import SILENT_S
 
 KINDS = pytest.mark.parametrize("kind", [Torch, Numpy])
 

@@ -21,7 +21,7 @@ from survival_storm import FAILURES, Failure, Shared, lives
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
 PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
-LIMIT_S = 15
+LIMIT_S = 60  # for a step of the test, on a machine with other work
 KINDS = pytest.mark.parametrize("kind", [Numpy, pytest.param(Torch, marks=pytest.mark.system)])
 
 
@@ -120,7 +120,7 @@ def storm(case, shared, disturb=lambda: None):
             if not is_down(pids[each["who"]]):  # it was not in the call in which it was to fail
                 os.kill(pids[each["who"]], SIGNALS[each["how"]])
         wait_until(lambda: all(is_down(pids[victim]) for victim in victims), "victims are alive")
-        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off go on", 30)
+        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off go on")
         counts = [shared[process] for process in others]
         wait_until(
             lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
@@ -175,7 +175,7 @@ def run(kind, case, disturb=lambda: None):
     shared, total = Shared(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
-    found = ranks(total, lives, kind, case, shared, check=False, begun=begun, timeout_s=120, environment=environment)
+    found = ranks(total, lives, kind, case, shared, check=False, begun=begun, timeout_s=280, environment=environment)
     rest = check(case, found)
     if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
         figures = {key: [one[key] for one in rest] for key in ("delays", "slowest")}

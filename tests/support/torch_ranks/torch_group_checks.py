@@ -110,15 +110,6 @@ def sparse_leaf(c):
 
 
 @check
-def errors_of_a_subgroup_have_global_ranks(c):
-    """Errors of a sub-group name its ranks by their numbers in the world."""
-    group = dist.new_group([0, 2])
-    if c.rank != 1:
-        raises(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
-        dist.destroy_process_group(group)
-
-
-@check
 def sequence_numbers(c):
     """The sequence number of a group counts its collectives and messages, as that of a gloo group does."""
     ours, gloo = dist.new_group(), dist.new_group(backend="gloo")

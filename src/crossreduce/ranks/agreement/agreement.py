@@ -1,6 +1,6 @@
 """``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
 
-Input: the memory of this rank's host, and where the ranks of other hosts listen (``contact``). Output: decisions, the
+Input: the memory of this rank's host, and where ranks of other hosts listen (``peer_requests``). Output: decisions, the
 same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
 lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
 speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
@@ -20,19 +20,17 @@ from itertools import zip_longest
 from typing import Final
 
 from ...errors import ExcludedError
-from ..connections import contact
-from ..connections.contact import Json, Peer, Place
-from ..connections.inquiry import Inquiry
+from ..connections import peer_requests
+from ..connections.peer_requests import Json, Peer, Place
 from ..connections.peers import PeerInfo
+from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
 from ..intra_host.shared_memory import RankMemory
 from ..transports import tcp
 from .ballots import Ballot
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
-_REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
-_RECENT_S: Final = 1.0  # for how long a direct answer shows that a link is not lost
+LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -128,7 +126,7 @@ class Agreements:
                 if now > began + timeout_s + _BEYOND_S:
                     raise self.no_quorum(electors, timeout_s)
                 if now >= look_at:
-                    speaks, look_at = self._speaks(number, electors), now + _LOOK_S
+                    speaks, look_at = self._speaks(number, electors), now + LOOK_S
                 if not (speaks and speaker.speak()):
                     speaker.wait(pause_s)
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
@@ -201,7 +199,7 @@ class Agreements:
         except Overtaken:
             return _MOVED
         except (OSError, ValueError):  # the memory is closed, or the request is not valid
-            return contact.elsewhere(self.token, request)
+            return peer_requests.redirection(self.token, request)
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:
@@ -240,11 +238,11 @@ class Agreements:
 
     def inquiry(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
-    ) -> Inquiry:
+    ) -> RepeatedRequest:
         """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
         processes = {host: [self.others[rank] for rank in self.hosts[host] if rank in electors] for host in hosts}
         relays = {host: self.relays(host, electors) for host in processes}
-        return Inquiry(processes, self.token, request, again_s, relays)
+        return RepeatedRequest(processes, self.token, request, again_s, relays)
 
     def forget_relays(self, members: Sequence[int]) -> None:
         """Use only ``members`` as relays from now on: others may leave at any time."""
@@ -279,62 +277,6 @@ class Agreements:
         return ExcludedError.of(problem, given, remedy)
 
 
-class Reach:
-    """Finds out which ranks of other hosts answer only through a relay, so that the link to their hosts is lost."""
-
-    def __init__(self, group: Agreements, members: Sequence[int]) -> None:
-        self._group, self._members = group, members
-        self._inquiry: Inquiry | None = None
-
-    def is_beyond(self, rank: int) -> bool:
-        """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
-        group, members = self._group, self._members
-        if self._inquiry is None:
-            others = {group.host_of(each) for each in members} - {group.own_host}
-            self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
-        self._inquiry.read()
-        if rank not in group.others or group.others[rank].relay is None:
-            return False
-        reached_at = max(group.others[each].reached_at for each in group.hosts[group.host_of(rank)])
-        return reached_at < time.monotonic() - _RECENT_S
-
-
-class Watch:
-    """Finds those electors of the next agreement that are lost, while they do something else together."""
-
-    def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
-        self._group, self._electors, self._number = group, electors, group.number + 1
-        self._inquiry: Inquiry | None = None
-
-    def lost(self) -> list[int]:
-        """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
-
-        This does not wait for answers of other hosts; it reports them when it is called again.
-        """
-        group, electors, number = self._group, self._electors, self._number
-        try:
-            if self._inquiry is None:
-                others = {group.host_of(rank) for rank in electors} - {group.own_host}
-                request = group.request("status", number, electors=electors)
-                self._inquiry = group.inquiry(others, electors, request, _LOOK_S)
-            self._inquiry.read()
-            found = {**self._inquiry.found, group.own_host: group.status(number, electors)}
-        except Overtaken:  # they have excluded this rank
-            return [rank for rank in electors if rank != group.rank]
-        lost = []
-        for rank in electors:
-            host = group.host_of(rank)
-            if host in found:
-                status = found[host] or {}
-                arrived = status.get("arrived", {}).get(str(rank))
-                if not arrived[1] if arrived else rank not in status.get("late", []):
-                    lost.append(rank)
-                    continue
-            if host != group.own_host and self._inquiry.is_silent(host):
-                lost.append(rank)
-        return lost
-
-
 class _Speaker:
     """What the speaker of a host does in one agreement."""
 
@@ -345,7 +287,7 @@ class _Speaker:
         self._weights = Counter(group.host_of(rank) for rank in electors)
         self._others = [host for host in self._weights if host != group.own_host]
         self._turn = sorted(self._weights).index(group.own_host)
-        self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
+        self._statuses: RepeatedRequest | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
         self._late: list[int] = []  # those of this host when they were last looked at
         self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
@@ -366,7 +308,7 @@ class _Speaker:
             if self._others and now < self._began + _TURN_S * self._turn:
                 return False
             request = self._group.request("status", self._number, electors=self._electors)
-            self._statuses = self._group.inquiry(self._others, self._electors, request, _LOOK_S)
+            self._statuses = self._group.inquiry(self._others, self._electors, request, LOOK_S)
         contributions = self._ready(self._statuses)
         if contributions is None:
             return False
@@ -379,7 +321,7 @@ class _Speaker:
                 return False
         return self._vote(Decision.of(contributions), self._statuses)
 
-    def _read(self, statuses: Inquiry, wait_s: float = 0.0) -> None:
+    def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
         """Note the new answers of other hosts."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
@@ -395,7 +337,7 @@ class _Speaker:
         """Return whether this host knows the decision, such as from the speaker of another host."""
         return self._group.registers.decision(self._number) is not None
 
-    def _ready(self, statuses: Inquiry) -> dict[int, Contribution] | None:
+    def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
 
         What a host has answered before it fell silent does not count: its ranks could not go on with the others.
@@ -420,13 +362,13 @@ class _Speaker:
                 continue
             if status["late"] and waits:
                 if host == self._group.own_host:
-                    self._late, self._look_at = status["late"], time.monotonic() + _LOOK_S
+                    self._late, self._look_at = status["late"], time.monotonic() + LOOK_S
                 return None
             for rank, (kind, flag, progress) in status["arrived"].items():
                 contributions[int(rank)] = Contribution(self._number, kind, flag, progress)
         return contributions
 
-    def _vote(self, decision: Decision, statuses: Inquiry) -> bool:
+    def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
         """Try to make a decision final; return whether it is."""
         group, number, own = self._group, self._number, self._group.own_host
         registers = group.registers
@@ -451,7 +393,7 @@ class _Speaker:
             unreached = [statuses.answered_at[host] for host in self._others if host not in there]
             if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
                 raise group.no_quorum(self._electors, time.monotonic() - self._began)
-            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
+            time.sleep(random.uniform(0.5, 1.5) * LOOK_S * (1 + self._turn))
             return False
         registers.decide(number, ballot.number, ballot.decision)
         told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
@@ -471,7 +413,7 @@ class _Speaker:
             return
         inquiry, until = self._group.inquiry(others, self._electors, request), time.monotonic() + _VOTE_S
         while len(inquiry.found) < len(others) and time.monotonic() < until and not self._is_decided():
-            for host in inquiry.read(_LOOK_S):
+            for host in inquiry.read(LOOK_S):
                 answer = inquiry.found[host]
                 if answer is None:
                     self._ended.add(host)
@@ -480,7 +422,7 @@ class _Speaker:
                     if is_enough():
                         return
 
-    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: Inquiry) -> None:
+    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: RepeatedRequest) -> None:
         """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
 
         If this process ended at once, they could decide something else without it. A silent host could do so anyway.
@@ -488,12 +430,12 @@ class _Speaker:
         _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
 
 
-def _wait_until_noted(inquiry: Inquiry, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
+def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
     """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
     until = time.monotonic() + _TOLD_S
     inquiry.read()
     while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):
-        inquiry.read(_LOOK_S)
+        inquiry.read(LOOK_S)
 
 
 def read_decision(given: Sequence[Json]) -> Decision:

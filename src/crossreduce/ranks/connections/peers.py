@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from ...errors import rank_list
-from .contact import Place
+from .peer_requests import Place
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 

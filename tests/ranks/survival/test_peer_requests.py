@@ -12,12 +12,12 @@ import pytest
 
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.agreement.agreement import read_decided
-from crossreduce.ranks.connections import contact, listener
+from crossreduce.ranks.connections import listener, peer_requests
 from crossreduce.ranks.connections.channel import AuthenticatedChannel
-from crossreduce.ranks.connections.contact import Ended, Peer, Successor
+from crossreduce.ranks.connections.peer_requests import Ended, Peer, Successor
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.intra_host.registers import Decision
-from crossreduce.ranks.survival.forming import Forming, Settings
+from crossreduce.ranks.survival.formation import GroupFormation, Settings
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
 
@@ -25,13 +25,13 @@ DECIDED = 6, Decision((0, 2), 1, True, 17)
 @pytest.fixture
 def place():
     """Return where this process listens; it has left the groups "first" and "second", and is in "third"."""
-    listening = [contact.listen() for _ in range(3)]
+    listening = [peer_requests.listen() for _ in range(3)]
     for token in ("first", "second", "third"):
-        contact.register(token, lambda request: {"heard": request["what"]})
-    contact.unregister("first", Successor("second", 4, DECIDED))
-    contact.unregister("second", Successor("third", 9, DECIDED))
+        peer_requests.register(token, lambda request: {"heard": request["what"]})
+    peer_requests.unregister("first", Successor("second", 4, DECIDED))
+    peer_requests.unregister("second", Successor("third", 9, DECIDED))
     yield listening[0]
-    contact.unregister("third")
+    peer_requests.unregister("third")
 
 
 @pytest.mark.parametrize("what", ["result", "status"])
@@ -156,9 +156,9 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
     """The timeout of shrink applies to each rank, although that of the group may be much longer."""
     agreements = SimpleNamespace(relays=lambda *_: [], host_of=lambda rank: 0)
     old = SimpleNamespace(token="third", agreements=agreements)
-    forming = Forming(old, None, Settings(300, "world"), 0.2, grows=False)
+    formation = GroupFormation(old, None, Settings(300, "world"), 0.2, grows=False)
     with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
-        forming._asked(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
+        formation._ask_for_store(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
 
 
 # Relays
@@ -167,10 +167,10 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
 @pytest.fixture
 def relay():
     """Return a process at 127.0.0.2 that passes on connections, and where it connects to."""
-    listening, found = contact.listen("127.0.0.2"), {"addresses": ["127.0.0.1"], "known": True}
-    contact.register("third", lambda _: found, "127.0.0.2")
+    listening, found = peer_requests.listen("127.0.0.2"), {"addresses": ["127.0.0.1"], "known": True}
+    peer_requests.register("third", lambda _: found, "127.0.0.2")
     yield Peer(listening, "127.0.0.2", 1), found
-    contact.unregister("third", address="127.0.0.2")
+    peer_requests.unregister("third", address="127.0.0.2")
 
 
 def test_a_process_answers_through_a_relay(place, relay):

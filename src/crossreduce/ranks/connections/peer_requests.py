@@ -1,4 +1,4 @@
-"""``Contact``: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
+"""Requests from rank to rank: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
 process has one listening socket and one thread, from its first group to the end of its last one; and another one at
@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
-from .channel import AuthenticatedChannel, connected
+from .channel import AuthenticatedChannel, open_channel
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
@@ -88,7 +88,7 @@ class _Contact:
         request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        found = answer(request) if answer else elsewhere(token, request)
+        found = answer(request) if answer else redirection(token, request)
         if "addresses" in found:
             _pass_on(channel, found["addresses"], int(request["port"]), is_known=found["known"])
         else:
@@ -144,7 +144,7 @@ def unregister(token: str, successor: Successor | None = None, address: str = ""
                 found.listener.close()
 
 
-def elsewhere(token: str, request: dict[str, Json]) -> dict[str, Json]:
+def redirection(token: str, request: dict[str, Json]) -> dict[str, Json]:
     """Return the answer to a request to a group that this process is not in, or not any more."""
     found = _successors.get(token)
     if found is None:
@@ -217,9 +217,8 @@ class Peer:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
         self.reached_at, self.refused = -math.inf, False
-        self.tried_until = (
-            -math.inf
-        )  # until when no other direct request is sent while there is a relay; see ``Inquiry``
+        # Until when no other direct request is sent while there is a relay; see ``RepeatedRequest``.
+        self.tried_until = -math.inf
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
@@ -275,7 +274,7 @@ class Peer:
     def _answer(
         self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
     ) -> dict[str, Json]:
-        channel = connected(connection, bytes.fromhex(self.place.key), deadline)
+        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
@@ -304,7 +303,7 @@ class Peer:
         """
         made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
-            channel = connected(made, bytes.fromhex(relay.place.key), deadline)
+            channel = open_channel(made, bytes.fromhex(relay.place.key), deadline)
             channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
             answer = channel.receive(deadline)
         except BaseException:

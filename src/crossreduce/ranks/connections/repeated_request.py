@@ -1,4 +1,4 @@
-"""``Inquiry``: a request to other hosts, which is repeated until a rank of each host answers.
+"""``RepeatedRequest``: a request to other hosts, which is repeated until a rank of each host answers.
 
 Input: the processes that may answer for each host, and the request. Output: the latest answer of each host, and which
 hosts are silent. An answer counts whenever it comes, so neither a long round trip nor a lost packet makes a host
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, Queue
 from typing import Final
 
-from . import contact
-from .contact import Ended, Json, Peer
+from . import peer_requests
+from .peer_requests import Ended, Json, Peer
 
 SILENT_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # processes of a host that are asked at the same time
@@ -38,7 +38,7 @@ class _Host:
         self.relay_due, self.relayed = now + _RELAY_S, 0  # when to ask through relays next; how many were asked
 
 
-class Inquiry:
+class RepeatedRequest:
     """A request to several hosts. One thread at a time uses this.
 
     ``found``: the latest answer of each host that has answered; ``None``: all its processes have ended.
@@ -99,11 +99,11 @@ class Inquiry:
     def is_due(self, host: int) -> bool:
         """Return whether the answer of a host to the latest question may still come in the time that one may take."""
         asked = self._hosts[host]
-        return asked.is_open and time.monotonic() < asked.began + contact.ANSWER_S
+        return asked.is_open and time.monotonic() < asked.began + peer_requests.ANSWER_S
 
     def is_current(self, host: int) -> bool:
         """Return whether a host has answered within the time that an answer may take."""
-        return host in self.found and time.monotonic() < self.answered_at[host] + contact.ANSWER_S
+        return host in self.found and time.monotonic() < self.answered_at[host] + peer_requests.ANSWER_S
 
     def _ask(self, now: float) -> None:
         """Send the requests that are due."""

@@ -3,8 +3,8 @@
 import pytest
 from simulated_hosts import SimulatedHosts
 
-from crossreduce.ranks.connections.contact import Ended
-from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.peer_requests import Ended
+from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
 
 NEVER = 9.0, None
 SOON = 0.01, {"arrived": {}}
@@ -18,7 +18,7 @@ def begun(monkeypatch):
         simulated = SimulatedHosts(monkeypatch, behaviour)
         processes = {host: [simulated.process(name) for name in names] for host, names in hosts.items()}
         third = [simulated.process(name) for name in relays]
-        return simulated, Inquiry(processes, "token", {"what": "status"}, again_s, dict.fromkeys(hosts, third))
+        return simulated, RepeatedRequest(processes, "token", {"what": "status"}, again_s, dict.fromkeys(hosts, third))
 
     return begin
 

@@ -14,11 +14,11 @@ from typing import Final, Generic
 from ...errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message
 from ..agreement.agreement import read_decision
 from ..communicator import Communicator
-from ..connections import contact
-from ..connections.contact import Ended, Json, Peer, Place
+from ..connections import peer_requests
+from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
 from ..transports import tcp
-from .forming import PAUSE_S, Group, GroupKind, Settings, connected
+from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
@@ -81,12 +81,12 @@ class Joiner(Generic[Group]):
         self._offer: dict[str, Json] | None = None
         found = {tcp.loopback(address) for place in places for address in place.addresses}
         self._listen_at = found.pop() if len(found) == 1 else ""  # a group at the loopback address has no other one
-        self._own = contact.listen(self._listen_at)
-        contact.register(self._token, self._answer, self._listen_at)
+        self._own = peer_requests.listen(self._listen_at)
+        peer_requests.register(self._token, self._answer, self._listen_at)
 
     def close(self) -> None:
         """Stop answering requests."""
-        contact.unregister(self._token, address=self._listen_at)
+        peer_requests.unregister(self._token, address=self._listen_at)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:
         if request["what"] == "admit":
@@ -105,7 +105,7 @@ class Joiner(Generic[Group]):
             if offer is None:
                 continue
             try:
-                made = self._formed(offer, deadline + _FORMING_S)
+                made = self._form(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
             if self._is_valid(offer, made, deadline + _FORMING_S):
@@ -142,7 +142,7 @@ class Joiner(Generic[Group]):
             raise PeerLostError(message(problem, f"{ended} ranks have ended", "a new invitation"))
         return None
 
-    def _formed(self, offer: dict[str, Json], deadline: float) -> Group:
+    def _form(self, offer: dict[str, Json], deadline: float) -> Group:
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
@@ -155,7 +155,7 @@ class Joiner(Generic[Group]):
         watch()  # finds an address of the lowest rank
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connected(self._kind, leader, offer["token"], offer["port"], watch)
+        store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:

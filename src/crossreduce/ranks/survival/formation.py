@@ -2,7 +2,7 @@
 
 Input: the earlier group, its ranks that are left, and a function that makes a group of ranks that meet at a store.
 Output: such a group with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks
-find each other through ``contact``.
+find each other through ``peer_requests``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...errors import PeerLostError, message
-from ..agreement.agreement import Reach
+from ..agreement.lost_ranks import Reach
 from ..communicator import Communicator
-from ..connections.contact import ANSWER_S, Ended, Peer, Place
-from ..connections.inquiry import Inquiry
+from ..connections.peer_requests import ANSWER_S, Ended, Peer, Place
 from ..connections.rendezvous import Origin
+from ..connections.repeated_request import RepeatedRequest
 from ..connections.store import CONNECT_S, StoreClient
 from .survivors import Closable, Reformed
 
@@ -67,7 +67,7 @@ class GroupKind(Generic[Group]):
     new_group: Callable[[Any, int, int, Settings, Origin], Group]
 
 
-class Forming(Generic[Group]):
+class GroupFormation(Generic[Group]):
     """The new group of some ranks of a group, and of the processes that want to join if ``grows``.
 
     ``timeout_s``: how long the rank that serves the store is waited for.
@@ -90,7 +90,7 @@ class Forming(Generic[Group]):
         key = f"store {self._agreements.number}"
         rank = members.index(old.rank)
         if rank == 0:
-            self._joiners, self._is_joiner_gone = self._waiting(members) if self._grows else {}, False
+            self._joiners, self._is_joiner_gone = self._find_joiners(members) if self._grows else {}, False
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
                 secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
@@ -99,8 +99,8 @@ class Forming(Generic[Group]):
             self._agreements.published = {key: [size, 0 if store is None else store.port]}
         else:
             peer = self._agreements.peer(members[0])
-            size, port = self._asked(peer, members, key, watch)
-            store = connected(self._kind, peer, self._old.token, port, watch, members) if port else None
+            size, port = self._ask_for_store(peer, members, key, watch)
+            store = connect_store(self._kind, peer, self._old.token, port, watch, members) if port else None
         if store is None:
             return None
 
@@ -108,7 +108,7 @@ class Forming(Generic[Group]):
         origin = Origin(lambda: self._check(watch), lambda rank: rank < len(members) and reach.is_beyond(members[rank]))
         return self._kind.new_group(store, rank, size, self._settings, origin)
 
-    def _waiting(self, members: Sequence[int]) -> dict[str, Peer]:
+    def _find_joiners(self, members: Sequence[int]) -> dict[str, Peer]:
         """Return the processes that want to join and answer now."""
         agreements, places = self._agreements, self._agreements.joiners()
         others = [rank for rank in members if rank != self._old.rank]
@@ -116,14 +116,14 @@ class Forming(Generic[Group]):
             asked = others[start : start + _AT_ONCE]
             relays = {rank: agreements.relays(agreements.host_of(rank), members) for rank in asked}
             processes = {rank: [agreements.peer(rank)] for rank in asked}
-            inquiry = Inquiry(processes, self._old.token, {"what": "waiting"}, relays=relays)
+            inquiry = RepeatedRequest(processes, self._old.token, {"what": "waiting"}, relays=relays)
             until = time.monotonic() + ANSWER_S
             while len(inquiry.found) < len(asked) and time.monotonic() < until:
                 inquiry.read(PAUSE_S)
             for answer in inquiry.found.values():
                 places |= (answer or {}).get("waiting", {})
         peers = {token: Peer(Place.read(place)) for token, place in sorted(places.items())}
-        return {token: peer for token, peer in peers.items() if answers(peer, token, _PATIENCE_S)}
+        return {token: peer for token, peer in peers.items() if is_answering(peer, token, _PATIENCE_S)}
 
     def _admit(self, members: Sequence[int], port: int) -> None:
         """Tell the processes that join their ranks."""
@@ -146,15 +146,15 @@ class Forming(Generic[Group]):
         watch()
         if not self._is_joiner_gone and (now := time.monotonic()) > self._check_at:
             self._check_at = now + _CHECK_S
-            self._is_joiner_gone = not all(answers(peer, token) for token, peer in self._joiners.items())
+            self._is_joiner_gone = not all(is_answering(peer, token) for token, peer in self._joiners.items())
         if self._is_joiner_gone:  # also while the others are told, which must not take as long again
             problem = "a process that was to join the group has ended, or does not answer."
             raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
-    def _asked(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
+    def _ask_for_store(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
         """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
         relays = {0: self._agreements.relays(self._agreements.host_of(members[0]), members)}
-        inquiry = Inquiry({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
+        inquiry = RepeatedRequest({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             inquiry.read(PAUSE_S)
@@ -167,7 +167,7 @@ class Forming(Generic[Group]):
         raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
 
 
-def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
+def is_answering(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
     """Return whether a process that wants to join answers in time."""
     try:
         return "ready" in (peer.ask(token, {"what": "ready"}, timeout_s) or {})
@@ -175,7 +175,7 @@ def answers(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
         return False
 
 
-def connected(
+def connect_store(
     kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch, relays: Collection[int] = ()
 ) -> StoreClient:
     """Return the store that a process of the group ``token`` serves; ``watch`` is called while it does not answer.
