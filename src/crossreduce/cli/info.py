@@ -61,9 +61,13 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
 
 def framework_info(name: str) -> dict[str, Any]:
     """Return a framework's version, its devices and its error; ``None`` for each that it does not have."""
-    found = installed(name)
+    found = installed_version(name)
     if found is None:
-        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
+        return {
+            "version": None,
+            "devices": None,
+            "error": f"not installed  try: pip install 'crossreduce[{name}]'",
+        }
     command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
@@ -75,7 +79,7 @@ def framework_info(name: str) -> dict[str, Any]:
     return {"version": found, "devices": None if ran.returncode else last, "error": last if ran.returncode else None}
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return a framework's version, or "unknown", without importing it; ``None``: it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         with suppress(metadata.PackageNotFoundError):

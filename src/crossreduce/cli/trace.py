@@ -34,7 +34,7 @@ from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsiz
 from ..schedule import simulate
 from ..topology import Topology
 from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
-from .support.tables import TableColumn, fitted, without
+from .support.tables import TableColumn, columns_that_fit, fitted_table
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
@@ -209,7 +209,7 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
         console.print(Text(sentence, "bold red" if named else "green"))
         shown = own[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
-        console.print(fitted(without(columns, _LEFT_OUT, console.width, 0), console.width))
+        console.print(fitted_table(columns_that_fit(columns, _LEFT_OUT, console.width, 0), console.width))
         if own[_MOST_ROWS:]:
             print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
 

@@ -144,7 +144,7 @@ def write(dump: Dump) -> Path | None:
         try:
             with os.fdopen(number, "w", encoding="utf-8") as file:
                 file.write(content)
-            path = _published(temporary, directory, dump.rank)
+            path = _publish(temporary, directory, dump.rank)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -209,7 +209,7 @@ def _directory(dump: Dump) -> Path:
     return path
 
 
-def _published(temporary: Path, directory: Path, rank: int) -> Path:
+def _publish(temporary: Path, directory: Path, rank: int) -> Path:
     """Give a complete file the first free name; a hard link, unlike a rename, never replaces an existing file."""
     k = 0
     while True:
@@ -362,13 +362,13 @@ def _dump(found: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, 
     if found.get("version") != _VERSION:
         raise ValueError(f"its version is {found.get('version')}, not {_VERSION}")
     if not isinstance(found.get("hosts"), str):
-        raise _malformed("hosts")
+        raise _malformed_error("hosts")
     histories, own = found.get("histories"), found.get("rank")
     if not isinstance(histories, list) or not all(isinstance(each, dict) for each in histories):
-        raise _malformed("histories")
+        raise _malformed_error("histories")
     described = tuple(each.get("rank") for each in histories)
     if not all(type(rank) is int for rank in described):
-        raise _malformed("rank")
+        raise _malformed_error("rank")
     kept = [each for each, rank in zip(histories, described, strict=True) if rank == own or rank in others]
     dump: Dump = _reader(Dump, "content")({**found, "histories": kept, "hosts": []})
     hosts, ranks = _hosts(found["hosts"])
@@ -377,7 +377,7 @@ def _dump(found: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, 
     return dump._replace(hosts=hosts), described
 
 
-def _malformed(name: str) -> ValueError:
+def _malformed_error(name: str) -> ValueError:
     return ValueError(f'its "{name}" is missing or malformed')
 
 
@@ -393,9 +393,9 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         return lambda value: None if value is None else some(value)
     if form is tuple:
         item = _reader(parts[0], name)
-        return lambda value: tuple(map(item, _checked(value, type(value) is list, name)))
+        return lambda value: tuple(map(item, _require(value, type(value) is list, name)))
     if form is dict:
-        return lambda value: {str(k): str(v) for k, v in _checked(value, type(value) is dict, name).items()}
+        return lambda value: {str(k): str(v) for k, v in _require(value, type(value) is dict, name).items()}
     if kind is Op:
         return lambda line: _read_op(line, name)
     if hasattr(kind, "_fields"):
@@ -403,7 +403,7 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         fields, kinds = [(field, _reader(of, field)) for field, of in types.items()], [*types.values()]
 
         def structure(value: Any) -> Any:
-            _checked(value, type(value) is dict, name)
+            _require(value, type(value) is dict, name)
             if kind is Frame:  # most values of a dump are in frames: check one's types at once
                 found = [*map(value.get, types)]
                 if [*map(type, found)] == kinds and found[1] >= 0:
@@ -413,16 +413,16 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         return structure
     if kind is float:
         # NaN is not below 1e15 either; JSON may contain numbers that a float cannot represent.
-        return lambda value: float(_checked(value, type(value) in (int, float) and abs(value) < 1e15, name))
+        return lambda value: float(_require(value, type(value) in (int, float) and abs(value) < 1e15, name))
     if kind is int:
-        return lambda value: _checked(value, type(value) is int and value >= 0, name)
+        return lambda value: _require(value, type(value) is int and value >= 0, name)
     assert kind is str
-    return lambda value: _checked(value, type(value) is str, name)
+    return lambda value: _require(value, type(value) is str, name)
 
 
-def _checked(value: Any, right: bool, name: str) -> Any:
+def _require(value: Any, right: bool, name: str) -> Any:
     if not right:
-        raise _malformed(name)
+        raise _malformed_error(name)
     return value
 
 
@@ -432,7 +432,7 @@ def _read_op(line: Any, name: str) -> Op:
         sequence, started, ended, text = line.split(" ", 3)
         op = Op(int(sequence), text, float(started), None if ended == "-" else float(ended))
     except (AttributeError, ValueError):
-        raise _malformed(name) from None
+        raise _malformed_error(name) from None
     if op.sequence < 0 or not -1e15 < op.started_s < 1e15 or not (op.ended_s is None or -1e15 < op.ended_s < 1e15):
-        raise _malformed(name)
+        raise _malformed_error(name)
     return op

@@ -149,7 +149,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
         _make(settings.directory)
         fd, path = _new_file(settings.directory, f"rank{rank}.{group.token}")
         try:
-            group.memory.native.trace_to(fd, facts.encoded(), settings.nbytes)
+            group.memory.native.trace_to(fd, facts.encode(), settings.nbytes)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -25,7 +25,7 @@ from ... import __version__, kernels
 from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
 from ...planning.explain import duration, size
-from ..support.output import atomic_file, atomic_json, drawing, progress, terminal
+from ..support.output import atomic_file, atomic_json, drawing_bar, progress, terminal
 from ..train.trainers import TRAINERS
 from . import nccl_tests, ranks
 from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
@@ -55,7 +55,7 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
             write(report)
         show(report)
         if file is not None:
-            with drawing():
+            with drawing_bar():
                 draw_ratios(report, file)
     return int(report["wrong"] > 0)
 

@@ -74,7 +74,7 @@ def print_table(request: BenchRequest, name: str, rows: Iterable[Row]) -> list[R
     found = []
     with progress(f"measuring {name}", len(list(request.sizes())) * len(request.roots), quiet=True) as bar:
         for row in rows:
-            with bar.hidden():
+            with bar.hide():
                 print_lines([_line(request, row)])
             found.append(row)
             bar(f"measuring {name}")

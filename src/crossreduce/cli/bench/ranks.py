@@ -165,7 +165,7 @@ class MpiBackend:
         return run
 
 
-def combined(request: BenchRequest, seconds: list[float]) -> float:
+def combine_times(request: BenchRequest, seconds: list[float]) -> float:
     """Return the times of all ranks as one, as ``request.average`` says."""
     return _COMBINED[request.average](seconds)
 
@@ -212,7 +212,7 @@ def require(request: BenchRequest, option: str) -> None:
 
 
 def _absent(peer: str) -> str | None:
-    """Return what is not installed of the things that an MPI peer needs, or ``None``."""
+    """Return the missing requirement of an MPI peer, or ``None``."""
     if launcher(peer) is None:
         return "mpiexec" if peer == "mpi" else "Intel MPI"
     return "mpi4py" if find_spec("mpi4py") is None else None
@@ -267,7 +267,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
             checked = collective != "reduce" or backend.rank == root
             nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
         found = backend.gather((times, nwrong))
-        times = [combined(request, list(each)) for each in zip(*(seconds for seconds, _ in found), strict=True)]
+        times = [combine_times(request, list(each)) for each in zip(*(seconds for seconds, _ in found), strict=True)]
         return times, None if nwrong is None else sum(wrong for _, wrong in found)
 
     return request.rows(name, measure)

@@ -61,11 +61,11 @@ class Axis(NamedTuple):
 
     def place(self, second: float) -> float:
         """Return the position of a time."""
-        return _between(second, self.times, self.places)
+        return _interpolate(second, self.times, self.places)
 
     def time(self, place: float) -> float:
         """Return the time at a position."""
-        return _between(place, self.places, self.times)
+        return _interpolate(place, self.places, self.times)
 
 
 class Timeline(NamedTuple):
@@ -182,7 +182,7 @@ def _axis(bars: Sequence[CallBar]) -> Axis:
     return Axis(tuple(times), tuple(places), pauses)
 
 
-def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     k = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
     width = xs[k + 1] - xs[k]
     share = (x - xs[k]) / width if width else 0.0

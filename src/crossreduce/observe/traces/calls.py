@@ -224,11 +224,11 @@ def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
             members += run[1]
             runs.remove(run)
         runs.append((processes, members))
-    ordered = [sorted(members, key=_started) for _, members in runs]
-    return tuple(map(tuple, sorted(ordered, key=lambda members: _started(members[0]))))
+    ordered = [sorted(members, key=_start_key) for _, members in runs]
+    return tuple(map(tuple, sorted(ordered, key=lambda members: _start_key(members[0]))))
 
 
-def _started(group: GroupTrace) -> tuple[int, str]:
+def _start_key(group: GroupTrace) -> tuple[int, str]:
     return min(trace.clocks[0].calendar_ns for trace in group.ranks.values()), group.token
 
 

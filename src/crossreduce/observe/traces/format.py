@@ -78,17 +78,17 @@ class Facts(NamedTuple):
     clock: str
     version: str
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Return the facts as JSON.
 
         >>> facts = Facts("world", "ab", 1, ((0, 1),), "node", 7, "1f", "boot", "1")
-        >>> Facts.decoded(facts.encoded()) == facts
+        >>> Facts.decode(facts.encode()) == facts
         True
         """
         return json.dumps(self._asdict()).encode()
 
     @classmethod
-    def decoded(cls, text: bytes) -> Facts:
+    def decode(cls, text: bytes) -> Facts:
         """Return the facts from JSON; raise ``ValueError`` if it is malformed."""
         try:
             found: dict[str, Any] = json.loads(text)
@@ -153,7 +153,7 @@ def read_trace(path: Path) -> TraceContent:
             raise ValueError("its header is malformed")
         if size < texts_at + texts_nbytes:
             raise ValueError("it is truncated before its first record")
-        facts = Facts.decoded(file.read(json_nbytes))
+        facts = Facts.decode(file.read(json_nbytes))
         file.seek(texts_at)
         texts = _texts(file.read(texts_nbytes))
         kept = min(count, capacity)
