@@ -101,14 +101,14 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
         advance.detail(entry["file"], 0, 1)
         proof_text = _prove_file(path, lambda: None)
         try:
-            found = facts_of(name, path.read_text("utf-8-sig"))
+            facts = facts_of(name, path.read_text("utf-8-sig"))
         except ScheduleError as error:
             raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
         expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
-        wrong = [what for what, value in found.items() if value != expected.get(what)]
+        wrong = [what for what, value in facts.items() if value != expected.get(what)]
         if wrong or entry["least_bytes"] < least_size[name]:
             reason = (
-                f"its {wrong[0]} is {found[wrong[0]]}, unlike in ranks.json"
+                f"its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json"
                 if wrong
                 else "another file is for its sizes"
             )
@@ -127,14 +127,14 @@ def _read_list(file: Path) -> dict[str, Any]:
         read = json.loads(file.read_text("utf-8-sig"))
         if read["format"] != FORMAT:
             raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - as the other faults
-        found = {key: read[key] for key in ("collective", "ranks", "files")}
-        for entry in found["files"]:
+        listed = {key: read[key] for key in ("collective", "ranks", "files")}
+        for entry in listed["files"]:
             path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
             if entry["format"] not in SUFFIXES or path is None or path[1] != entry["format"]:
                 raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of its format")  # noqa: TRY301
             if not isinstance(entry["least_bytes"], int) or not isinstance(entry["most_bytes"], int):
                 raise ValueError("sizes must be integers")  # noqa: TRY301, TRY004
-        if not isinstance(found["ranks"], list) or not found["files"]:
+        if not isinstance(listed["ranks"], list) or not listed["files"]:
             raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
         raise ArgumentError(
@@ -142,7 +142,7 @@ def _read_list(file: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
-    return found
+    return listed
 
 
 def _read(file: Path) -> Callable[[], str]:

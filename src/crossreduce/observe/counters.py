@@ -193,10 +193,10 @@ def openmetrics(every: Iterable[Stats], run: str = "") -> str:
         for name, unit, text, value in families:
             lines += [f"# TYPE {name} counter", *([f"# UNIT {name} {unit}"] if unit else []), f"# HELP {name} {text}"]
             for each in stats:
-                found: dict[Any, Any] = each.collectives if label == "collective" else each.waits
-                for key in sorted(found):
+                values: dict[Any, Any] = each.collectives if label == "collective" else each.waits
+                for key in sorted(values):
                     where = f'group="{_escape(each.group)}",rank="{each.rank}"{named},{label}="{key}"'
-                    lines.append(f"{name}_total{{{where}}} {value(found[key])}")
+                    lines.append(f"{name}_total{{{where}}} {value(values[key])}")
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 

@@ -163,7 +163,7 @@ def read(directory: Path) -> Found:
     Each dump has the history of its own rank. The newest dump that describes a rank without a dump has that rank's
     history, too. All others are left out, since reading them would take minutes for thousands of ranks.
     """
-    found: list[tuple[Dump, Path, tuple[int, ...]]] = []
+    entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
     try:
         paths = sorted(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
@@ -172,7 +172,7 @@ def read(directory: Path) -> Found:
     for path in paths:
         try:
             dump, described = _dump(_content(path))
-            found.append((dump, path, described))
+            entries.append((dump, path, described))
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             problems.append(f"{path.name} cannot be read: {why}.")
@@ -180,8 +180,8 @@ def read(directory: Path) -> Found:
         remedy = "the directory in the text of the CollectiveTimeout or PeerLostError"
         problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     dumps = []
-    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in found}
-    for dump, path, described in sorted(found, key=lambda each: -each[0].now_s):
+    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
+    for dump, path, described in sorted(entries, key=lambda each: -each[0].now_s):
         absent = {rank for rank in described if (dump.group, dump.token, rank) not in known}
         if absent:
             with suppress(OSError, ValueError):  # it was deleted, or one of these histories is malformed
@@ -258,9 +258,9 @@ def _has_ended(path: Path, written: float) -> bool:
 
 def _is_private(path: Path) -> bool:
     """Return whether this is a directory, and not a link, of this user that no other user can read."""
-    found = path.lstat()
-    own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no numeric user ids
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == own and not found.st_mode & 0o077
+    status = path.lstat()
+    own = getattr(os, "getuid", lambda: status.st_uid)()  # Windows has no numeric user ids
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == own and not status.st_mode & 0o077
 
 
 def _threads() -> tuple[Thread, ...]:
@@ -288,11 +288,11 @@ def version() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and crossreduce, and of NumPy, torch and mpi4py if imported."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
+    packages = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return found
+            packages[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return packages
 
 
 def _plain(value: Any) -> Any:
@@ -405,9 +405,9 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         def structure(value: Any) -> Any:
             _require(value, type(value) is dict, name)
             if kind is Frame:  # most values of a dump are in frames: check one's types at once
-                found = [*map(value.get, types)]
-                if [*map(type, found)] == kinds and found[1] >= 0:
-                    return Frame._make(found)
+                values = [*map(value.get, types)]
+                if [*map(type, values)] == kinds and values[1] >= 0:
+                    return Frame._make(values)
             return kind(*[read(value.get(field)) for field, read in fields])
 
         return structure

@@ -46,9 +46,9 @@ class CountedMember(Member):
             raise ContextError.of(problem, f"process {os.getpid()}", "call stats() in the rank's process")
         with suppress(ValueError):  # another thread has closed the memory, and stored the final statistics before
             if self._final is None:
-                found = rank_counts(self.memory.counts())
-                waits = {self.global_ranks[self.host[place]]: wait for place, wait in found.waits.items()}
-                return Stats(self.name, self.global_ranks[self.rank], self.size, found.collectives, waits)
+                counts = rank_counts(self.memory.counts())
+                waits = {self.global_ranks[self.host[place]]: wait for place, wait in counts.waits.items()}
+                return Stats(self.name, self.global_ranks[self.rank], self.size, counts.collectives, waits)
         assert self._final is not None
         return self._final
 

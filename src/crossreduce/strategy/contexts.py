@@ -229,8 +229,8 @@ class ReplicaContext:
                 return self._all_reduce(op, list(grads), flatten_tree(list(grads))[1], hints)
 
             own = [leaves[k] for k in backward]
-            made = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
-            for k, result in zip(backward, made, strict=True):
+            outputs = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
+            for k, result in zip(backward, outputs, strict=True):
                 results[k] = result
         return results
 

@@ -312,8 +312,8 @@ class Variable(_Assignable, DistributedVariable):
             raise ArgumentError.of(problem, f"{self} in the cross-replica context", remedy)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return [values[0]] * len(values)
-        given = per_replica_on(self._devices, values)
-        combined = self._ops.reduce(_OPS[self._aggregation], given, given)
+        value_per_replica = per_replica_on(self._devices, values)
+        combined = self._ops.reduce(_OPS[self._aggregation], value_per_replica, value_per_replica)
         numbers = all(isinstance(value, _NUMBERS) for value in values)
         return [x.item() for x in combined] if numbers else list(combined)
 
@@ -391,7 +391,7 @@ def _fill(framework: ReplicaFramework, x: Array, device: str, number: Any) -> Ar
     """Return an array of the shape, dtype and device of another, filled with a number."""
     if isinstance(framework, Immutable):
         return x.at[...].set(number)
-    made = framework.clone(framework.array(x))
+    filled = framework.clone(framework.array(x))
     with _computing_on(framework, device):
-        made[...] = number
-    return made
+        filled[...] = number
+    return filled

@@ -184,14 +184,14 @@ def _rank_count(
     """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
     if launch is not None and ranks.is_rank():
         raise ArgumentError("--launch cannot be used in a process that is already a rank: omit it under torchrun.")
-    given = {
+    options = {
         "--devices": devices is not None,
         "--algorithm": algorithm != "auto",
         "--num-packs": num_packs != 1,
         "--framework": framework not in ("numpy", "torch"),
         "--topology": topology is not None,
     }
-    wrong = ", ".join(option for option, is_given in given.items() if is_given)
+    wrong = ", ".join(option for option, is_given in options.items() if is_given)
     if wrong:
         raise ArgumentError(f"{wrong} cannot be used with ranks: omit {wrong}, or start without --launch and torchrun.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)

@@ -86,11 +86,11 @@ def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, 
     are cut at the time of the first abort: this function returns it, and its callers ignore later calls.
     """
     beside = [dumps[rank] for rank in host if rank in dumps]
-    found: dict[int, History] = {}
+    by_rank: dict[int, History] = {}
     for dump in sorted(beside, key=lambda dump: dump.now_s):
-        found |= {history.rank: history for history in dump.histories if history.rank not in dumps}
-    found |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
-    return min((dump.now_s for dump in beside), default=0.0), found
+        by_rank |= {history.rank: history for history in dump.histories if history.rank not in dumps}
+    by_rank |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
+    return min((dump.now_s for dump in beside), default=0.0), by_rank
 
 
 def timeline(dumps: Sequence[Dump]) -> Timeline:

@@ -123,14 +123,14 @@ def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
     moved: list[Path] = []
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            made = Path(temporary) / "made"
+            new_folder = Path(temporary) / "made"
             for name, text in files.items():
-                (made / name).parent.mkdir(parents=True, exist_ok=True)
-                (made / name).write_text(text, "utf-8")
+                (new_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (new_folder / name).write_text(text, "utf-8")
             if not target.exists():
-                made.replace(target)
+                new_folder.replace(target)
                 return
-            for part in sorted(made.iterdir()):  # an existing folder stays: it may be the current one of a shell
+            for part in sorted(new_folder.iterdir()):  # an existing folder stays: it may be the current one of a shell
                 moved.append(target / part.name)
                 part.replace(moved[-1])
     except (OSError, UnicodeEncodeError) as error:
@@ -203,10 +203,10 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
     """
     with ExitStack() as stack:
         console = Console(stderr=True)
-        given = os.environ.get(PROGRESS_FD)
-        if given is not None and re.fullmatch("[0-9]{1,9}", given) and not console.is_terminal:
+        descriptor = os.environ.get(PROGRESS_FD)
+        if descriptor is not None and re.fullmatch("[0-9]{1,9}", descriptor) and not console.is_terminal:
             with suppress(OSError, OverflowError, TypeError, ValueError):  # the descriptor is not open
-                stream = stack.enter_context(os.fdopen(int(given), "w", encoding="utf-8", closefd=False))
+                stream = stack.enter_context(os.fdopen(int(descriptor), "w", encoding="utf-8", closefd=False))
                 console = Console(file=stream)
         shown = Progress(
             *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),

@@ -89,14 +89,14 @@ def fitted_table(columns: Sequence[TableColumn], width: int, styles: Mapping[int
     space = next((space for space in _SPACES if can_fit(columns, width, space)), _SPACES[-1])
     table = Table(padding=(0, space), expand=False)
     spare = max(0, width - _frame(len(columns), space) - sum(column.least for column in columns))
-    made = []
+    texts = []
     for column in columns:
         own = column.least + min(spare, column.widest - column.least)
         spare -= own - column.least
         title = column.lines(column.title, own, " ")
         table.add_column(Text(title), justify="left" if column.left else "right", width=own, no_wrap=True)
-        made.append([column.lines(cell, own) for cell in column.cells])
-    for number, cells in enumerate(zip(*made, strict=True)):
+        texts.append([column.lines(cell, own) for cell in column.cells])
+    for number, cells in enumerate(zip(*texts, strict=True)):
         table.add_row(*map(Text, cells), style=(styles or {}).get(number, ""))
     return table
 

@@ -50,8 +50,8 @@ def _facts(name: str, op: Any, value: Any) -> CallFacts:
 
 def by_replica(pairs: Any) -> list[list[Any]]:
     """Return the values of a batch as a list for each replica; invalid pairs are left out."""
-    given = pairs if isinstance(pairs, (list, tuple)) else ()
-    values = [pair[0] for pair in given if isinstance(pair, (list, tuple)) and pair]
+    listed = pairs if isinstance(pairs, (list, tuple)) else ()
+    values = [pair[0] for pair in listed if isinstance(pair, (list, tuple)) and pair]
     rows = [_components(each) if isinstance(each, (list, tuple, DistributedValues)) else [each] for each in values]
     return [list(row) for row in zip(*rows, strict=False)]
 

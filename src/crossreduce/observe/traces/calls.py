@@ -133,7 +133,7 @@ def read_directory(directory: Path) -> FoundTraces:
 
 
 def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
-    found: dict[str, list[tuple[int, Topology]]] = {}
+    topologies: dict[str, list[tuple[int, Topology]]] = {}
     for path in paths:
         match = TOPOLOGY.fullmatch(path.name)
         if match is not None:
@@ -143,8 +143,8 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
             except (OSError, ValueError, ReductionError, RecursionError) as error:
                 notes.append(f"{path.name} cannot be read: {error}.")
                 continue
-            found.setdefault(match["token"], []).append((int(match["number"]), topology))
-    return {token: sorted(each, key=lambda pair: pair[0]) for token, each in found.items()}
+            topologies.setdefault(match["token"], []).append((int(match["number"]), topology))
+    return {token: sorted(each, key=lambda pair: pair[0]) for token, each in topologies.items()}
 
 
 def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]]) -> GroupTrace:

@@ -91,11 +91,11 @@ class Facts(NamedTuple):
     def decode(cls, text: bytes) -> Facts:
         """Return the facts from JSON; raise ``ValueError`` if it is malformed."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            hosts = tuple(tuple(map(_number, host)) for host in found["hosts"])
-            texts = [found[name] for name in ("group", "token", "hostname", "process", "clock", "version")]
+            fields: dict[str, Any] = json.loads(text)
+            hosts = tuple(tuple(map(_number, host)) for host in fields["hosts"])
+            texts = [fields[name] for name in ("group", "token", "hostname", "process", "clock", "version")]
             group, token, hostname, process, clock, version = texts
-            rank, pid = _number(found["rank"]), _number(found["pid"])
+            rank, pid = _number(fields["rank"]), _number(fields["pid"])
             facts = cls(group, token, rank, hosts, hostname, pid, process, clock, version)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError("the facts at its start are malformed") from None
@@ -184,7 +184,7 @@ def read_trace(path: Path) -> TraceContent:
 
 def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
     """Return the valid records from number ``first`` to ``end``; a file may be much larger than these."""
-    found = []
+    pieces = []
     file.seek(at + first * RECORD.size)
     for place in range(first, end, _AT_ONCE):
         data = file.read(min(_AT_ONCE, end - place) * RECORD.size)
@@ -193,8 +193,8 @@ def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
         if not all(valid):
             data = b"".join(data[k * RECORD.size : (k + 1) * RECORD.size] for k, good in enumerate(valid) if good)
         if data:
-            found.append(data)
-    return found
+            pieces.append(data)
+    return pieces
 
 
 def _is_valid(phase: int, outcome: int, _rank: int, _detail: int, begin: int, end: int, _number: int) -> bool:

@@ -57,8 +57,8 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
         for rank, trace in group.ranks.items():
             for call in trace.calls:
                 calls.setdefault(call.text, {}).setdefault(call.number, {})[rank] = call
-        made = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
-        rows += sorted(made, key=lambda row: -(row.seconds or 0.0) * row.calls)
+        rows_of_group = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
+        rows += sorted(rows_of_group, key=lambda row: -(row.seconds or 0.0) * row.calls)
     return rows
 
 
