@@ -19,8 +19,8 @@ from common import tests_on_path
 
 from crossreduce.engines import cuda
 from crossreduce.engines.cuda import driver
-from crossreduce.engines.cuda.launches import split
-from crossreduce.engines.cuda.operations import Launch
+from crossreduce.engines.cuda.encoding import split
+from crossreduce.engines.cuda.streams import Launch
 from crossreduce.reduction import pipeline
 
 tests_on_path()

@@ -16,9 +16,9 @@ import crossreduce as cr
 jax = jnp = lax = P = all_reduce = None
 ALGORITHMS = (*strategies.NAMED, "auto")
 DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "int16", "int32", "uint8", "uint32", "bool")
+SIZES = (1, 2, 3, 5, 8, 9)
 PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
 LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
-
 SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
 
 
@@ -70,8 +70,7 @@ def draw(rng, dtype, shape):
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize(("n", "algorithm"), [(n, a) for k, a in enumerate(ALGORITHMS) for n in SIZES[k % 3 :: 3]])
 def test_every_device_gets_every_contribution_once(n, algorithm):
     """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device."""
     rng = np.random.default_rng(n)
@@ -210,7 +209,7 @@ def test_slices_are_concatenated(check):
 # ---- transformations ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "ring", "halving_doubling"])
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @pytest.mark.parametrize("how", ["shard_map without jit", "pmap", "vmap", "vmap inside"])
 def test_every_transformation_with_named_axes(how, algorithm):
     """all_reduce runs under shard_map without jit, pmap, vmap of the named axis, and vmap of another axis."""
@@ -245,8 +244,9 @@ def test_several_axes_of_vmap():
             both(**how)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("algorithm", ["auto", "hierarchical_copy", "ring"])
+@pytest.mark.parametrize(
+    ("algorithm", "check"), [("auto", True), ("auto", False), ("ring", False), ("hierarchical_copy", True)]
+)
 def test_meshes_of_several_axes(algorithm, check):
     """all_reduce runs over one or several axes of a mesh; results still vary over the other axes."""
     names = ("hosts", "devices", "other")
@@ -266,8 +266,7 @@ def test_meshes_of_several_axes(algorithm, check):
     np.testing.assert_array_equal(np.asarray(over_one)[:, :, 0], x.sum(1))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("algorithm", ["ring", "direct", "forest"])
+@pytest.mark.parametrize(("algorithm", "check"), [("ring", True), ("direct", False), ("forest", True)])
 def test_axes_in_any_order(algorithm, check):
     """Axes may be listed in another order than in the mesh: every device still receives every contribution once."""
     names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
@@ -340,8 +339,11 @@ def test_gradients_are_those_of_psum(kind, check):
 
     def own(x):
         found = []
-        for op, theirs in (("sum", lax.psum), ("mean", lax.pmean)):
-            for algorithm in ("auto", "ring", "hierarchical_copy", "one_shot", "recursive_doubling"):
+        for op, theirs, algorithms in (
+            ("sum", lax.psum, ("auto", "ring", "one_shot")),
+            ("mean", lax.pmean, ("auto", "hierarchical_copy", "recursive_doubling")),
+        ):
+            for algorithm in algorithms:
                 ours = transformed(kind, lambda x, a=algorithm, op=op: all_reduce(x, "d", op, algorithm=a))(x)
                 found.append((ours, transformed(kind, lambda x, f=theirs: f(x, "d"))(x)))
         return found if alone else jax.tree.map(lambda x: x[None], found)
@@ -418,17 +420,16 @@ def test_small_leaves_share_a_collective(op):
     assert "concatenate" not in text
 
 
-@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
-    ("algorithm", "n", "count"),
+    ("algorithm", "n", "count", "check"),
     [
-        ("ring", 5, 8),
-        ("direct", 5, 8),
-        ("halving_doubling", 8, 6),
-        ("recursive_doubling", 8, 3),
-        ("one_shot", 5, 4),
-        ("one_device", 4, 6),
-        ("hierarchical_copy", 8, 8),
+        ("ring", 5, 8, True),
+        ("direct", 5, 8, False),
+        ("halving_doubling", 8, 6, True),
+        ("recursive_doubling", 8, 3, False),
+        ("one_shot", 5, 4, True),
+        ("one_device", 4, 6, False),
+        ("hierarchical_copy", 8, 8, True),
     ],
 )
 def test_a_schedule_takes_as_few_permutations_as_possible(algorithm, n, count, check):

@@ -231,22 +231,6 @@ def test_grad_and_vmap_of_jax(jax_):
     np.testing.assert_array_equal(np.asarray(result), np.asarray(sum(stacked)))
 
 
-def test_gradients_of_tf(tensorflow_):
-    """A GradientTape computes the gradient of a reduction, eagerly and in a tf.function."""
-    tf = tensorflow_.tf
-    variables = [tf.Variable([1.0, 2.0]) for _ in range(3)]
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            value = cr.PerReplica([v * 1.0 for v in variables])
-            loss = tf.reduce_sum(cr.HierarchicalCopyAllReduce().reduce("mean", value, "cpu:0")[0])
-        return tape.gradient(loss, variables)
-
-    for function in (gradients, tf.function(gradients)):
-        for gradient in function():
-            np.testing.assert_allclose(gradient.numpy(), [1 / 3, 1 / 3], rtol=1e-7)
-
-
 def test_unknown_sizes_that_differ_are_errors_at_run_time(tensorflow_):
     """If tf.function leaves sizes unknown, components of different shapes raise an error when the function runs."""
     tf, spec = tensorflow_.tf, tensorflow_.tf.TensorSpec

@@ -129,11 +129,10 @@ def test_frameworks_are_imported_only_in_their_own_files():
     """A framework is imported only in the files and folders that are named after it, in cli/ and in EXCEPTIONS.
 
     Its files and folders are <framework>.py, observe/profilers/<framework>.py, frameworks/<framework>.py,
-    engines/<framework>/, engines/host/, engines/cuda/ and engines/device_memory/<framework>.py; the
-    commands in cli/ are programs.
+    engines/<framework>/, engines/host/ and engines/cuda/; the commands in cli/ are programs.
     """
     places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.", "engines.cuda.{}.")
-    places += ("engines.device_memory.{}.", "observe.profilers.{}.")
+    places += ("observe.profilers.{}.",)
     every = set().union(*PACKAGES.values())
     wrong = []
     for path in FILES:
@@ -404,7 +403,7 @@ def test_everything_public_has_a_docstring():
 
 
 def test_class_names_are_unique():
-    """No two classes of the package have one name, except those of tensorflow.py that have TensorFlow's names."""
+    """No two classes of the package have one name, except those of tensorflow/ that have TensorFlow's names."""
     mirrored = {"AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"}
     names = [
         node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)

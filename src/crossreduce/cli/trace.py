@@ -28,7 +28,7 @@ from ..observe.traces.clocks import ClockShift, align
 from ..observe.traces.summary import SummaryRow, straggler, summarize
 from ..ops import ReduceOp, copying
 from ..packing import itemsize
-from ..ranks.inter_host.host_parts import host_names, host_schedule
+from ..ranks.inter_host.two_level import host_names, host_schedule
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate

@@ -165,7 +165,7 @@ class CuPy:
             return cupy.concatenate(xs, axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         with sparse.indices.device:

@@ -14,7 +14,6 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ..kernels.reference import product
 from ..ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -30,6 +29,8 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     NumPy's own function may round the same element differently, depending on its position in the array: its vectors
     use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
     """
+    from ..kernels.reference import product  # not at the top: the compiled kernels need no reference
+
     made = product(a, b)
     if out is None:
         return made
@@ -166,7 +167,7 @@ class NumPy:
         return np.concatenate(xs, axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices

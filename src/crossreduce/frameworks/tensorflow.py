@@ -91,7 +91,7 @@ def _scope(physical: str) -> str:
 def _scope_in_graph(physical: str) -> str:
     """Return the name of a device in a graph of TensorFlow 1, which has no job, or the job and task of a worker.
 
-    Only the session that runs the graph knows which devices there are.
+    The devices are those of the session that runs the graph.
     """
     device = parse(physical)
     job, _, task = device.host.rpartition("-")

@@ -182,7 +182,7 @@ class Torch:
         return torch.cat(list(xs), dim=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         values, indices = sparse.values, sparse.indices

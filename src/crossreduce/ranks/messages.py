@@ -146,4 +146,4 @@ class Messages:
                 self._communicator.interrupt()
 
     def _public(self, method: str, peer: int, failure: OSError) -> ReductionError:
-        return self._communicator.message_failure(method, None if peer == ANY_RANK else peer, failure)
+        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ..observe.counters import Stats
-from .watchdog import PeriodicChecks
+from .failures.watchdog import PeriodicChecks
 
 _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0

@@ -12,7 +12,8 @@ from typing import Any, Final, Protocol
 
 from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
-from .communicator import ArrayView, Communicator
+from .array_views import ArrayView
+from .communicator import Communicator
 from .intra_host.shared_memory import SLICE_S
 
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}

@@ -22,8 +22,8 @@ from ..observe.flight_recorder import version
 from ..observe.traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 from ..schedule import byte_count
 from ..topology import Topology
+from .connections.peers import PeerInfo
 from .intra_host.shared_memory import RankMemory
-from .peers import PeerInfo
 
 _LOG: Final = logging.getLogger("crossreduce")
 _MOST_TEXT: Final = 100
@@ -40,7 +40,7 @@ class TracedGroup(Protocol):
     rank: int
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
-    peers: list[PeerInfo]
+    peers: tuple[PeerInfo, ...]
     traced: Path | None
 
     @property

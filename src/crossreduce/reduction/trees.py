@@ -18,7 +18,8 @@ from ..observe.profilers import PROFILERS, entry, is_outermost
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..values import DistributedValues, PerReplica, read_devices
-from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from .all_reduce_ops import AllReduceCrossDeviceOps
+from .cross_device_ops import CrossDeviceOps
 from .validation import read_op, uniform_value
 
 _NAMESPACE = "crossreduce"
@@ -57,7 +58,7 @@ def all_reduce(
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
         and all replicas are named.
-      ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
+      ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid.
       UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
     >>> import numpy as np

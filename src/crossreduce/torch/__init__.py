@@ -28,10 +28,10 @@ from ..observe.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
 from ..ranks.survival.survivors import Reformed
 from ..topology import Topology
+from .elastic import agree, committed, grow, invitation, join, shrink
 from .group import BACKEND, Group, given_group
 from .hook import HookState, all_reduce_hook
 from .options import Options
-from .reforming import agree, committed, grow, invitation, join, shrink
 
 __all__ = [
     "NAME",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..ops import DTYPES
-from ..ranks.communicator import ArrayView
+from ..ranks.array_views import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import chakra_reader
 import msccl_machine
-import mscclpp_machine
+import mscclpp_threads
 import pytest
 
 import crossreduce as cr
@@ -31,7 +31,7 @@ def check_msccl(plan, text):
 
 def check_mscclpp(plan, text):
     assert json.loads(text)["collective"] == "allreduce"
-    assert mscclpp_machine.fault(text, 0, 3) is None
+    assert mscclpp_threads.fault(text, 0, 2) is None
 
 
 def check_nccl_graph(plan, text):

@@ -15,10 +15,9 @@ from crossreduce.errors import PlanError
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.planning import PLANNERS, plan
+from crossreduce.ranks.failures.peer_errors import PeerDisconnected, PeerTimeout
 from crossreduce.ranks.inter_host.exchange import (
     Exchange,
-    PeerDisconnected,
-    PeerTimeout,
     agreed,
     exchange_program,
     first_data,

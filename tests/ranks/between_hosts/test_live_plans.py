@@ -17,10 +17,9 @@ from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forwarded, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
-from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.inter_host import host_parts, multi_host
-from crossreduce.ranks.inter_host.host_parts import distances, equal_links, host_names, host_schedule, same_speeds
+from crossreduce.ranks.inter_host import host_links, multi_host
+from crossreduce.ranks.inter_host.two_level import distances, equal_links, host_names, host_schedule, same_speeds
 from crossreduce.ranks.measurement import measure
 from crossreduce.ranks.transports import tcp
 from crossreduce.ranks.transports.tcp import TcpTransport
@@ -139,14 +138,14 @@ def every_collective(rendezvous, lost, measured):
         comm.delegate("all_reduce band int32[3]", lambda: pytest.fail("it must not begin"))
     for peer in range(n):
         host = next(k for k, ranks_of in enumerate(comm.hosts) if peer in ranks_of)
-        if comm.has_link(comm.hosts.index(comm.host), host):
-            comm.require_link("send", peer)
+        if (comm.hosts.index(comm.host), host) in comm.links:
+            comm.links.require("send", peer)
         else:
             with pytest.raises(UnsupportedError, match="a send needs a connection"):
-                comm.require_link("send", peer)
+                comm.links.require("send", peer)
     comm.barrier()
     comm.close()
-    return comm.lost_links, results, warned.texts, comm.host_topology
+    return comm.links.lost, results, warned.texts, comm.host_topology
 
 
 @pytest.mark.parametrize(
@@ -240,18 +239,18 @@ def test_a_rank_that_is_late_is_not_given_up():
 
 def silence(comm, silent):
     """Let no message arrive from the first rank of each pair at the second one."""
-    real = comm._own_transport.send
+    real = comm.transport.send
     done = type("Done", (), {"wait": lambda _, timeout_s: None})()
 
     def send(address, nbytes, dst, tag):
         return done if (comm.rank, dst) in silent else real(address, nbytes, dst, tag)
 
-    comm._own_transport.send = send
+    comm.transport.send = send
 
 
 def checks(rendezvous, silent, late):
     """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
-    communicator.PATIENCE_S = 0.4
+    host_links.PATIENCE_S = 0.4
     comm = without(rendezvous, [])
     silence(comm, silent)
     if comm.rank == late:
@@ -261,7 +260,7 @@ def checks(rendezvous, silent, late):
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == 3 * np.arange(10_000) + 3).all()
     comm.check_links("another one")
-    lost = comm.lost_links
+    lost = comm.links.lost
     with pytest.raises(MismatchError, match="rank 1 differs"):
         comm.barrier() if comm.rank == 1 else comm.check_links("a third one")
     comm.close()
@@ -280,15 +279,15 @@ def test_a_check_finds_lost_links(silent, late, lost):
 
 def two_checks(rendezvous, apart, silent, late):
     """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
-    communicator.PATIENCE_S = 1.0
+    host_links.PATIENCE_S = 1.0
     comm = without(rendezvous, apart)
     silence(comm, silent)
     if comm.rank == late:
         time.sleep(2)
     comm.check_links("a check")
-    lost = comm.lost_links
+    lost = comm.links.lost
     comm.check_links("another one")
-    assert comm.lost_links == lost
+    assert comm.links.lost == lost
     comm.close()
     return lost
 
@@ -310,11 +309,11 @@ def test_a_check_waits_for_late_ranks(hosts, apart):
 
 
 def no_route_left(rendezvous):
-    communicator.PATIENCE_S = 0.4
+    host_links.PATIENCE_S = 0.4
     comm = without(rendezvous, [])
-    real = comm._own_transport.send
+    real = comm.transport.send
     done = type("Done", (), {"wait": lambda _, timeout_s: None})()
-    comm._own_transport.send = lambda *message: done if 2 in (comm.rank, message[2]) else real(*message)
+    comm.transport.send = lambda *message: done if 2 in (comm.rank, message[2]) else real(*message)
     texts = []
     for _ in range(2):  # the second call raises the same error
         with pytest.raises(ReductionError, match=r"could not connect to each other[\s\S]*host 2 \(rank 2\)") as error:
@@ -388,7 +387,7 @@ def plans_differ(rendezvous):
     texts.append(str(error.value))
     assert comm.host_topology is None
     comm.plan_on(mesh({(0, 2): 0.1}))
-    real = host_parts.host_schedule
+    real = multi_host.host_schedule
     if comm.rank == 1:  # as if another version of SciPy had planned
         multi_host.host_schedule = lambda _, *arguments, **named: real(
             mesh({(0, 1): 0.1, (0, 2): 1}), *arguments, **named

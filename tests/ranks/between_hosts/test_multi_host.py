@@ -15,10 +15,10 @@ from ranks import Moment, SocketTransport, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import watchdog
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.inter_host.exchange import Exchange
-from crossreduce.ranks.inter_host.host_parts import host_names
+from crossreduce.ranks.inter_host.two_level import host_names
 from crossreduce.topology import Topology
 
 

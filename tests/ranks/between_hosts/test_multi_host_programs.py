@@ -13,9 +13,9 @@ from test_rank_programs import POISON, Machine
 from crossreduce.ops import ReduceOp, copying
 from crossreduce.packing import itemsize
 from crossreduce.ranks.inter_host import multi_host
-from crossreduce.ranks.inter_host.host_parts import host_names, host_parts
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
 from crossreduce.ranks.inter_host.one_host import collective_arrays
+from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
 from crossreduce.topology import Topology

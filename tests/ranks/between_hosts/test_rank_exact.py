@@ -15,7 +15,7 @@ from crossreduce.errors import ArgumentError, MismatchError, UnsupportedError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView, Communicator
 from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG
-from crossreduce.ranks.inter_host.host_parts import host_names
+from crossreduce.ranks.inter_host.two_level import host_names
 from crossreduce.topology import Topology
 
 COMPLEX = {"float32": "complex64", "float64": "complex128"}
@@ -105,7 +105,7 @@ def test_results_have_the_bits_of_rational_arithmetic(names):
 def with_a_lost_link(rendezvous, lost):
     comm = without(rendezvous, lost)
     wrong = every_case(comm, 1)
-    links = comm.lost_links
+    links = comm.links.lost
     comm.close()
     return wrong, links
 

@@ -23,7 +23,7 @@ from crossreduce.cli.trace import _prediction, _show
 from crossreduce.observe.traces import calls as trace_calls
 from crossreduce.observe.traces.summary import SummaryRow, straggler
 from crossreduce.packing import itemsize
-from crossreduce.ranks.inter_host.host_parts import host_schedule
+from crossreduce.ranks.inter_host.two_level import host_schedule
 
 
 def test_the_merged_trace_is_valid(of_two, trace, tmp_path):

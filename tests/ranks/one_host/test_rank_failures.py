@@ -164,7 +164,7 @@ def pause(started, victim, seconds):
 def stopped(rendezvous, started, timeout_s):
     kept = Warnings()
     comm = member(rendezvous, timeout_s)
-    comm.warn_s = 0.3
+    comm.detector.warn_s = 0.3
     for _ in range(3):
         summed(comm)
     started.ready()

@@ -171,11 +171,11 @@ def twice(rendezvous):
             time.sleep(5)
 
         signal.signal(signal.SIGALRM, ring)
-        comm._lost = slowly
+        comm.detector.lost = slowly
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with contextlib.suppress(Alarm):
             comm.barrier()
-        del comm._lost
+        del comm.detector.lost
     began = Moment()
     if comm.rank == 1:
         time.sleep(0.5)

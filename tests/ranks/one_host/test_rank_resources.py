@@ -12,13 +12,13 @@ from ranks import SocketTransport, ranks
 
 from crossreduce.errors import ContextError
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.inter_host import one_host
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def soak(rendezvous):
-    communicator._CACHED_STAGES = 2000  # small, so that the cache also removes executables
+    one_host.CACHED_STAGES = 2000  # small, so that the cache also removes executables
     comm = member(rendezvous)
     x = np.ones(5000, np.float32)
     draw = random.Random(3)
@@ -50,11 +50,11 @@ def many_shapes(rendezvous):
     comm = member(rendezvous)
     x = np.ones(PIECE_BYTES, np.float32)  # its long parts run programs of 6 stages, short ones fewer
     highest = 0
-    communicator._CACHED_STAGES = 100
+    one_host.CACHED_STAGES = 100
     for k in range(200):
         part = x[k if k % 3 else -k - 1 :]
         comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
-        highest = max(highest, sum(each.stages for each in comm._executables.values()))
+        highest = max(highest, comm.calls.executables.stages)
     comm.close()
     return highest
 

@@ -15,7 +15,7 @@ import pytest
 from crossreduce import kernels
 from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
-from crossreduce.ranks.communicator import encoded_text
+from crossreduce.ranks.array_views import encoded_text
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.intra_host.programs import TURN_BYTES
 from crossreduce.ranks.intra_host.shared_memory import (

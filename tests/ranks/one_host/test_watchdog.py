@@ -7,7 +7,7 @@ import time
 import pytest
 from ranks import ranks
 
-from crossreduce.ranks.watchdog import WatchedTransport
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
 class Slow:
@@ -39,8 +39,8 @@ class Checker:
         self.transport, self.waits, self.checked = Slow(), [], threading.Event()
         self.watched = WatchedTransport(self.transport, self.check)
 
-    def check(self):
-        self.waits.append(self.watched.wait)
+    def check(self, wait):
+        self.waits.append(wait)
         self.checked.set()
 
     def next_check(self):
@@ -113,8 +113,8 @@ def test_checking_continues_after_an_error(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda given: reported.append((given.exc_type, given.thread.name)))
 
     class Fails(Checker):
-        def check(self):
-            super().check()
+        def check(self, wait):
+            super().check(wait)
             if not failed:
                 failed.append(True)
                 raise ZeroDivisionError
@@ -158,7 +158,7 @@ def test_closing_from_its_own_thread():
     (thread,) = threads()
 
     class Closes:
-        def check(self):
+        def check(self, _):
             checker.watched.close()
             self.watched.close()
 

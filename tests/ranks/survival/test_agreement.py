@@ -10,10 +10,10 @@ from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
 from crossreduce.ranks.connections.contact import Place
 from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.connections.peers import PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
+from crossreduce.ranks.failures.abort import names_owner
 from crossreduce.ranks.intra_host.registers import Decision
-from crossreduce.ranks.membership import Member
-from crossreduce.ranks.peers import PeerInfo
 from crossreduce.ranks.survival import forming
 from crossreduce.ranks.survival.forming import Forming, Settings
 
@@ -169,7 +169,7 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
         return arrived(0) if case.simulated.now >= arrives_s else arrived(late=[0])
 
     case.group.status = status
-    case.group._has_arrived = lambda rank, number: case.simulated.now >= arrives_s
+    case.group.has_arrived = lambda rank, number: case.simulated.now >= arrives_s
     assert case.speak_until(3)
     assert len(looks) < 60
     assert case.simulated.now < arrives_s + 0.02
@@ -274,8 +274,7 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
 )
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """An error with the global number of the rank that serves the store says that the store is lost, too."""
-    member = SimpleNamespace(rendezvous=SimpleNamespace(owner=owner), global_ranks=(4, 5))
-    assert Member._has_lost_store(member, error) is lost
+    assert names_owner(error, owner, (4, 5)) is lost
 
 
 class Relaying:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from crossreduce.ranks.watchdog import WatchedTransport
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 from crossreduce.threads import start_thread
 
 

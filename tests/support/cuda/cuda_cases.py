@@ -15,7 +15,7 @@ import numpy as np
 import crossreduce as cr
 from crossreduce.engines import cuda, host
 from crossreduce.engines.base import LoweredBuffer
-from crossreduce.engines.device_memory import DeviceMemory, Operands
+from crossreduce.engines.cuda.memory import DeviceMemory, Operands
 from crossreduce.frameworks import get
 from crossreduce.lowering import Program
 from crossreduce.ops import ReduceOp, copying

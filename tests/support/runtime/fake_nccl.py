@@ -14,7 +14,7 @@ from paths import NATIVE
 import crossreduce as cr
 from crossreduce import values
 from crossreduce.engines import nccl, nccl_library
-from crossreduce.engines.device_memory import torch as torch_memory
+from crossreduce.engines.cuda import torch as torch_memory
 from crossreduce.frameworks import torch as torch_framework
 from crossreduce.reduction import pipeline
 

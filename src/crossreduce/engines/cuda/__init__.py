@@ -2,8 +2,8 @@
 
 Input: a layout on CUDA devices (and on the host, whose arrays are copied to and from one of them). Output: launches and
 copies, queued on the callers' current streams without waiting. What shares a device's memory is reduced in one launch;
-devices that can read each other's memory do so in their kernels; between others the driver copies. ``steps.py`` and
-``operations.py`` make the plan, ``native/plan.cpp`` runs it.
+devices that can read each other's memory do so in their kernels; between others the driver copies. ``fusion.py``,
+``batching.py`` and ``streams.py`` make the plan, ``native/plan.cpp`` runs it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ...devices import parse
 from ...frameworks import Array
 from ...ops import Numbers
 from ..base import Executable, Layout, PreparedRun
-from ..device_memory import DeviceMemory, Operands, device_memory
 from ..loop import ENGINE as LOOP
 from . import driver
+from .batching import operations
+from .encoding import plan_of
 from .kernels import MAX_ADDRESSES, is_supported
-from .operations import Operations, operations
-from .plans import plan_of
+from .memory import DeviceMemory, Operands, device_memory
+from .streams import Operations
 
 _IN_GRAPHS: Final[list[Any]] = []
 """Memory that graphs of several devices use, for the life of the process.

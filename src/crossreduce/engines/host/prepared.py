@@ -49,6 +49,13 @@ def new_calls() -> Calls | None:
     return None if module is None else module.Calls()
 
 
+def read_tensors(functions: tuple[Any, ...] | None) -> None:
+    """Let calls in compiled code read and write tensors of torch, by these functions of torch."""
+    module = compiled()
+    if module is not None and functions is not None:
+        module.use_torch(*functions)
+
+
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
     """Return how ``copyreg`` makes a copy: pickles and deep copies of an op start without prepared calls."""
     return new_calls, ()

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from ...devices import canonical, parse
 from ...frameworks import Array
+from ...frameworks.host_memory import SharedResults
 from ...frameworks.tensorflow import FRAMEWORK
-from . import SharedResults
 
 
 class TensorFlowMemory(SharedResults):

@@ -11,9 +11,8 @@ import torch
 
 from ... import kernels
 from ...frameworks import Array
+from ...frameworks.host_memory import ArrayMemory
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
-from . import ArrayMemory
-from .prepared import compiled
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -70,7 +69,10 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 MEMORY: Final = TorchMemory()
 
-if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and (calls := compiled()) is not None:  # torch 2.10 and newer
+
+def functions_for_compiled_code() -> tuple[Any, ...] | None:
+    """Return the functions of torch that ``Calls`` uses; ``None``: this torch, before 2.10, lacks one."""
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
-    exchange, mark_dirty = torch.Tensor.__dlpack_c_exchange_api__, torch._C._increment_version
-    calls.use_torch(torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)
+    mark_dirty = torch._C._increment_version
+    return None if exchange is None else (torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)

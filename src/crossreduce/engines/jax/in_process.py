@@ -29,7 +29,7 @@ from ...errors import ArgumentError, shown
 from ...frameworks import Array
 from ...frameworks.jax import finish
 from ...kernels import FusedProgram, Segment
-from ...ops import Numbers
+from ...ops import KERNEL_OPS, Numbers
 from .axes import MeshAxes
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -74,9 +74,8 @@ def _has_kernel(numbers: Numbers) -> bool:
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
     program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
     try:
-        kernels.compile_kernel(
-            numbers.kernel_op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),)
-        )
+        op = KERNEL_OPS[numbers.op, numbers.exact]
+        kernels.compile_kernel(op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),))
     except ValueError:
         return False
     return True
@@ -174,7 +173,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         ),
         *unshaped,
         *own,
-        op=numbers.kernel_op,
+        op=KERNEL_OPS[numbers.op, numbers.exact],
         accumulator=numbers.accumulator,
         axes=str(axes),
     )

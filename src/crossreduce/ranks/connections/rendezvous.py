@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
-from ..inter_host.multi_host import rail_peers
 from ..transports import tcp
+from .peers import rail_peers
 
 _CAUSE: Final = "cause"
 MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 
 from ...lowering import Combination
 from ...packing import itemsize
+from ..failures.peer_errors import PeerDisconnected
 from ..intra_host.partial_sums import FURTHER_NBYTES, PartialSums, is_pair, most_further, reals, round_sums
 from ..transports.base import Transport
-from .exchange import Exchange, ExchangeProgram, PeerDisconnected, wait_for
+from .exchange import Exchange, ExchangeProgram, wait_for
 
 FURTHER_TAG: Final = 2  # those of other messages are in multi_host and measurement
 

@@ -23,6 +23,7 @@ from ... import kernels
 from ...lowering import Combination, DeviceProgram, Program
 from ...ops import Numbers
 from ...packing import itemsize
+from ..failures.peer_errors import PeerDisconnected, PeerTimeout
 from ..intra_host.instructions import kernel
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
@@ -35,22 +36,6 @@ _LATE: Final = 3  # a rank that begins a check later than this many limits after
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
-
-
-class PeerError(OSError):
-    """A message from or to rank ``rank`` of another host failed."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank}: {why}")
-        self.rank = rank
-
-
-class PeerDisconnected(PeerError, ConnectionError):  # noqa: N818 - becomes a PeerLostError
-    """The connection to the rank is lost."""
-
-
-class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a CollectiveTimeout
-    """The message did not complete in time."""
 
 
 class PieceMemory(NamedTuple):

@@ -3,7 +3,7 @@
 Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
 stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
-reduction to the leaders and the distribution of the results are rank programs (see ``host_parts``). They are pipelined
+reduction to the leaders and the distribution of the results are rank programs (see ``two_level``). They are pipelined
 with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
 stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
 they are divided and rounded, once.
@@ -11,7 +11,6 @@ they are divided and rounded, once.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from ...observe.traces.format import Phase as TracePhase
 from ...ops import Numbers
 from ...packing import itemsize
 from ...topology import Topology
+from ..connections.peers import rail_peers
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import (
     ArrayPlaces,
     BufferReference,
@@ -37,7 +38,8 @@ from ..intra_host.instructions import (
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
-from ..intra_host.shared_memory import RankMemory, StageRunner
+from ..intra_host.shared_memory import RankMemory
+from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
 from ..transports.base import Transport
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
@@ -53,7 +55,8 @@ from .exchange import (
     run_stage,
     take_first,
 )
-from .host_parts import (
+from .one_host import RankExecutable
+from .two_level import (
     HostPart,
     Lost,
     Stripe,
@@ -66,7 +69,6 @@ from .host_parts import (
     host_schedule,
     stripe,
 )
-from .one_host import RankExecutable
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
@@ -76,10 +78,6 @@ PLANNED_BYTES: Final = 1 << 26
 """The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
 
 _LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
-
-# Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
-_VERDICT, _REMOTE = 0, 1
-_SAME, _DIFFERENT = 1, 2
 
 
 class MultiHostEngine:
@@ -303,11 +301,11 @@ class MultiHostEngine:
             self._exchanges = ()
             return False
         if self.leader is not None:
-            self._word(_VERDICT).value = _SAME if same else _DIFFERENT
+            verdict(self.memory, self.rank).value = SAME if same else DIFFERENT
         if exchanges and same:
             self._exchange_stage(executable, exchanges, addresses, 1)
         runner.reach(3)
-        if self._word(_VERDICT, self.ranks[0]).value != _SAME:
+        if verdict(self.memory, self.ranks[0]).value != SAME:
             self.memory.end_op()
             self._exchanges = ()
             return False
@@ -382,34 +380,14 @@ class MultiHostEngine:
         """Whether messages of an op that an exception has ended may still be under way."""
         return bool(self._exchanges)
 
-    def is_waiting_for_hosts(self, rank: int) -> bool:
-        """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
-        other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn
-        return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
-
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
-        word = self._word(_REMOTE)
+        word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
         self.memory.native.trace(phase, stage)
-
-    def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
-        """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
-        start = self.memory.address(self.rank if rank is None else rank) + offset
-        return ctypes.c_int32.from_address(start + 4 * which)
-
-
-def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
-
-    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
-    ((1, 3), ())
-    """
-    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
-    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()
 
 
 def _digest(text: bytes, more: str) -> bytes:

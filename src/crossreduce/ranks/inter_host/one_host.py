@@ -22,10 +22,10 @@ from ...ops import Numbers
 from ...packing import itemsize
 from ...planning import direct, one_shot
 from ...schedule import Chunk, Schedule, Step
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import RankInstruction, native_program
 from ..intra_host.peer_memory import is_used, peer_stages
 from ..intra_host.programs import PIECE_BYTES, rank_stages
-from ..intra_host.shared_memory import StageRunner
 from .exchange import ExchangeProgram
 
 SMALL_BYTES: Final = 1 << 13
@@ -47,6 +47,8 @@ MOST_PIECES: Final = 4096
 """Of very large arrays the pieces are larger, so that there are at most so many, divided by the number of ranks: the
 size of an executable, and the time to compile it, grow with both."""
 
+CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
+
 
 class RankExecutable(NamedTuple):
     """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
@@ -66,8 +68,38 @@ class RankExecutable(NamedTuple):
         return max(self.stages, self.instructions // 2)
 
 
+class ExecutableCache:
+    """The executables of a rank's calls, by a key that describes the call; ``stages``: of all of them together.
+
+    An executable with which there would be more than ``CACHED_STAGES`` stages replaces all others.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all executables."""
+        self._executables: dict[Any, RankExecutable] = {}
+        self.stages = 0
+
+    def get(self, key: Any) -> RankExecutable | None:
+        """Return the executable of a call, or ``None``."""
+        return self._executables.get(key)
+
+    def add(self, key: Any, executable: RankExecutable) -> RankExecutable:
+        """Keep the executable of a call, and return it."""
+        if self.stages + executable.cost > CACHED_STAGES:
+            self.clear()
+        self._executables[key] = executable
+        self.stages += executable.cost
+        return executable
+
+
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
+
+    has_unfinished_exchange = False  # these and the next line: see ``MultiHostEngine``
+    peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, ranks: int, reads_peers: bool = False, overlapping: bool = True) -> None:
         """Make the engine of a rank.
