@@ -11,7 +11,7 @@ from browser import chromium, require_browser
 from histories import history, new_dump
 from paths import SUPPORT
 
-from crossreduce.cli.doctor.command import timeline
+from crossreduce.cli.doctor import timeline
 from crossreduce.cli.doctor.diagnosis import diagnose
 from crossreduce.cli.doctor.timeline import Axis, CallBar, RankRow
 from crossreduce.observe import flight_recorder

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.cli.top.command import _print, group_rates
+from crossreduce.cli.top import group_rates
+from crossreduce.cli.top.command import _print
 from crossreduce.observe.counters import CollectiveStats, WaitStats
 from crossreduce.observe.flight_recorder import Op
 from crossreduce.ranks.observer import GroupView, RankView
