@@ -157,7 +157,7 @@ def _read(file: Path) -> Callable[[], str]:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{file} is not UTF-8 text.") from error
-    from ..export.formats.mscclpp.fields import is_mscclpp_json
+    from ..export.formats.mscclpp.json_fields import is_mscclpp_json
 
     start = text.lstrip()[:1]
     if start not in ("<", "{"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..errors import PlanError
 from ..topology import Topology
-from .formats.mscclpp.nvls import why_not
+from .formats.mscclpp.writer.switch_reductions import why_not
 
 
 def check_exportable(format_name: str, topology: Topology, collective: str) -> None:

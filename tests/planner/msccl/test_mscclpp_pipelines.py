@@ -19,8 +19,9 @@ from crossreduce import PlanError, Topology, plan
 from crossreduce.export.exportable import check_exportable
 from crossreduce.export.formats.channels import parts_of_chunks
 from crossreduce.export.formats.collective import collective
-from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json, writer
-from crossreduce.export.formats.mscclpp.parts import divided, even_parts
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.mscclpp.writer import writer
+from crossreduce.export.formats.mscclpp.writer.chunk_division import divided, even_parts
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
 

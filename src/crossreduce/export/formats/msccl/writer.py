@@ -22,9 +22,9 @@ from ..collective import Collective, collective, require_integers
 from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
-from .least import least_broken
-from .operations import XmlWriter
+from .resource_bounds import least_broken
 from .verifier import verify_msccl_xml
+from .xml_operations import XmlWriter
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 

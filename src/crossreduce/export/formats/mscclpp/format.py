@@ -14,7 +14,7 @@ import re
 from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
-from .fields import LARGEST, Fields, cut, quoted
+from .json_fields import LARGEST, Fields, cut, quoted
 
 REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
 VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}

@@ -19,14 +19,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from itertools import count
 
-from ....errors import ScheduleError
+from .....errors import ScheduleError
+from ..format import MscclppPlan
+from ..layout import PlanLayout, Range
 from .buffers import Buffers
 from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
-from .execution import ChannelEnd, PlanInstruction, instructions
-from .format import MscclppPlan
-from .layout import PlanLayout, Range
+from .data_moves import Move
+from .instructions import ChannelEnd, PlanInstruction, instructions
 from .memory import Cell, Piece, combined
-from .moves import Move
 from .pairing import check_pairs, direction
 from .synchronisation import Channel, Semaphore
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ..collective import Block, Collective
+from ...collective import Block, Collective
 
 UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from .format import ChunkSpan, MscclppPlan, PlanOperation
-from .layout import WORD, PlanLayout, Range
+from ..format import ChunkSpan, MscclppPlan, PlanOperation
+from ..layout import WORD, PlanLayout, Range
 
 WHOLE: Final = (1 << 32) - 1  # the unit of operations outside of pipelines
 _WRAP: Final = 1 << 32  # sizes and offsets are numbers of 32 bits

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ....errors import ScheduleError
+from .....errors import ScheduleError
 from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
 
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ....devices import parse
-from ....errors import PlanError
-from ....schedule import Schedule
-from .limits import MOST_AT_ONCE, MOST_BUFFERS, MOST_CHANNELS, MOST_OPERATIONS
+from .....devices import parse
+from .....errors import PlanError
+from .....schedule import Schedule
+from ..limits import MOST_AT_ONCE, MOST_BUFFERS, MOST_CHANNELS, MOST_OPERATIONS
 
 T = TypeVar("T")
 

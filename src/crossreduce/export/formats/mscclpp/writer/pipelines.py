@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import Final
 
-from ..collective import Block, Collective, Location
+from ...collective import Block, Collective, Location
+from ..limits import MOST_CHANNELS
 from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
-from .limits import MOST_CHANNELS
 
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the executor counts the iterations of a pipeline with 16 bits
 WORD: Final = 16  # bytes

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from ....errors import ScheduleError
+from .....errors import ScheduleError
+from ..layout import Area
 from .clocks import NOTHING, AccessRecord, Clock
-from .layout import Area
-from .moves import Move
+from .data_moves import Move
 
 MOST_CELLS: Final = 2_000_000  # of all moves together, counted once for each operand; more take minutes
 MOST_CUTS: Final = 1 << 19  # how often an operation's memory is divided because another operation divides it

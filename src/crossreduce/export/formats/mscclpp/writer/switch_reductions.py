@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 
-from ....errors import PlanError
-from ....schedule import Schedule, fluid_rate
-from ....topology import Topology
-from ..channels import CHANNEL_GB_PER_S
+from .....errors import PlanError
+from .....schedule import Schedule, fluid_rate
+from .....topology import Topology
+from ...channels import CHANNEL_GB_PER_S
+from ..limits import MOST_CHANNELS
 from .connections import GpuPlan, Hosts, LocalEnd, ThreadblockPlan, connect
-from .limits import MOST_CHANNELS
 
 
 def uses_switches(schedule: Schedule, topology: Topology | None) -> bool:

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from ....errors import ScheduleError
-from .fields import quoted
-from .format import BUFFERS, MscclppPlan, PlanOperation
-from .layout import WORD, PlanLayout
-from .moves import WHOLE, Move, MoveMaker
+from .....errors import ScheduleError
+from ..format import BUFFERS, MscclppPlan, PlanOperation
+from ..json_fields import quoted
+from ..layout import WORD, PlanLayout
+from .data_moves import WHOLE, Move, MoveMaker
 
 MOST_INSTRUCTIONS: Final = 1 << 17  # of a plan with unrolled pipelines; more take minutes
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the kernel counts iterations with 16 bits

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ....errors import ScheduleError
-from .fields import quoted
-from .format import BUFFERS, REDUCING, MscclppPlan
-from .layout import Area, PlanLayout
+from .....errors import ScheduleError
+from ..format import BUFFERS, REDUCING, MscclppPlan
+from ..json_fields import quoted
+from ..layout import Area, PlanLayout
+from .data_moves import Move
 from .memory import Cell, Cells, Value
-from .moves import Move
 
 
 class Buffers:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ....errors import ArgumentError, ScheduleError, shown
-from ..collective import require_integers
-from .fields import quoted
-from .format import VERIFIABLE, MscclppPlan, read_mscclpp_json
-from .layout import (
+from .....errors import ArgumentError, ScheduleError, shown
+from ...collective import require_integers
+from ..format import VERIFIABLE, MscclppPlan, read_mscclpp_json
+from ..json_fields import quoted
+from ..layout import (
     PlanLayout,
     all_operations,
     check_buffers,
@@ -28,7 +28,7 @@ from .layout import (
     typical_chunks,
     unit_bytes,
 )
-from .limits import broken_limits
+from ..limits import broken_limits
 from .simulation import PlanRun
 
 _MOST_NOTES: Final = 32  # in a report as text

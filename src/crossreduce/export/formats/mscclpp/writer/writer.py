@@ -18,18 +18,18 @@ import math
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from ....errors import ArgumentError, PlanError, shown
-from ....schedule import Schedule, byte_count
-from ....topology import Topology, TopologyLike, topology_of
-from ..channels import parts_of_chunks
-from ..collective import Collective, collective, require_integers
+from .....errors import ArgumentError, PlanError, shown
+from .....schedule import Schedule, byte_count
+from .....topology import Topology, TopologyLike, topology_of
+from ...channels import parts_of_chunks
+from ...collective import Collective, collective, require_integers
+from ..limits import MULTIPROCESSORS, resident
 from .blocks import add_blocks
+from .channel_bounds import check_least
+from .chunk_division import divided, even_parts, is_uneven
 from .connections import GpuPlan, Hosts, check_limits
-from .least import check_least
-from .limits import MULTIPROCESSORS, resident
-from .nvls import switch_threadblocks, uses_switches
-from .parts import divided, even_parts, is_uneven
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
+from .switch_reductions import switch_threadblocks, uses_switches
 
 THREADS: Final = (1024, 512, 256)  # per threadblock: the more of them there are, the fewer threads each has
 FULL_THREADS: Final = 512  # that reach a channel's rate; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
