@@ -1,7 +1,7 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Input: a schedule, the topology that it was planned for, and the runtimes that must accept the file. Output: its text.
-``arrangement.py`` determines on which channels the messages run, ``operations.py`` the steps. The first of several
+``arrangement.py`` determines on which channels the messages run, ``xml_operations.py`` the steps. The first of several
 arrangements that the runtimes' limits allow is written, and then proved by the verifier.
 """
 

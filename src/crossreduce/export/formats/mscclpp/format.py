@@ -14,11 +14,9 @@ import re
 from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
-from .json_fields import LARGEST, Fields, cut, quoted
+from ..proof import BUFFERS, cut, quoted
+from .json_fields import LARGEST, Fields
 
-REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
-VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
-BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
 CHANNELS: Final = ("memory", "port", "switch", "none")
 PROTOCOLS: Final = ("Simple", "LL")
 

@@ -25,8 +25,8 @@ import math
 from typing import Final, NamedTuple
 
 from ....errors import ArgumentError, ScheduleError, shown
+from ..proof import quoted
 from .format import MscclppPlan, PlanOperation, read_mscclpp_json
-from .json_fields import quoted
 
 WORD: Final = 16  # bytes; operations on data process such words, and wrongly handle what remains
 REUSED_SCRATCH: Final = 1 << 26  # PREDFINED_SCRATCH_SIZE, bytes

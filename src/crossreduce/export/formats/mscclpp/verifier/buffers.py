@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .....errors import ScheduleError
-from ..format import BUFFERS, REDUCING, MscclppPlan
-from ..json_fields import quoted
+from ...proof import BUFFERS, Contributions, difference, quoted, right_result
+from ..format import MscclppPlan
 from ..layout import Area, PlanLayout
 from .data_moves import Move
-from .memory import Cell, Cells, Value
+from .memory import Cell, Cells
 
 
 class Buffers:
@@ -32,16 +32,16 @@ class Buffers:
         """The names of the areas that belong to the user."""
         return ("io",) if self.plan.inplace else ("i", "o")
 
-    def given(self, cell: Cell) -> Value | None:
+    def given(self, cell: Cell) -> Contributions | None:
         """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read."""
         rank, name = cell.area
         if rank not in self.sources or name == "o":
             return None
         if self.kind != "allgather":
-            return Value(cell.start, 1 << rank, 0)
+            return Contributions(cell.start, 1 << rank)
         if not self.plan.inplace:
-            return Value(rank * self.part + cell.start, 1 << rank, 0)
-        return Value(cell.start, 1 << rank, 0) if cell.start // self.part == rank else None
+            return Contributions(rank * self.part + cell.start, 1 << rank)
+        return Contributions(cell.start, 1 << rank) if cell.start // self.part == rank else None
 
     def output(self, rank: int) -> list[Cell]:
         """Return the cells of a rank's output."""
@@ -50,17 +50,10 @@ class Buffers:
 
     def output_fault(self, cell: Cell) -> str | None:
         """Return the fault of a cell of an output at the end of a call in words, or ``None`` if it is right."""
-        rank, position = cell.area[0], cell.start
-        once = (1 << self.ranks) - 1
-        if self.kind == "reducescatter" and not self.plan.inplace:
-            position += rank * self.part
-        elif self.kind == "allgather":
-            once = 1 << position // self.part
-        elif self.kind == "alltoall":
-            position, once = rank * self.part + position % self.part, 1 << position // self.part
-        elif self.kind not in REDUCING:
-            once = 1 << self.sources[0]  # a broadcast of one source
-        fault = _fault(cell, position, once)
+        rank = cell.area[0]
+        offset = cell.start - (rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0)
+        due = right_result(self.kind, rank, offset, self.part, self.ranks, self.sources[0])
+        fault = "contains packets" if cell.packets and cell.value is not None else difference(cell.value, due, "byte")
         if fault is None:
             return None
         by = f"{cell.writer.text}: " if cell.writer is not None and cell.writer.block >= 0 else f"gpu {rank}: "
@@ -79,24 +72,3 @@ class Buffers:
         rank = cell.area[0]
         problem = f"{does} {self.describe(cell)}, and nothing ensures that it does so before gpu {rank} ends the call"
         return ScheduleError(f"{self.name}, {text}: a race. It {problem}.")
-
-
-def _fault(cell: Cell, position: int, once: int) -> str | None:
-    """Return the difference between a cell's content and the expected one in words."""
-    value = cell.value
-    if value is None:
-        return "was never written"
-    if cell.packets:
-        return "contains packets"
-    if value.position == -1:
-        return "combines different parts of the buffer"
-    if value.position != position:
-        return f"contains byte {value.position} of the buffer instead of byte {position}"
-    for bits, fault in (
-        (value.twice, "has the contribution of rank {} more than once"),
-        (once & ~value.once, "lacks the contribution of rank {}"),
-        (value.once & ~once, "has the contribution of rank {}, which does not belong there"),
-    ):
-        if bits:
-            return fault.format((bits & -bits).bit_length() - 1)
-    return None

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from .....errors import ScheduleError
-from ..format import BUFFERS, MscclppPlan, PlanOperation
-from ..json_fields import quoted
+from ...proof import BUFFERS, quoted
+from ..format import MscclppPlan, PlanOperation
 from ..layout import WORD, PlanLayout
 from .data_moves import WHOLE, Move, MoveMaker
 

@@ -20,13 +20,14 @@ from collections.abc import Hashable
 from itertools import count
 
 from .....errors import ScheduleError
+from ...proof import Contributions
 from ..format import MscclppPlan
 from ..layout import PlanLayout, Range
 from .buffers import Buffers
 from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
 from .data_moves import Move
 from .instructions import ChannelEnd, PlanInstruction, instructions
-from .memory import Cell, Piece, combined
+from .memory import Cell, Piece
 from .pairing import check_pairs, direction
 from .synchronisation import Channel, Semaphore
 
@@ -48,15 +49,15 @@ class PlanRun:
         self.blocks = [BlockClock(number, self.bits) for number in range(len(self.places))]
         self.of_rank = [[n for n, place in enumerate(self.places) if place[0] == r] for r in range(len(plan.gpus))]
         self.notes: list[str] = []  # doubts that do not refuse the plan
+        self.faults: list[str | None] = [None] * len(plan.gpus)
         self.channels: dict[ChannelEnd, Channel] = {}
         self.semaphores = {
             (rank, number): Semaphore(f"semaphore {number}", plan.gpus[rank].semaphores[number], releasers)
             for (rank, number), releasers in check_pairs(self.buffers.name, self.places, self.lists[0]).items()
         }
 
-    def run(self) -> list[list[str | None]]:
-        """Run the calls; return for each call and rank the fault of its output, or ``None``."""
-        faults = []
+    def run(self) -> PlanRun:
+        """Run the calls."""
         for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same one
             self.buffers.call = call
             for rank in range(len(self.plan.gpus)):
@@ -64,8 +65,17 @@ class PlanRun:
             self._run_call(self.lists[(call - 1) % len(self.lists)])
             for block in self.blocks:
                 block.sync()
-            faults.append([self._output_fault(rank) for rank in range(len(self.plan.gpus))])
-        return faults
+            for rank in range(len(self.plan.gpus)):
+                self.faults[rank] = self.faults[rank] or self._output_fault(rank)
+        return self
+
+    def first_result(self, rank: int) -> Contributions | None:
+        """Return the value at the start of a rank's output after the last call."""
+        return self.buffers.output(rank)[0].value
+
+    def fault(self, rank: int) -> str | None:
+        """Return the fault of a rank's output after the first call for which it is wrong, or ``None``."""
+        return self.faults[rank]
 
     def _known(self, rank: int) -> Clock:
         """Return the clock of a GPU when all its threadblocks have ended."""
@@ -268,7 +278,7 @@ class _MoveRun:
                     cell.received, got = True, got.joined(cell.sent)
                 cell.readers.append(record)
                 assert cell.value is not None
-                value = cell.value if value is None else combined(value, cell.value)
+                value = cell.value if value is None else value.combined(cell.value)
             arrived = arrived.joined(got)
             known = self.clock.joined(got)
             for place, cell in zip(self.move.dsts, targets, strict=True):

@@ -5,7 +5,7 @@ Input: a ``Schedule``, perhaps the topology and the size that it was planned for
 A schedule of several pieces becomes pipelines, one per threadblock, which work at the same time (``pipelines.py``). A
 schedule of one piece needs none (``blocks.py``). With a topology, chunks are divided into parts, so that enough
 threadblocks and channels work at the same time to fill the links. All-reduces through a switch that adds use switch
-channels (``nvls.py``).
+channels (``switch_reductions.py``).
 
 Source: github.com/microsoft/mscclpp, src/core/executor/execution_plan.cc and src/core/include/execution_kernel.hpp
 (the format and its meaning), execution_common.hpp (limits), python/mscclpp/language (examples of plans).
