@@ -23,7 +23,7 @@ class Contributions(NamedTuple):
     once: int  # bit r: it contains the contribution of rank r
     twice: int = 0  # bit r: it contains the contribution of rank r more than once
 
-    def combined(self, other: Contributions) -> Contributions:
+    def plus(self, other: Contributions) -> Contributions:
         """Return the sum of two values."""
         if self.position != other.position:
             return Contributions(-1, 0)
@@ -122,7 +122,7 @@ def report_text(kind: str, root: int | None, mode: str, facts: Sequence[str], no
     return "\n".join(lines)
 
 
-def quoted(name: str) -> str:
+def quoted_name(name: str) -> str:
     """Return a file's name for a message, cut to 60 characters."""
     return f'"{cut(name, 60)}"'
 

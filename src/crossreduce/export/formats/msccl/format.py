@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
 from ..collective import Location
-from ..proof import BUFFERS, VERIFIABLE, cut, quoted
+from ..proof import BUFFERS, VERIFIABLE, cut, quoted_name
 
 KNOWN: Final = VERIFIABLE | {"alltoallv", "gather", "scatter", "send", "recv", "custom"}
 SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
@@ -134,10 +134,10 @@ def read_msccl_xml(text: str) -> Algo:
     if len(text) > LONGEST_TEXT:
         raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", f"{len(text)} characters")
     top = _parse(text)
-    at = f"algo {quoted(top.attributes.get('name', ''))}"
+    at = f"algo {quoted_name(top.attributes.get('name', ''))}"
     missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
     count = top.number("ngpus", at, least=1)
-    gpus = [_read_gpu(child, at, count) for child in _ordered(top.children, "gpu", count, at)]
+    gpus = [_read_gpu(child, at, count) for child in _order_by_id(top.children, "gpu", count, at)]
     proto, coll = top.text("proto", at), top.text("coll", at)
     if proto not in PROTOCOLS:
         raise ScheduleError.of(f"{at}: unknown protocol.", shown(proto), "one of " + ", ".join(PROTOCOLS))
@@ -235,7 +235,7 @@ def _parse(text: str) -> _XmlElement:
     return open_elements[0].children[0]
 
 
-def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
+def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
     """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
     found = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
@@ -250,7 +250,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
     at = f"{algo}, gpu {element.attributes['id']}"
     sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
     blocks = []
-    for child in _ordered(element.children, "tb", None, at):
+    for child in _order_by_id(element.children, "tb", None, at):
         here = f"{at}, tb {child.attributes['id']}"
         send, recv = (child.number(key, here, least=-1, most=ranks - 1) for key in ("send", "recv"))
         if element.attributes["id"] in (str(send), str(recv)):

@@ -20,7 +20,16 @@ from dataclasses import dataclass, field
 
 from ....errors import ArgumentError, ScheduleError, shown
 from ..collective import Location, require_integers
-from ..proof import BUFFERS, Contributions, check_request, difference, prove_results, quoted, report_text, right_result
+from ..proof import (
+    BUFFERS,
+    Contributions,
+    check_request,
+    difference,
+    prove_results,
+    quoted_name,
+    report_text,
+    right_result,
+)
 from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
 from .format import READS, RECEIVES, RUNTIMES, SENDS, WRITES, broken_limits, read_msccl_xml
 
@@ -75,7 +84,7 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     """
     algo = read_msccl_xml(text)
     require_integers(root=root, slots=slots)
-    check_request(f"algo {quoted(algo.name)}", algo.coll, len(algo.gpus), root, "file")
+    check_request(f"algo {quoted_name(algo.name)}", algo.coll, len(algo.gpus), root, "file")
     if slots is not None and slots < 1:
         raise ArgumentError.of("the number of slots must be at least 1.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
@@ -108,7 +117,7 @@ Key = tuple[int, str, int]  # (GPU, buffer, chunk)
 
 
 def _sums(values: list[Contributions], added: list[Contributions]) -> list[Contributions]:
-    return [value.combined(other) for value, other in zip(values, added, strict=True)]
+    return [value.plus(other) for value, other in zip(values, added, strict=True)]
 
 
 class _Memory:

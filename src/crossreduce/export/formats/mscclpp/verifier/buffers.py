@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .....errors import ScheduleError
-from ...proof import BUFFERS, Contributions, difference, quoted, right_result
+from ...proof import BUFFERS, Contributions, difference, quoted_name, right_result
 from ..format import MscclppPlan
 from ..layout import Area, PlanLayout
 from .data_moves import Move
@@ -15,7 +15,7 @@ class Buffers:
 
     def __init__(self, plan: MscclppPlan, layout: PlanLayout, sources: range, moves: list[Move]) -> None:
         self.plan, self.layout, self.sources = plan, layout, sources
-        self.name = f"plan {quoted(plan.name)}"
+        self.name = f"plan {quoted_name(plan.name)}"
         self.kind, self.ranks = plan.collective, len(plan.gpus)
         part = min(layout.input, layout.output)
         self.part = part // self.ranks if self.kind == "alltoall" else part
@@ -32,7 +32,7 @@ class Buffers:
         """The names of the areas that belong to the user."""
         return ("io",) if self.plan.inplace else ("i", "o")
 
-    def given(self, cell: Cell) -> Contributions | None:
+    def input_value(self, cell: Cell) -> Contributions | None:
         """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read."""
         rank, name = cell.area
         if rank not in self.sources or name == "o":
@@ -46,7 +46,7 @@ class Buffers:
     def output(self, rank: int) -> list[Cell]:
         """Return the cells of a rank's output."""
         start = rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0
-        return self.memory.within((rank, self.user_areas[-1]), start, start + self.layout.output)
+        return self.memory.cells_between((rank, self.user_areas[-1]), start, start + self.layout.output)
 
     def output_fault(self, cell: Cell) -> str | None:
         """Return the fault of a cell of an output at the end of a call in words, or ``None`` if it is right."""
@@ -67,7 +67,7 @@ class Buffers:
         where = f"bytes {cell.start} to {cell.start + cell.size - 1} of the {buffer} of gpu {rank}"
         return f"{where} (call {self.call}, messages of {self.layout.nbytes} bytes)"
 
-    def late(self, text: str, does: str, cell: Cell) -> ScheduleError:
+    def late_access(self, text: str, does: str, cell: Cell) -> ScheduleError:
         """Return an error about an access that may happen after its call has ended."""
         rank = cell.area[0]
         problem = f"{does} {self.describe(cell)}, and nothing ensures that it does so before gpu {rank} ends the call"

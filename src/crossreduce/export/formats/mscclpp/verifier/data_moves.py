@@ -68,7 +68,7 @@ class MoveMaker:
                 for spans in (op.srcs, op.dsts)
             )
             if self.plan.reuse and op.name in ("re", "res"):
-                srcs = srcs[:1] + tuple(self._reused(op, k, offset) for k in range(1, len(srcs)))
+                srcs = srcs[:1] + tuple(self._reused_source(op, k, offset) for k in range(1, len(srcs)))
             yield Move(srcs, dsts, self._size(op, op.srcs[0], offset, unit), WORD)
 
     def _packet_moves(self, op: PlanOperation) -> Iterator[Move]:
@@ -143,7 +143,7 @@ class MoveMaker:
         start = self._start(op, span, offset)
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)
 
-    def _reused(self, op: PlanOperation, k: int, offset: int) -> Range:
+    def _reused_source(self, op: PlanOperation, k: int, offset: int) -> Range:
         """Return source k of a ``re``, whose position moves with the iterations as that of destination k (a slip)."""
         span, number = op.srcs[k], op.dsts[k].number if k < len(op.dsts) else 0
         start = self._start(op, span, 0) + self.layout.shifted(self.rank, "ios"[number] if number < 3 else "i", offset)

@@ -105,7 +105,7 @@ class Cells:
         sources = len(move.srcs)
         return [(cells[:sources], cells[sources:]) for cells in zip(*lists, strict=True)]
 
-    def within(self, area: Area, start: int, end: int) -> list[Cell]:
+    def cells_between(self, area: Area, start: int, end: int) -> list[Cell]:
         """Return the cells from one cut of an area to another."""
         first, last = (bisect_left(self.cuts[area], position) for position in (start, end))
         return self.cells[area][first:last]

@@ -24,7 +24,7 @@ from ...proof import Contributions
 from ..format import MscclppPlan
 from ..layout import PlanLayout, Range
 from .buffers import Buffers
-from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
+from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
 from .data_moves import Move
 from .instructions import ChannelEnd, PlanInstruction, instructions
 from .memory import Cell, Piece
@@ -77,35 +77,35 @@ class PlanRun:
         """Return the fault of a rank's output after the first call for which it is wrong, or ``None``."""
         return self.faults[rank]
 
-    def _known(self, rank: int) -> Clock:
+    def _rank_clock(self, rank: int) -> Clock:
         """Return the clock of a GPU when all its threadblocks have ended."""
         clock = NOTHING
         for number in self.of_rank[rank]:
-            clock = clock.joined(self.blocks[number].known)
+            clock = clock.union(self.blocks[number].known)
         return clock
 
     def _begin(self, rank: int) -> None:
         """Let the user of a GPU write the input of a call, and begin the call's kernel."""
-        clock = self._known(rank)
-        user = AccessRecord(next(self.bits), -1, single(-1), f"the user of gpu {rank} between two calls")
+        clock = self._rank_clock(rank)
+        user = AccessRecord(next(self.bits), -1, one_thread(-1), f"the user of gpu {rank} between two calls")
         for name in self.buffers.user_areas:
             for cell in self.buffers.memory.cells[rank, name]:
                 for record in cell.readers:
                     if not clock.ended >> record.bit & 1:
-                        raise self.buffers.late(record.text, "reads", cell)
+                        raise self.buffers.late_access(record.text, "reads", cell)
                 if cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
                     raise self._late_write(cell, cell.writer, clock)
                 cell.readers, cell.writer, cell.received, cell.packets = [], user, False, 0
-                cell.value = self.buffers.given(cell)
+                cell.value = self.buffers.input_value(cell)
         for number in self.of_rank[rank]:
-            self.blocks[number].begin(clock.joined(Clock(1 << user.bit, 1 << user.bit)))
+            self.blocks[number].begin(clock.union(Clock(1 << user.bit, 1 << user.bit)))
         for (of, _), semaphore in self.semaphores.items():
             if of == rank:
                 semaphore.begin()
 
     def _output_fault(self, rank: int) -> str | None:
         """Return the fault of a rank's output at the end of a call in words, or ``None`` if it is right."""
-        clock = self._known(rank)
+        clock = self._rank_clock(rank)
         for cell in self.buffers.output(rank):
             fault = self.buffers.output_fault(cell)
             if fault is None and cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
@@ -115,7 +115,7 @@ class PlanRun:
         return None
 
     def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
-        error = self.buffers.late(writer.text, "writes", cell)
+        error = self.buffers.late_access(writer.text, "writes", cell)
         hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
         return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
 
@@ -143,7 +143,7 @@ class PlanRun:
                         if other != number:
                             ready[other] = None
                     continue
-                missing = self._missing(number, instruction)
+                missing = self._awaited(number, instruction)
                 if missing is not None:
                     waiting[missing].append(number)
                     break
@@ -157,7 +157,7 @@ class PlanRun:
             more = [] if len(stuck) <= _MOST_WAITS else [f"... ({len(stuck)} threadblocks wait)"]
             raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
 
-    def _missing(self, number: int, instruction: PlanInstruction) -> Hashable | None:
+    def _awaited(self, number: int, instruction: PlanInstruction) -> Hashable | None:
         """Return the thing for which an instruction waits, or ``None`` if it can run."""
         if instruction.kind == "wait":
             channel = self.channel(instruction)
@@ -211,7 +211,7 @@ class PlanRun:
         clock = NOTHING
         for number in numbers:
             self.blocks[number].sync()
-            clock = clock.joined(self.blocks[number].known)
+            clock = clock.union(self.blocks[number].known)
         for number in numbers:
             self.blocks[number].known = clock
 
@@ -275,12 +275,12 @@ class _MoveRun:
                     self._check_read(cell, record)
                     packets = cell.packets if len(sources) == 1 else 0
                 if cell.packets:
-                    cell.received, got = True, got.joined(cell.sent)
+                    cell.received, got = True, got.union(cell.sent)
                 cell.readers.append(record)
                 assert cell.value is not None
-                value = cell.value if value is None else value.combined(cell.value)
-            arrived = arrived.joined(got)
-            known = self.clock.joined(got)
+                value = cell.value if value is None else value.plus(cell.value)
+            arrived = arrived.union(got)
+            known = self.clock.union(got)
             for place, cell in zip(self.move.dsts, targets, strict=True):
                 record = self._record(place, bit)
                 self._check_write(cell, record, known)
@@ -290,12 +290,12 @@ class _MoveRun:
                     cell.sent = Clock(known.ended | 1 << bit, self.block.start)
                     woken.append(cell)
         if not self.is_post:
-            self.block.arrived = self.block.arrived.joined(arrived)
+            self.block.arrived = self.block.arrived.union(arrived)
 
     def _record(self, place: Range, bit: int) -> AccessRecord:
         """Return the record of the accesses of a piece to a range."""
         if self.is_post:
-            return AccessRecord(bit, -1, single(-1), self.text)
+            return AccessRecord(bit, -1, one_thread(-1), self.text)
         step = self.move.word * place.scale
         return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
 

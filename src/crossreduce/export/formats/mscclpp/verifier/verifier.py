@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .....errors import ScheduleError
 from ...collective import require_integers
-from ...proof import check_request, cut, prove_results, quoted, report_text
+from ...proof import check_request, cut, prove_results, quoted_name, report_text
 from ..format import MscclppPlan, read_mscclpp_json
 from ..layout import (
     PlanLayout,
@@ -99,7 +99,7 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     """
     plan = read_mscclpp_json(text)
     require_integers(root=root, nbytes=nbytes)
-    check_request(f"plan {quoted(plan.name)}", plan.collective, len(plan.gpus), root, "plan")
+    check_request(f"plan {quoted_name(plan.name)}", plan.collective, len(plan.gpus), root, "plan")
     check_buffers(plan)
     chunks = typical_chunks(plan) if nbytes is None else [chunk_bytes(plan, nbytes)]
     notes = list(broken_limits(plan))
@@ -131,7 +131,7 @@ def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) ->
         return simulation
 
     ranks = range(len(plan.gpus))
-    return prove_results(f"plan {quoted(plan.name)}", plan.collective, ranks, root, run)
+    return prove_results(f"plan {quoted_name(plan.name)}", plan.collective, ranks, root, run)
 
 
 def _short(error: ScheduleError) -> str:

@@ -96,12 +96,12 @@ def _senders(made: Collective, number: int, rank: int) -> int:
     return max(1, len(sent)) if rank in chunk.destinations else len(sent)
 
 
-def divided(made: Collective, parts: Sequence[int]) -> Collective:
+def divide_chunks(made: Collective, parts: Sequence[int]) -> Collective:
     """Return a collective whose blocks are divided into so many parts of nearly equal size, by chunk.
 
     >>> from crossreduce.export.formats.collective import collective
     >>> from crossreduce.planning import ring
-    >>> divided(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
+    >>> divide_chunks(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
     (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
     """
     finer = 1

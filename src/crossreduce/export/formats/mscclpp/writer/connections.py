@@ -178,7 +178,7 @@ class ThreadblockPlan:
         kind = {"channel_type": "memory"} if targets else {}
         self.ops.append({"name": name, **spans, **kind, **({} if name == "copy" else {"reduce_op": "sum"})})
 
-    def through_switch(self, first: int, size: int, switches: int) -> None:
+    def reduce_in_switch(self, first: int, size: int, switches: int) -> None:
         """Store the sum of all GPUs' blocks on all GPUs: of the first switch channel's buffer, in the last one's."""
         self._access("glres")
         ids = [position(self.channels["switch"], number) for number in range(switches)]

@@ -26,7 +26,7 @@ from ...collective import Collective, collective, require_integers
 from ..limits import MULTIPROCESSORS, resident
 from .blocks import add_blocks
 from .channel_bounds import check_least
-from .chunk_division import divided, even_parts, is_uneven
+from .chunk_division import divide_chunks, even_parts, is_uneven
 from .connections import GpuPlan, Hosts, check_limits
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 from .switch_reductions import switch_threadblocks, uses_switches
@@ -157,7 +157,7 @@ def _threadblocks(
         failure: PlanError | None = None
         for threads, allowed in most.items():
             try:
-                tried = _in_threadblocks(
+                tried = _assign_threadblocks(
                     schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
@@ -176,7 +176,7 @@ def _threadblocks(
     raise AssertionError("a schedule always has threadblocks without pipelines")
 
 
-def _in_threadblocks(
+def _assign_threadblocks(
     schedule: Schedule,
     made: Collective,
     topology: Topology | None,
@@ -194,7 +194,7 @@ def _in_threadblocks(
     parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
     if topology is not None:
         parts = even_parts(made, parts, most, pipelines=pipelines)
-    divisions = divided(made, parts)
+    divisions = divide_chunks(made, parts)
     gpus = [GpuPlan(rank) for rank in range(made.ranks)]
     longest = LARGEST
     if pipelines:
