@@ -157,7 +157,7 @@ def _read(file: Path) -> Callable[[], str]:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{file} is not UTF-8 text.") from error
-    from ..export.formats.mscclpp.fields import is_mscclpp_json
+    from ..export.formats.mscclpp.json_fields import is_mscclpp_json
 
     start = text.lstrip()[:1]
     if start not in ("<", "{"):
@@ -176,8 +176,9 @@ def _read(file: Path) -> Callable[[], str]:
 
 
 def _msccl(file: Path, text: str) -> Callable[[], str]:
-    from ..export.formats.msccl.format import VERIFIABLE, read_msccl_xml
+    from ..export.formats.msccl.format import read_msccl_xml
     from ..export.formats.msccl.verifier import verify_msccl_xml
+    from ..export.formats.proof import VERIFIABLE
 
     algo = read_msccl_xml(text)
     _check_collective(file, algo.coll, VERIFIABLE)
@@ -185,8 +186,9 @@ def _msccl(file: Path, text: str) -> Callable[[], str]:
 
 
 def _mscclpp(file: Path, text: str) -> Callable[[], str]:
-    from ..export.formats.mscclpp.format import VERIFIABLE, read_mscclpp_json
+    from ..export.formats.mscclpp.format import read_mscclpp_json
     from ..export.formats.mscclpp.verifier import verify_mscclpp_json
+    from ..export.formats.proof import VERIFIABLE
 
     _check_collective(file, read_mscclpp_json(text).collective, VERIFIABLE)
 
