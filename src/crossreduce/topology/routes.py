@@ -83,7 +83,7 @@ def is_connected(devices: Sequence[str], links: Sequence[Link]) -> bool:
     """Return whether links, used in both directions, connect all devices.
 
     >>> a_b = Link("cpu:0", "cpu:1", 25)
-    >>> is_connected(["cpu:0", "cpu:1"], [a_b]), joined(["cpu:0", "cpu:1", "cpu:2"], [a_b])
+    >>> is_connected(["cpu:0", "cpu:1"], [a_b]), is_connected(["cpu:0", "cpu:1", "cpu:2"], [a_b])
     (True, False)
     """
     pairs = [(link.src, link.dst) for link in links]
