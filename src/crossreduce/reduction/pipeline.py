@@ -37,7 +37,7 @@ from ..planning import REGISTRY, Request, choose, schedule_for
 from ..topology import Topology
 from ..values import Mirrored, PerReplica, TensorSpec, locate
 from .outputs import Job, check_overlap, name_pair, overlap_error
-from .validation import Checked, Facts
+from .validation import Checked, ValueFacts
 
 if TYPE_CHECKING:
     from ..engines.host._calls import Calls
@@ -282,7 +282,7 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
         raise
 
 
-def _reduce_sparse(value: Facts, destinations: tuple[str, ...], root: str | None) -> Mirrored:
+def _reduce_sparse(value: ValueFacts, destinations: tuple[str, ...], root: str | None) -> Mirrored:
     """Concatenate all replicas' slices on one device and copy them to the destinations."""
     framework, main = value.framework, root or destinations[0]
     parts: list[Sparse] = [x for x in value.arrays if isinstance(x, Sparse)]
@@ -314,7 +314,7 @@ def broadcast_array(
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
     spec = framework.spec(x)
-    value = Checked.from_facts((tensor,), source, Facts(None, framework, [x], spec, copy_numbers(spec.dtype)))
+    value = Checked.from_facts((tensor,), source, ValueFacts(None, framework, [x], spec, copy_numbers(spec.dtype)))
     (only,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
     _, (components,) = _run(only, [(value, destinations)], False)
     return Mirrored.on(tuple(components), destinations)

@@ -20,7 +20,7 @@ from ..options import DEFAULT, CommunicationOptions
 from ..values import DistributedValues, IndexedSlices, Mirrored, PerReplica, TensorSpec, describe, host_devices
 
 
-class Facts(NamedTuple):
+class ValueFacts(NamedTuple):
     """What the validation of a value has found.
 
     Args:
@@ -51,10 +51,10 @@ class Checked(PerReplica):
     """A validated ``PerReplica``, with what the validation has found. It is complete when it is made, and immutable."""
 
     __slots__ = ("facts",)
-    facts: Facts
+    facts: ValueFacts
 
     @classmethod
-    def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: Facts) -> Checked:
+    def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: ValueFacts) -> Checked:
         """Return a validated value made of valid parts; nothing is checked."""
         made = cls.__new__(cls)
         _store_values(made, values)
@@ -229,7 +229,7 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
     devices = host_devices(len(values)) if devices is None else devices
     framework.require(devices)
     return Checked.from_facts(
-        values, devices, Facts(op, framework, values, spec, framework.numbers(op, spec.dtype, len(values)))
+        values, devices, ValueFacts(op, framework, values, spec, framework.numbers(op, spec.dtype, len(values)))
     )
 
 
@@ -277,7 +277,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     numbers = framework.numbers(op, spec.dtype, len(values))
     if any(kinds) and not sparse:
         arrays = [_dense(framework, x, spec, numbers.accumulator) for x in arrays]
-    facts = Facts(op, framework, arrays, spec, numbers, 0, sparse, any(kinds) and not sparse)
+    facts = ValueFacts(op, framework, arrays, spec, numbers, 0, sparse, any(kinds) and not sparse)
     return Checked.from_facts(values, value.devices, facts)
 
 
@@ -369,7 +369,7 @@ def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
     return TensorSpec((*rows, *slices.shape[1:]), slices.dtype)
 
 
-def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], axis: Any) -> Facts:
+def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], axis: Any) -> ValueFacts:
     """Check that components can be concatenated along an axis; make sparse ones dense."""
     specs = [_dense_spec(framework, x) for x in arrays]
     for spec in specs:
@@ -394,7 +394,7 @@ def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], ax
         wide = numbers._replace(accumulator="float32" if dtype in HALVES else dtype)
         dense = [_dense(framework, x, spec, wide.accumulator) for x, spec in zip(arrays, specs, strict=True)]
         arrays = [framework.finish(x, wide) for x in dense]
-    return Facts(None, framework, arrays, specs[0], numbers, number)
+    return ValueFacts(None, framework, arrays, specs[0], numbers, number)
 
 
 def _mismatch(

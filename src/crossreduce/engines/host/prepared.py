@@ -8,6 +8,7 @@ recognises: whatever differs from the first call takes the path in Python again,
 from __future__ import annotations
 
 import copyreg
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,16 +32,16 @@ def compiled_module() -> Any:
     if kernels.native() is None:
         return None
     try:
-        from . import _calls
+        module = importlib.import_module("._calls", __package__)
     except ImportError:
         return None
     from .numpy import large_array_offset
 
     names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
     names |= {name.upper(): op for name, op in names.items()}
-    _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
-    copyreg.pickle(_calls.Calls, _without_calls)
-    return _calls
+    module.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
+    copyreg.pickle(module.Calls, _without_calls)
+    return module
 
 
 def new_calls() -> Calls | None:
