@@ -44,6 +44,12 @@ def test_several_devices(library, peers, checks):
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    wanted = {"bits": 80 if SHARE >= 1 else 12, "calls": 19, "left": 12, "dropped": 23, "threads": 24}
-    assert checked.pop("failures", 41) > 40
+    wanted = {
+        "bits": 80 if SHARE >= 1 else 12,
+        "calls": 19,
+        "left": 12,
+        "dropped": 23 if SHARE >= 1 else 11,
+        "threads": 24,
+    }
+    assert checked.pop("failures", 41) > (40 if SHARE >= 1 else 6)
     assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}
