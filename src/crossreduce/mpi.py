@@ -58,6 +58,9 @@ class MpiGroup(ArrayGroup):
     All ranks make the same calls in the same order; each call returns with this rank's result. ``with`` or ``close``
     leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or leaves them with
     an MPI in which no call is defined. Ranks that must continue without others use ``crossreduce.processes``.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory.
     """
 
     def __init__(self, communicator: Communicator, transport: MpiTransport) -> None:

@@ -27,9 +27,13 @@ Result = TypeVar("Result")
 
 
 class RankGroup(ArrayGroup):
-    """The processes that joined; see ``ArrayGroup`` for the collectives, and for ``rank``, ``size`` and ``hosts``.
+    """The processes that joined. All make the same calls in the same order; each returns with this rank's result.
 
-    ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
+    Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
+    Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
     earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
     in a process that ``join_invited`` has let in; else ``None``.
 

@@ -29,7 +29,7 @@ def test_scene(tmp_path, scene, killed):
 
     When a rank is killed in the backward pass, that of the others raises PeerLostError.
     """
-    for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 60)):
+    for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 150)):
         assert status == (-signal.SIGKILL if rank == killed else 0), f"rank {rank} ended with {status}:\n{text}"
         assert (tmp_path / f"{scene}-{rank}").exists() == (rank != killed)
 

@@ -321,7 +321,10 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "place"), each(FAULTS, ["file", "tcp of rank 0"]), indirect=["place"], ids=lambda each: str(each)[:30]
+    ("fault", "place"),
+    each(FAULTS, ["file", "tcp of rank 0"]),
+    indirect=["place"],
+    ids=lambda value: value if isinstance(value, str) else value[0].__name__,
 )
 def test_a_fault_of_one_rank_is_raised_on_all(place, fault):
     """If one rank cannot join, all ranks raise the same error long before the timeout, with the reason and the rank;

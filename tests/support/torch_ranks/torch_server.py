@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np  # noqa: F401 - so that programs need not import it
 import torch
+import torch._dynamo
 import torch.distributed
 import torch.nn.parallel
 
