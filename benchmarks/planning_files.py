@@ -39,7 +39,7 @@ def parts_of(form: str, multiple: int) -> int:
 def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one.
 
-    A plan that does not fit the format is replaced, as ``crossreduce plan --export`` does: see ``replaced``.
+    A plan that does not fit the format is replaced, as ``crossreduce export`` does: see ``replaced``.
     """
     lines = []
     for collective in COLLECTIVES:

@@ -28,7 +28,7 @@ LINUX_ONLY = [
     "ranks",
     "cuda",
     *(f"cli/test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
-    *(f"project/test_{part}.py" for part in ("docs", "elastic_digits", "examples")),
+    *(f"project/test_{part}.py" for part in ("docs", "examples")),
     "planner/export/test_report_browser.py",
     "planner/topology/test_discover.py",
     "runtime/engines/test_nccl.py",

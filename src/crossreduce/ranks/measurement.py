@@ -22,7 +22,7 @@ from ..errors import ArgumentError, shown
 from ..topology import Link, Switch, Topology
 from .communicator import Communicator
 from .inter_host.exchange import wait_for
-from .inter_host.host_parts import host_names
+from .inter_host.two_level import host_names
 from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
@@ -79,10 +79,10 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         probe = _Probe(communicator.transport, leaders, own, communicator.timeout_s) if rank in leaders else None
         turns = _pairings(count)
         each_s = seconds / (2 * len(turns) + 1)
-        with communicator.aborting():
+        with communicator.calls.aborting():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if probe is not None and other is not None and communicator.has_link(own, other):
+                if probe is not None and other is not None and (own, other) in communicator.links:
                     probe.pair(other, each_s)
                 communicator.require_same("measure_topology")
         if probe is not None:
@@ -90,7 +90,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     speeds = _gathered(communicator, found)
     if count > 2:
         received = []
-        with communicator.aborting():
+        with communicator.calls.aborting():
             for _ in range(_ALL_AT_ONCE):
                 received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
                 communicator.require_same("measure_topology")  # all have received before any sends again

@@ -92,7 +92,7 @@ def test_without_protobuf(crossreduce, tmp_path, monkeypatch):
     pair = cr.Topology.ring(2)
     with pytest.raises(BackendError, match=r"need protobuf\.\n  try:   pip install 'crossreduce\[chakra\]'"):
         to_chakra(ring(pair.devices), pair, 8)
-    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / "traces", "--format", "chakra")
+    code, out, error = crossreduce("export", "dgx-1v", tmp_path / "traces", "--format", "chakra")
     assert (code != 0, out) == (True, "")
     assert "pip install 'crossreduce[chakra]'" in error
     assert not (tmp_path / "traces").exists()
@@ -335,9 +335,9 @@ def test_plans_take_as_long_on_fifo_links(network, collective, algorithm):
 
 
 def test_the_command_writes_a_folder(printed, tmp_path):
-    """``plan --export DIR --format chakra`` writes a trace per rank and the map of ranks."""
+    """``export MACHINE DIR --format chakra`` writes a trace per rank and the map of ranks."""
     folder = tmp_path / "traces"
-    line = ["plan", "dgx-1v", "--devices", "3,0-2", "--nbytes", "64M", "--algorithm", "ring", "--export", folder]
+    line = ["export", "dgx-1v", folder, "--devices", "3,0-2", "--nbytes", "64M", "--algorithm", "ring"]
     line += ["--format", "chakra"]
     out = printed(*line)
     names = [f"all_reduce_ring.{rank}.et" for rank in range(4)]
@@ -359,7 +359,7 @@ def test_the_command_writes_a_folder(printed, tmp_path):
 
 def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
     """With ``--rank`` there is the trace of this rank only; other formats of one rank, too."""
-    line = ["plan", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3", "--export"]
+    line = ["export", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3"]
     out = printed(*line, tmp_path / "traces", "--format", "chakra")
     plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring", operation_s=0)
     files = to_chakra(plan.schedule, plan.topology, "64M", rank=3)
@@ -379,17 +379,14 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--rank", "0"], "--rank requires --export in a format of one rank alone: chakra, trace."),
-        (["--rank", "0", "--export", "x.xml"], "--rank requires --export in a format of one rank alone"),
-        (["--rank", "8", "--export", "x", "--format", "chakra"], "a rank must be the number of a device"),
-        (["--rank", "0", "--bundle", "x"], "so --rank cannot be given with it"),
-        (["--rank", "0", "--mesh", "2x4"], "without --rank"),
+        (["--rank", "0", "x.xml"], "--rank requires a format of one rank alone: chakra, trace."),
+        (["--rank", "8", "x", "--format", "chakra"], "a rank must be the number of a device"),
     ],
 )
 def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, options, words):
-    """``--rank`` is refused for formats whose files are for all ranks, without a file, and for a wrong number."""
+    """``--rank`` is refused for formats whose files are for all ranks, and for a wrong number."""
     monkeypatch.chdir(tmp_path)
-    code, _, error = crossreduce("plan", "dgx-1v", *options)
+    code, _, error = crossreduce("export", "dgx-1v", *options)
     assert code != 0
     assert words in error
     assert not [*tmp_path.iterdir()]
@@ -405,7 +402,7 @@ def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, optio
 def test_the_folder_must_be_one(crossreduce, tmp_path, target, words):
     """A target that is a file, or whose parent does not exist, is refused before anything is planned."""
     (tmp_path / "file").write_text("mine")
-    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / target, "--format", "chakra")
+    code, out, error = crossreduce("export", "dgx-1v", tmp_path / target, "--format", "chakra")
     assert (code, out) == (2, "")
     assert words in error
     assert (tmp_path / "file").read_text() == "mine"

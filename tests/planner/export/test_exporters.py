@@ -1,4 +1,4 @@
-"""The registry of exporters, with which ``crossreduce plan --export`` writes: the table CHECKS tests each format."""
+"""The registry of exporters, with which ``crossreduce export`` writes: the table CHECKS tests each format."""
 
 import json
 import random

@@ -21,7 +21,7 @@ from crossreduce.export.formats.nccl_graph import rings
 from crossreduce.lowering import lower
 from crossreduce.planning import direct, halving_doubling, one_device, ring
 from crossreduce.schedule import Costs, GeneratedSchedule, timeline
-from crossreduce.schedule.generated import rotations
+from crossreduce.schedule.generated_schedule import rotations
 
 MACHINE = Topology.machine("hgx-h100", 5)
 

@@ -22,7 +22,7 @@ from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.schedule import GeneratedSchedule, timeline
-from crossreduce.schedule.generated import rotations
+from crossreduce.schedule.generated_schedule import rotations
 
 MICRO = Fraction(1, 10**6)
 

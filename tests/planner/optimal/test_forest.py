@@ -16,6 +16,7 @@ import pytest
 from budget import examples
 from hypothesis import Phase, assume, example, given
 from hypothesis import strategies as st
+from mutations import MUTATIONS, agree
 from planning_oracle import (
     BINARY,
     DECIMAL,
@@ -32,7 +33,6 @@ from planning_oracle import (
     wirings,
 )
 from running import run
-from test_verify import MUTATIONS, agree
 
 from crossreduce import PlanError, Schedule, Topology, bound, verify
 from crossreduce.planning import Request

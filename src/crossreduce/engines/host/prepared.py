@@ -26,7 +26,7 @@ FRAMEWORKS = ("numpy", "torch")
 
 
 @cache
-def compiled() -> Any:
+def compiled_module() -> Any:
     """Return the compiled module, ready for use, or ``None`` where it was not built."""
     if kernels.native() is None:
         return None
@@ -45,8 +45,15 @@ def compiled() -> Any:
 
 def new_calls() -> Calls | None:
     """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
-    module = None if kernels.instruction_set() == "numpy" else compiled()
+    module = None if kernels.instruction_set() == "numpy" else compiled_module()
     return None if module is None else module.Calls()
+
+
+def read_tensors(functions: tuple[Any, ...] | None) -> None:
+    """Let calls in compiled code read and write tensors of torch, by these functions of torch."""
+    module = compiled_module()
+    if module is not None and functions is not None:
+        module.use_torch(*functions)
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ... import kernels
 from ...kernels import FusedProgram, Segment
-from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
+from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ...packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -129,5 +129,5 @@ def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.
         return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
     fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
     dtypes = (dtype, wide, result)
-    op = numbers.kernel_op
+    op = KERNEL_OPS[numbers.op, numbers.exact]
     return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)

@@ -1,4 +1,4 @@
-"""What ``crossreduce plan`` prints about exported traces: their sizes.
+"""What ``crossreduce export`` prints about exported traces: their sizes.
 
 Input: a plan and the contents of its trace files. Output: lines of text.
 """
