@@ -109,7 +109,7 @@ def _words(one: CollectiveStats) -> str:
     return text + (", also in failed calls" if max(one.waiting_s, one.between_hosts_s) > one.seconds else "")
 
 
-def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1) -> tuple[int, int]:
+def call_kind(text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1) -> tuple[int, int]:
     """Return the kind and the bytes by which a call is counted.
 
     Args:
@@ -119,7 +119,7 @@ def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, r
       size: the elements of each rank's array.
       ranks: the number of the group's ranks.
 
-    >>> counted(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), counted(b"barrier")
+    >>> call_kind(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), call_kind(b"barrier")
     ((4, 120), (9, 0))
     """
     name = collective

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Final
 
 from ...lowering import Program, forward_through_devices, lower, part_of
-from ...observe.counters import counted
+from ...observe.counters import call_kind
 from ...observe.traces.format import Phase as TracePhase
 from ...ops import Numbers
 from ...packing import itemsize
@@ -34,7 +34,7 @@ from ..intra_host.instructions import (
     RankInstruction,
     kernel,
     native_program,
-    pipelined,
+    pipeline,
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
@@ -47,8 +47,8 @@ from .exchange import (
     Exchange,
     ExchangeProgram,
     Patience,
-    agreed,
     delay,
+    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,
@@ -117,7 +117,7 @@ class MultiHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
-            return RankExecutable(native_program([[]] * 3, *counted(text, collective)), 3, text, _digest(text, ""))
+            return RankExecutable(native_program([[]] * 3, *call_kind(text, collective)), 3, text, _digest(text, ""))
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -150,9 +150,9 @@ class MultiHostEngine:
                     exchanges[p] = exchange
         depth = delay(between, len(sizes)) + 2
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
-        stages = pipelined(len(sizes), phases, depth)
+        stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        program = native_program(stages, *counted(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
+        program = native_program(stages, *call_kind(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
         return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
@@ -187,7 +187,7 @@ class MultiHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5, *counted(text)), 5, text, _digest(text, "inner"))
+        return RankExecutable(native_program([[]] * 5, *call_kind(text)), 5, text, _digest(text, "inner"))
 
     def _local_parts(
         self,
@@ -198,7 +198,7 @@ class MultiHostEngine:
         exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
-        """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
+        """Return the programs of this rank's host, as phases for ``pipeline``, and what follows each exchange stage.
 
         The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
         third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
@@ -330,7 +330,7 @@ class MultiHostEngine:
         """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
             others, transport, rounds = self._neighbours, self.transport, self.diameter
-            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
+            return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
