@@ -19,7 +19,10 @@ SHARE = re.compile(r"in reductions ([\d.]+) % of the time, ([\d.]+) % of that of
 
 
 @ON_TERMINAL
-@pytest.mark.parametrize("framework", sorted({*TRAINERS} - {"cupy"}))
+@pytest.mark.parametrize(
+    "framework",
+    ["numpy", *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*TRAINERS} - {"cupy", "numpy"}))],
+)
 def test_the_view_is_drawn_while_training(framework, tmp_path):
     """Each framework's training draws the view several times; the last one has the last loss and the complete bar."""
     pytest.importorskip(framework)

@@ -214,15 +214,13 @@ def test_characters_that_utf8_cannot_write(page, dump_directory):
 
 
 def test_hundreds_of_ranks(page, dump_directory):
-    """A page of 300 ranks is written within seconds, has a row for each, and can show only those that are behind."""
+    """A page of 300 ranks has a row for each, and can show only those that are behind."""
     ranks = tuple(range(300))
     histories = [history(rank, 99 if rank == 200 else 100) for rank in ranks]
     for rank in ranks:
         if rank != 200:
             flight_recorder.write(new_dump(rank, *histories[rank : rank + 1], *histories[200:201], hosts=(ranks,)))
-    began = time.monotonic()
     found, text = page(dump_directory)
-    assert time.monotonic() - began < 60
     assert len([row for row in found.find("div", class_="row") if "id" in row]) == 300
     assert len(found.find("b")) == 32 * 300
     assert [row["id"] for row in found.find("div", class_="blamed")] == ["g0r200"]

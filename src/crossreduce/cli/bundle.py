@@ -70,7 +70,7 @@ def bundle(
     from ..export.bundle import bundle as bundle_files
 
     with progress("planning", STAGES) as advance:
-        made = bundle_files(
+        files = bundle_files(
             request.topology,
             collective,
             request.root,
@@ -80,10 +80,10 @@ def bundle(
             machine=label,
             advance=advance,
         )
-    write_new_folder("DIR", folder, made.files)
-    listed = json_module.loads(made.files["ranks.json"])
+    write_new_folder("DIR", folder, files.files)
+    listed = json_module.loads(files.files["ranks.json"])
     if json:
-        print(json_module.dumps(listed | {"left_out": made.left_out}, indent=2))
+        print(json_module.dumps(listed | {"left_out": files.left_out}, indent=2))
         return
     print(f"{collective} on {label}: {len(listed['files'])} files in {folder}")
     for entry in listed["files"]:
@@ -91,6 +91,6 @@ def bundle(
         rate = f"{entry['gb_per_s']} GB/s at {entry['at_bytes']} bytes"
         print(f"  {entry['file']}: {entry['least_bytes']} {most} bytes, {entry['algorithm']}, {rate}")
     print("  ranks     " + ", ".join(f"{rank} {device}" for rank, device in enumerate(listed["ranks"])))
-    for text in made.left_out:
+    for text in files.left_out:
         print(f"  left out  {text}")
     print(f"  check     crossreduce verify {folder}")

@@ -54,11 +54,13 @@ def groups(
     chosen = read_groups(listed, request.topology)
     shares = read_weights(weights, len(chosen))
     with progress("planning", 2) as advance:
-        made = plan_groups(
+        plans = plan_groups(
             request.topology, chosen, shares, collective=collective, nbytes=request.nbytes, costs=request.costs
         )
         advance("comparing")
-        text = json_module.dumps(_json(machine, made, collective, request.nbytes), indent=2) if json else made.explain()
+        text = (
+            json_module.dumps(_json(machine, plans, collective, request.nbytes), indent=2) if json else plans.explain()
+        )
     print(text)
 
 

@@ -69,10 +69,10 @@ def plan(
         operation_us=operation_us,
     )
     with progress("planning", 2) as advance:
-        made = request.plan()
+        result = request.plan()
         advance("comparing")
-        text = json_module.dumps(plan_json(machine, made, with_steps=steps), indent=2) if json else made.explain()
+        text = json_module.dumps(plan_json(machine, result, with_steps=steps), indent=2) if json else result.explain()
     if steps:
-        print_paged(text if json else f"{text}\n{made.schedule}")
+        print_paged(text if json else f"{text}\n{result.schedule}")
     else:
         print(text)

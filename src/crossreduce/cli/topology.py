@@ -22,7 +22,7 @@ from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .support.arguments import read_machine
-from .support.output import atomic_file, bound_json, draw, grouped, print_files, progress, terminal
+from .support.output import atomic_file, bound_json, draw, group_names, print_files, progress, terminal
 from .support.topologies import MACHINE, Devices, Hosts, InNetwork, Json, Picture, WithoutLink, check_picture, select
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
@@ -123,17 +123,19 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
     about = Table.grid(padding=(0, 2))
     reducing = [switch.name for switch in topology.switches if switch.reduces]
     named = [host for host in report["hosts"] if host]
-    about.add_row("devices", f"{len(topology.devices)}: {grouped(topology.devices)}")
+    about.add_row("devices", f"{len(topology.devices)}: {group_names(topology.devices)}")
     if topology.switches:
-        about.add_row("switches", f"{len(topology.switches)}: {grouped(switch.name for switch in topology.switches)}")
+        about.add_row(
+            "switches", f"{len(topology.switches)}: {group_names(switch.name for switch in topology.switches)}"
+        )
     if reducing:
-        about.add_row("combining", f"{len(reducing)}: {grouped(reducing)}")
+        about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
     about.add_row("links", str(len(topology.links)))
     for note in report["notes"]:
         about.add_row("note", note)
-    about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{grouped(named)}")
+    about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{group_names(named)}")
     islands = topology.islands
-    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")
+    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(group_names, islands))}")
     console.print(about)
     console.print()
     numbers = {node: str(number) for number, node in enumerate(complete.nodes)}
@@ -168,9 +170,11 @@ def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
         speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
         for link in topology.out_links(node):
             speeds[link.bandwidth].append(link.dst)
-        to = "; ".join(f"{_gb_per_s(speed)} to {grouped(speeds[speed])}" for speed in sorted(speeds, reverse=True))
+        to = "; ".join(f"{_gb_per_s(speed)} to {group_names(speeds[speed])}" for speed in sorted(speeds, reverse=True))
         alike[to or "nothing"].append(node)
-    lines = [f"{grouped(numbers[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
+    lines = [
+        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {to}" for to, nodes in alike.items()
+    ]
     more = len(lines) - MAX_LINES
     return lines[:MAX_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])
 

@@ -34,7 +34,7 @@ from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsiz
 from ..schedule import simulate
 from ..topology import Topology
 from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
-from .support.tables import TableColumn, fitted, without
+from .support.tables import TableColumn, columns_that_fit, fitted_table
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
@@ -61,18 +61,18 @@ def trace(
     crossreduce.trace.start. With -o, all ranks are written on one clock to a
     file that ui.perfetto.dev and chrome://tracing open.
     """
-    given = None if topology is None else Topology.load(topology)
+    links = None if topology is None else Topology.load(topology)
     with atomic_file("--output", output) as file, progress("reading", 3) as advance:
-        found = read_directory(directory)
-        if run > len(found.runs):
-            last = len(found.runs)
+        traces = read_directory(directory)
+        if run > len(traces.runs):
+            last = len(traces.runs)
             problem = f"{directory} has {last} run{'' if last == 1 else 's'}."
             raise ArgumentError.of(problem, f"--run {run}", "--run 1" if last == 1 else f"--run 1 to {last}")
-        groups = found.runs[(run or len(found.runs)) - 1]
+        groups = traces.runs[(run or len(traces.runs)) - 1]
         advance("aligning clocks")
         shifts = align(groups)
-        notes = [*found.notes, *_notes(groups, shifts, len(found.runs), run, given)]
-        predict = _prediction(given)
+        notes = [*traces.notes, *_notes(groups, shifts, len(traces.runs), run, links)]
+        predict = _prediction(links)
         advance("writing")
         if file is not None:
             shown = [newest(group, MOST_PHASES // len(groups)) for group in groups]
@@ -87,8 +87,8 @@ def trace(
         advance("done")
     if json:
         stragglers = [_straggler_json(own) for own in _by_group(rows)]
-        made = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
-        print(json_module.dumps(made, indent=2))
+        report = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
+        print(json_module.dumps(report, indent=2))
         return
     if output is None:
         _show(rows, predicted)
@@ -209,7 +209,7 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
         console.print(Text(sentence, "bold red" if named else "green"))
         shown = own[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
-        console.print(fitted(without(columns, _LEFT_OUT, console.width, 0), console.width))
+        console.print(fitted_table(columns_that_fit(columns, _LEFT_OUT, console.width, 0), console.width))
         if own[_MOST_ROWS:]:
             print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
 

@@ -14,7 +14,7 @@ import crossreduce as cr
 from crossreduce import Chunk, PlanError, Schedule, Step, Topology
 from crossreduce.export.formats.collective import collective
 from crossreduce.export.formats.msccl.format import Runtime, broken_limits, read_msccl_xml
-from crossreduce.export.formats.msccl.least import least_broken
+from crossreduce.export.formats.msccl.resource_bounds import least_broken
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.export.formats.nccl_graph import rings

@@ -18,7 +18,7 @@ from crossreduce.errors import ArgumentError
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
 from crossreduce.export.explorer import report_html, stages
-from crossreduce.export.explorer.places import places
+from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
 from crossreduce.schedule import timeline
 

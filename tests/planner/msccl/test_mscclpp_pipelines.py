@@ -19,8 +19,9 @@ from crossreduce import PlanError, Topology, plan
 from crossreduce.export.exportable import check_exportable
 from crossreduce.export.formats.channels import parts_of_chunks
 from crossreduce.export.formats.collective import collective
-from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json, writer
-from crossreduce.export.formats.mscclpp.parts import divided, even_parts
+from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.mscclpp.writer import writer
+from crossreduce.export.formats.mscclpp.writer.chunk_division import divide_chunks, even_parts
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
 
@@ -237,10 +238,10 @@ def test_parts_fill_the_links(machine):
         made = collective(schedule)
         parts = even_parts(made, needed, 80, pipelines=schedule.pieces > 1)
         assert all(found >= least for found, least in zip(parts, needed, strict=True))
-        blocks = sorted(divided(made, parts).blocks, key=lambda block: block.offset)
+        blocks = sorted(divide_chunks(made, parts).blocks, key=lambda block: block.offset)
         ends = [0, *(block.offset + block.size for block in blocks)]
         assert ends[:-1] == [block.offset for block in blocks]
-        assert ends[-1] == divided(made, parts).units
+        assert ends[-1] == divide_chunks(made, parts).units
 
 
 def test_fewer_parts_if_there_are_too_many_threadblocks(monkeypatch):

@@ -206,7 +206,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("collective", cr.planning.bounds.certificate.COLLECTIVES)
+@pytest.mark.parametrize("collective", cr.planning.optimal.bounds.certificate.COLLECTIVES)
 @pytest.mark.parametrize("name", MACHINES)
 def test_generated_plans_are_their_explicit_forms(name: str, collective: str):
     """A forest by symmetry has the rate, the time, the operations and the use of links of the list of all its steps."""

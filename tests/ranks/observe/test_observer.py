@@ -21,12 +21,14 @@ def top(*args):
     return done.returncode, done.stdout, done.stderr
 
 
-def observed():
-    """Return the names and ranks of the groups that another process sees, and its problems: it is forked from here."""
+def observed(fd):
+    """Return the names and ranks of the groups that another process sees, and its problems. It is forked from here, and
+    closes the descriptor of the group's memory."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(fd)
             observer = Observer()
             observer.search()
             views = [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()]
@@ -131,7 +133,7 @@ def test_a_malformed_description_is_reported(described, text):
     """A description that no rank has written is reported as such, and not as another version's."""
     fd, offset = described
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    (problem,) = (one for one in observed()[1] if f" {os.getpid()} " in one)
+    (problem,) = (one for one in observed(fd)[1] if f" {os.getpid()} " in one)
     assert problem.startswith(f"a group of process {os.getpid()} has a malformed description, and cannot be shown: ")
 
 
@@ -145,7 +147,7 @@ def test_impossible_numbers_of_ops_and_ranks(described):
     name = f"impossible {os.getpid()}"  # tests that run at the same time have groups, too
     text = json.dumps({"name": name}).encode()
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    assert [name, [-5]] in observed()[0]
+    assert [name, [-5]] in observed(fd)[0]
 
 
 def test_the_first_rank_describes_all():

@@ -103,9 +103,9 @@ def test_processes_of_containers_are_apart(of_two, tmp_path):
     for path in of_two.iterdir():
         data = bytearray(path.read_bytes())
         (length,) = struct.unpack_from("=Q", data, 8)
-        facts = Facts.decoded(bytes(data[112 : 112 + length]))
+        facts = Facts.decode(bytes(data[112 : 112 + length]))
         assert len(facts.process) == 32
-        text = facts._replace(token="ab", process="1f").encoded()
+        text = facts._replace(token="ab", process="1f").encode()
         struct.pack_into("=Q", data, 8, len(text))
         data[112 : 112 + len(text)] = text
         (target / path.name.replace(facts.token, "ab")).write_bytes(data)
@@ -119,7 +119,7 @@ def shifted(folder, target, clock, add_ns, ranks_):
         data = bytearray(path.read_bytes())
         if path.suffix == ".trace" and int(path.name[4 : path.name.index(".")]) in ranks_:
             length, texts_at, records_at, _, _, count, _, *clocks = struct.unpack_from("=6Qq6q", data, 8)
-            facts = Facts.decoded(bytes(data[112 : 112 + length]))._replace(clock=clock).encoded()
+            facts = Facts.decode(bytes(data[112 : 112 + length]))._replace(clock=clock).encode()
             assert len(facts) <= texts_at - 112
             struct.pack_into("=Q", data, 8, len(facts))
             data[112 : 112 + len(facts)] = facts

@@ -26,7 +26,7 @@ from ..support.arguments import (
     read_nbytes,
 )
 from ..support.topologies import check_picture
-from ..train.trainers import TRAINERS, numbered
+from ..train.trainers import TRAINERS, numbered_devices
 from . import against as contests
 from . import devices as in_process
 from . import ranks
@@ -84,7 +84,7 @@ def bench(
 
     Times are means over the calls, each until its results are ready. With
     --launch or under torchrun, each rank is a process; with --against, each
-    peer all-reduces in turn. docs/command-line.md says what is measured.
+    peer all-reduces in turn. See docs/command-line.md.
     The exit code is 1 if an element is wrong.
     """
     in_ranks = launch is not None or ranks.is_rank()
@@ -110,8 +110,8 @@ def bench(
         machine = None if topology is None else read_machine(topology)
         count = 8 if machine is None else len(machine.devices)
         one_of(TRAINERS, "--framework", framework)
-        names = read_device_list("--devices", devices or str(count), partial(numbered, framework))
-        planned_on = None if machine is None else _renamed(machine, names)
+        names = read_device_list("--devices", devices or str(count), partial(numbered_devices, framework))
+        planned_on = None if machine is None else _rename_devices(machine, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
@@ -184,14 +184,14 @@ def _rank_count(
     """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
     if launch is not None and ranks.is_rank():
         raise ArgumentError("--launch cannot be used in a process that is already a rank: omit it under torchrun.")
-    given = {
+    options = {
         "--devices": devices is not None,
         "--algorithm": algorithm != "auto",
         "--num-packs": num_packs != 1,
         "--framework": framework not in ("numpy", "torch"),
         "--topology": topology is not None,
     }
-    wrong = ", ".join(option for option, is_given in given.items() if is_given)
+    wrong = ", ".join(option for option, is_given in options.items() if is_given)
     if wrong:
         raise ArgumentError(f"{wrong} cannot be used with ranks: omit {wrong}, or start without --launch and torchrun.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
@@ -201,7 +201,7 @@ def _rank_count(
     return count
 
 
-def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
+def _rename_devices(topology: Topology, names: tuple[str, ...]) -> Topology:
     """Return the topology if it has devices of these names; else the part of its first ones, renamed to them."""
     if set(names) <= set(topology.devices):
         return topology

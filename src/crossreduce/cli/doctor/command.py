@@ -39,8 +39,8 @@ def doctor(
     enabled = gc.isenabled()
     gc.disable()  # nothing is garbage before the report; with 20,000 dumps, looking for it takes as long as reading
     try:
-        found = read(directory)
-        groups = [list(dumps) for _, dumps in groupby(found.dumps, key=lambda dump: (dump.group, dump.token))]
+        dumps_read = read(directory)
+        groups = [list(dumps) for _, dumps in groupby(dumps_read.dumps, key=lambda dump: (dump.group, dump.token))]
         incidents = [diagnose(dumps) for dumps in groups]
     finally:
         if enabled:
@@ -48,14 +48,14 @@ def doctor(
     with atomic_file("--report", report) as file:
         if file is not None and incidents:
             pairs = list(zip(incidents, groups, strict=True))
-            file.write_text(page(pairs, found.problems), "utf-8", errors="replace")
+            file.write_text(page(pairs, dumps_read.problems), "utf-8", errors="replace")
     if json:
-        facts = {"incidents": [asdict(each) for each in incidents], "problems": list(found.problems)}
+        facts = {"incidents": [asdict(each) for each in incidents], "problems": list(dumps_read.problems)}
         print(json_module.dumps(facts, indent=2))
     else:
         for each in incidents:
             _show(each)
-        for problem in found.problems:
+        for problem in dumps_read.problems:
             print("crossreduce:", "\n".join(map(printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
         raise Exit(1)

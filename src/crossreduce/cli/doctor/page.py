@@ -123,15 +123,15 @@ def _span(kind: str, begin: float, end: float, text: str = "") -> str:
 
 
 def _ticks(axis: Axis) -> str:
-    found = []
+    parts = []
     for k in range(_TICKS * _FINE + 1):
         place = k / (_TICKS * _FINE)
         kind = "tick first" if place == 0 else "tick last" if place == 1 else "tick fine" if k % _FINE else "tick"
-        found.append(f'<span class="{kind}" style="left:{100 * place:.4g}%">{seconds_text(axis.time(place))}</span>')
+        parts.append(f'<span class="{kind}" style="left:{100 * place:.4g}%">{seconds_text(axis.time(place))}</span>')
     cuts = [
         _span("cut", pause.begin, pause.end, f"<span>{seconds_text(pause.seconds)}</span>") for pause in axis.pauses
     ]
-    return "".join([*found, *cuts])
+    return "".join([*parts, *cuts])
 
 
 def _table(number: int, states: Sequence[RankState], blamed: set[int]) -> Iterator[str]:
@@ -170,5 +170,5 @@ def _stacks(dumps: Sequence[Dump]) -> Iterator[str]:
             yield "</ol>"
         yield "</details>"
     versions = {tuple(sorted(dump.versions.items())) for dump in dumps}
-    for found in sorted(versions):
-        yield f'<p class="dim">{escape(", ".join(f"{name} {version}" for name, version in found))}</p>'
+    for versions_of_rank in sorted(versions):
+        yield f'<p class="dim">{escape(", ".join(f"{name} {version}" for name, version in versions_of_rank))}</p>'

@@ -61,11 +61,11 @@ class Axis(NamedTuple):
 
     def place(self, second: float) -> float:
         """Return the position of a time."""
-        return _between(second, self.times, self.places)
+        return _interpolate(second, self.times, self.places)
 
     def time(self, place: float) -> float:
         """Return the time at a position."""
-        return _between(place, self.places, self.times)
+        return _interpolate(place, self.places, self.times)
 
 
 class Timeline(NamedTuple):
@@ -86,11 +86,11 @@ def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, 
     are cut at the time of the first abort: this function returns it, and its callers ignore later calls.
     """
     beside = [dumps[rank] for rank in host if rank in dumps]
-    found: dict[int, History] = {}
+    by_rank: dict[int, History] = {}
     for dump in sorted(beside, key=lambda dump: dump.now_s):
-        found |= {history.rank: history for history in dump.histories if history.rank not in dumps}
-    found |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
-    return min((dump.now_s for dump in beside), default=0.0), found
+        by_rank |= {history.rank: history for history in dump.histories if history.rank not in dumps}
+    by_rank |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
+    return min((dump.now_s for dump in beside), default=0.0), by_rank
 
 
 def timeline(dumps: Sequence[Dump]) -> Timeline:
@@ -182,7 +182,7 @@ def _axis(bars: Sequence[CallBar]) -> Axis:
     return Axis(tuple(times), tuple(places), pauses)
 
 
-def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     k = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
     width = xs[k + 1] - xs[k]
     share = (x - xs[k]) / width if width else 0.0

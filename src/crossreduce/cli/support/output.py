@@ -123,14 +123,14 @@ def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
     moved: list[Path] = []
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            made = Path(temporary) / "made"
+            new_folder = Path(temporary) / "made"
             for name, text in files.items():
-                (made / name).parent.mkdir(parents=True, exist_ok=True)
-                (made / name).write_text(text, "utf-8")
+                (new_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (new_folder / name).write_text(text, "utf-8")
             if not target.exists():
-                made.replace(target)
+                new_folder.replace(target)
                 return
-            for part in sorted(made.iterdir()):  # an existing folder stays: it may be the current one of a shell
+            for part in sorted(new_folder.iterdir()):  # an existing folder stays: it may be the current one of a shell
                 moved.append(target / part.name)
                 part.replace(moved[-1])
     except (OSError, UnicodeEncodeError) as error:
@@ -182,7 +182,7 @@ class Bar:
         self._part = text
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hide(self) -> Iterator[None]:
         """Remove the bar for the time of the block, in which lines can be printed."""
         if self._progress.disable:
             yield
@@ -199,14 +199,14 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
     """Show a progress bar on a terminal only, and yield it.
 
     Long computations of the package show their steps in a second line; see ``progress.py``. With ``quiet`` the bar is
-    drawn only when it advances, and no thread draws it meanwhile, so that it does not disturb what is measured.
+    drawn only when it advances, and no thread draws it meanwhile, so that it does not disturb a measurement.
     """
     with ExitStack() as stack:
         console = Console(stderr=True)
-        given = os.environ.get(PROGRESS_FD)
-        if given is not None and re.fullmatch("[0-9]{1,9}", given) and not console.is_terminal:
+        descriptor = os.environ.get(PROGRESS_FD)
+        if descriptor is not None and re.fullmatch("[0-9]{1,9}", descriptor) and not console.is_terminal:
             with suppress(OSError, OverflowError, TypeError, ValueError):  # the descriptor is not open
-                stream = stack.enter_context(os.fdopen(int(given), "w", encoding="utf-8", closefd=False))
+                stream = stack.enter_context(os.fdopen(int(descriptor), "w", encoding="utf-8", closefd=False))
                 console = Console(file=stream)
         shown = Progress(
             *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
@@ -214,7 +214,7 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
             transient=True,
             disable=not console.is_terminal,
             auto_refresh=not quiet,
-            redirect_stdout=False,  # rich would send what is printed to standard error
+            redirect_stdout=False,  # rich would send the output to standard error
             redirect_stderr=False,
         )
         bar = Bar(shown, description, total)
@@ -277,7 +277,7 @@ def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
         return
     from ...export import pictures
 
-    with drawing():
+    with drawing_bar():
         getattr(pictures, function)(*args, file, **options)
 
 
@@ -292,7 +292,7 @@ def write_explorer(plan: Plan, file: Path | None) -> None:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def drawing_bar() -> Iterator[None]:
     """Show a progress bar; if matplotlib is missing, raise the error that names the extra."""
     try:
         with progress("drawing", 1):
@@ -301,10 +301,10 @@ def drawing() -> Iterator[None]:
         raise BackendError("pictures need matplotlib.  try: pip install 'crossreduce[plot]'") from error
 
 
-def grouped(names: Iterable[str]) -> str:
+def group_names(names: Iterable[str]) -> str:
     """Return names as one text in which consecutive numbers are ranges.
 
-    >>> grouped(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
+    >>> group_names(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
     'host0/cuda:0-2,5 nvswitch'
     """
     return " ".join(text + ",".join(runs) for text, runs in _groups(names))

@@ -55,7 +55,7 @@ Granularity = Annotated[
 
 
 class PlanRequest(NamedTuple):
-    """What is to be planned, and where."""
+    """A plan that was requested, and the topology for it."""
 
     complete: Topology  # before devices and links were removed: numbers of devices are positions in it
     topology: Topology

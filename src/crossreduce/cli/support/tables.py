@@ -62,39 +62,41 @@ class TableColumn(NamedTuple):
         return "\n".join(lines)
 
 
-def fits(columns: Sequence[TableColumn], width: int, space: int = 1) -> bool:
+def can_fit(columns: Sequence[TableColumn], width: int, space: int = 1) -> bool:
     """Return whether a table of these columns can be as narrow as ``width``."""
     return sum(column.least for column in columns) + _frame(len(columns), space) <= width
 
 
-def without(columns: Sequence[TableColumn], titles: Sequence[str], width: int, space: int = 1) -> list[TableColumn]:
+def columns_that_fit(
+    columns: Sequence[TableColumn], titles: Sequence[str], width: int, space: int = 1
+) -> list[TableColumn]:
     """Return columns that fit: those with these titles are left out, in this order, until the others do.
 
     ``space``: at each side of a cell.
     """
     kept = list(columns)
     for title in titles:
-        if not fits(kept, width, space):
+        if not can_fit(kept, width, space):
             kept = [column for column in kept if column.title != title]
     return kept
 
 
-def fitted(columns: Sequence[TableColumn], width: int, styles: Mapping[int, str] | None = None) -> Table:
+def fitted_table(columns: Sequence[TableColumn], width: int, styles: Mapping[int, str] | None = None) -> Table:
     """Return a table that is at most ``width`` wide if its columns can be so narrow. ``styles``: of some rows.
 
     The first columns get the space that is left. If it is not enough otherwise, cells have no space at their sides.
     """
-    space = next((space for space in _SPACES if fits(columns, width, space)), _SPACES[-1])
+    space = next((space for space in _SPACES if can_fit(columns, width, space)), _SPACES[-1])
     table = Table(padding=(0, space), expand=False)
     spare = max(0, width - _frame(len(columns), space) - sum(column.least for column in columns))
-    made = []
+    texts = []
     for column in columns:
         own = column.least + min(spare, column.widest - column.least)
         spare -= own - column.least
         title = column.lines(column.title, own, " ")
         table.add_column(Text(title), justify="left" if column.left else "right", width=own, no_wrap=True)
-        made.append([column.lines(cell, own) for cell in column.cells])
-    for number, cells in enumerate(zip(*made, strict=True)):
+        texts.append([column.lines(cell, own) for cell in column.cells])
+    for number, cells in enumerate(zip(*texts, strict=True)):
         table.add_row(*map(Text, cells), style=(styles or {}).get(number, ""))
     return table
 

@@ -24,7 +24,7 @@ from typer import Exit, Option
 from ...errors import ArgumentError, shown
 from ...ranks.observer import GroupView, Observer
 from ..support.output import printable, terminal
-from ..support.tables import TableColumn, fits, fitted, without
+from ..support.tables import TableColumn, can_fit, columns_that_fit, fitted_table
 from .group_rates import GroupRates, compare, percent_text, state_words
 
 _LEAST_INTERVAL_S: Final = 0.1
@@ -46,7 +46,7 @@ def top(
 ) -> None:
     """Watch the ranks of this machine: calls, GB/s, waits, and the straggler.
 
-    It shows the groups of your own processes, and reads their memory without
+    It shows the groups of your own processes, and reads their memory columns_that_fit
     disturbing them. Press q to quit. With --once, the exit code is 1 if it
     finds no group.
     """
@@ -88,8 +88,8 @@ def _print(observer: Observer, views: Sequence[GroupView], rates: Sequence[Group
 
 def _show_live(observer: Observer, interval: float, group: str | None) -> None:
     """Update the screen until the user presses q or Ctrl-C."""
-    with _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
-        for views, rates in _updates(observer, interval, group, pressed):
+    with _keys() as wait_for_key, Live(screen=True, auto_refresh=False) as live:
+        for views, rates in _updates(observer, interval, group, wait_for_key):
             width, height = live.console.size
             rows = max(_LEAST_ROWS, (height - 2) // max(1, len(views)) - _LINES_BESIDE)
             live.update(_page(observer, views, rates, group, rows, width), refresh=True)
@@ -116,7 +116,7 @@ def _sleep(seconds: float) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits some seconds for the key q, and returns whether it was pressed."""
+    """Yield a function that waits some seconds for the key q, and returns whether it was wait_for_key."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -126,7 +126,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
 
-    def pressed(seconds: float) -> bool:
+    def wait_for_key(seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             ready = select.select([number], [], [], left)[0]
@@ -136,7 +136,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
     try:
         tty.setcbreak(number)
-        yield pressed
+        yield wait_for_key
     finally:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
@@ -212,16 +212,16 @@ def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
         columns.append(
             TableColumn("between hosts", [percent_text(rate.between_hosts) if rate else "-" for rate in counted])
         )
-    columns = without(columns, _LEFT_OUT[0], width)
-    if not fits(columns, width):  # the column "for" names the rank for which another one waits
+    columns = columns_that_fit(columns, _LEFT_OUT[0], width)
+    if not can_fit(columns, width):  # the column "for" names the rank for which another one waits
         brief = TableColumn("state", [one.state for one in ranks], left=True)
-        columns = without([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
+        columns = columns_that_fit([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
     styles = {
         number: "bold red" if one.rank == straggler or one.state in _BAD else "dim"
         for number, one in enumerate(ranks)
         if one.rank == straggler or one.state in (*_BAD, "left")
     }
-    return fitted(columns, width, styles)
+    return fitted_table(columns, width, styles)
 
 
 def _report(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates]) -> dict[str, Any]:

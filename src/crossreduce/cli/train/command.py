@@ -27,7 +27,7 @@ from ...frameworks.null import NullFramework
 from ...options import ALGORITHMS
 from ..support.arguments import at_least, one_of, read_device_list
 from ..support.output import atomic_json, progress, terminal
-from .trainers import TRAINERS, Trainer, Tree, load, numbered
+from .trainers import TRAINERS, Trainer, Tree, load, numbered_devices
 from .view import TrainingStep, Watch, live_view
 
 TEST_SIZE = 360
@@ -70,7 +70,7 @@ def train(
     of the parameters. The exit code is 1 if the copies differ in any bit.
     """
     one_of(TRAINERS, "--framework", framework)
-    names = read_device_list("--devices", devices, partial(numbered, framework))
+    names = read_device_list("--devices", devices, partial(numbered_devices, framework))
     ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), at_least(0, "--num-packs", num_packs))
     at_least(1, "--epochs", epochs)
     at_least(1, "--batch-size", batch_size)

@@ -317,7 +317,7 @@ def load(name: str, devices: tuple[str, ...]) -> Trainer:
     return trainer
 
 
-def numbered(name: str, count: int) -> tuple[str, ...]:
+def numbered_devices(name: str, count: int) -> tuple[str, ...]:
     """Return devices for a framework: in host memory, or for CuPy all its GPUs, and logical devices if it has fewer.
 
     Raises:

@@ -140,20 +140,20 @@ def live_view(title: str, steps: int, epochs: int) -> Iterator[Watch]:
     view = View(title, steps, epochs, _BLOCKS if screen.encoding.startswith("utf") else _LETTERS)
     if not (screen.is_terminal and not screen.is_dumb_terminal):
 
-        def printed(step: TrainingStep) -> None:
+        def print_step(step: TrainingStep) -> None:
             if view.seen and view.seen[-1].epoch != step.epoch:
                 print_lines([view.line(view.seen[-1].epoch)])
             view.seen.append(step)
             if len(view.seen) == steps:
                 print_lines([view.line(step.epoch)])
 
-        yield printed
+        yield print_step
         return
     width, drawn_at = max(20, min(100, screen.width - 4)), -math.inf
     options: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
     with Live(view.panel(width), console=screen, **options) as shown:
 
-        def drawn(step: TrainingStep) -> None:
+        def draw_step(step: TrainingStep) -> None:
             nonlocal drawn_at
             view.seen.append(step)
             now = time.monotonic()
@@ -161,4 +161,4 @@ def live_view(title: str, steps: int, epochs: int) -> Iterator[Watch]:
                 shown.update(view.panel(width), refresh=True)
                 drawn_at = now
 
-        yield drawn
+        yield draw_step

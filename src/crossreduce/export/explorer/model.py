@@ -18,7 +18,7 @@ from ...planning.plans import planned
 from ...planning.schedules import CHOICES, REGISTRY
 from ...schedule.link_use import link_use
 from ...schedule.schedule import many
-from .places import places
+from .positions import places
 from .trees import groups
 
 PARTS: Final = 240  # of the duration, in which the use of links is shown

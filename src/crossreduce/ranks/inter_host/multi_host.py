@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Final
 
 from ...lowering import Program, forward_through_devices, lower, part_of
-from ...observe.counters import call_kind
+from ...observe.counters import kind_and_bytes
 from ...observe.traces.format import Phase as TracePhase
 from ...ops import Numbers
 from ...packing import itemsize
@@ -117,7 +117,9 @@ class MultiHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
-            return RankExecutable(native_program([[]] * 3, *call_kind(text, collective)), 3, text, _digest(text, ""))
+            return RankExecutable(
+                native_program([[]] * 3, *kind_and_bytes(text, collective)), 3, text, _digest(text, "")
+            )
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -152,7 +154,9 @@ class MultiHostEngine:
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        program = native_program(stages, *call_kind(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
+        program = native_program(
+            stages, *kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
+        )
         return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
@@ -187,7 +191,7 @@ class MultiHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5, *call_kind(text)), 5, text, _digest(text, "inner"))
+        return RankExecutable(native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"))
 
     def _local_parts(
         self,

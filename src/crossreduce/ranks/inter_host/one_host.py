@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ...lowering import Program, lower
-from ...observe.counters import call_kind
+from ...observe.counters import kind_and_bytes
 from ...observe.traces.format import Phase
 from ...ops import Numbers
 from ...packing import itemsize
@@ -125,7 +125,7 @@ class OneHostEngine:
                 host = host_collective(collective, self._ranks, root, nbytes)
                 piece = self._piece_bytes(collective, nbytes) if self._small_pieces else None
                 stages = rank_stages(host.program, host.inputs, host.outputs, size, numbers, self._rank, piece)
-        program = native_program(stages, *call_kind(text, collective, numbers.dtype, size, self._ranks))
+        program = native_program(stages, *kind_and_bytes(text, collective, numbers.dtype, size, self._ranks))
         return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 
     def _piece_bytes(self, collective: str, nbytes: int) -> int:
@@ -136,7 +136,7 @@ class OneHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes: a barrier before and one after it."""
-        return RankExecutable(native_program([[]] * 3, *call_kind(text)), 3, text)
+        return RankExecutable(native_program([[]] * 3, *kind_and_bytes(text)), 3, text)
 
     def run(
         self,

@@ -108,7 +108,7 @@ def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Rank
 def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
     """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
 
-    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.call_kind``.
+    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.kind_and_bytes``.
     """
 
     def native(each: RankInstruction) -> tuple[Any, ...]:

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ....devices import parse
-from ....errors import PlanError
-from ....schedule import Schedule
-from .limits import MOST_AT_ONCE, MOST_BUFFERS, MOST_CHANNELS, MOST_OPERATIONS
+from .....devices import parse
+from .....errors import PlanError
+from .....schedule import Schedule
+from ..limits import MOST_AT_ONCE, MOST_BUFFERS, MOST_CHANNELS, MOST_OPERATIONS
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class ThreadblockPlan:
         kind = {"channel_type": "memory"} if targets else {}
         self.ops.append({"name": name, **spans, **kind, **({} if name == "copy" else {"reduce_op": "sum"})})
 
-    def through_switch(self, first: int, size: int, switches: int) -> None:
+    def reduce_in_switch(self, first: int, size: int, switches: int) -> None:
         """Store the sum of all GPUs' blocks on all GPUs: of the first switch channel's buffer, in the last one's."""
         self._access("glres")
         ids = [position(self.channels["switch"], number) for number in range(switches)]

@@ -5,7 +5,7 @@ Input: a ``Schedule``, perhaps the topology and the size that it was planned for
 A schedule of several pieces becomes pipelines, one per threadblock, which work at the same time (``pipelines.py``). A
 schedule of one piece needs none (``blocks.py``). With a topology, chunks are divided into parts, so that enough
 threadblocks and channels work at the same time to fill the links. All-reduces through a switch that adds use switch
-channels (``nvls.py``).
+channels (``switch_reductions.py``).
 
 Source: github.com/microsoft/mscclpp, src/core/executor/execution_plan.cc and src/core/include/execution_kernel.hpp
 (the format and its meaning), execution_common.hpp (limits), python/mscclpp/language (examples of plans).
@@ -18,18 +18,18 @@ import math
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from ....errors import ArgumentError, PlanError, shown
-from ....schedule import Schedule, byte_count
-from ....topology import Topology, TopologyLike, topology_of
-from ..channels import parts_of_chunks
-from ..collective import Collective, collective, require_integers
+from .....errors import ArgumentError, PlanError, shown
+from .....schedule import Schedule, byte_count
+from .....topology import Topology, TopologyLike, topology_of
+from ...channels import parts_of_chunks
+from ...collective import Collective, collective, require_integers
+from ..limits import MULTIPROCESSORS, resident
 from .blocks import add_blocks
+from .channel_bounds import check_least
+from .chunk_division import divide_chunks, even_parts, is_uneven
 from .connections import GpuPlan, Hosts, check_limits
-from .least import check_least
-from .limits import MULTIPROCESSORS, resident
-from .nvls import switch_threadblocks, uses_switches
-from .parts import divided, even_parts, is_uneven
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
+from .switch_reductions import switch_threadblocks, uses_switches
 
 THREADS: Final = (1024, 512, 256)  # per threadblock: the more of them there are, the fewer threads each has
 FULL_THREADS: Final = 512  # that reach a channel's rate; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
@@ -157,7 +157,7 @@ def _threadblocks(
         failure: PlanError | None = None
         for threads, allowed in most.items():
             try:
-                tried = _in_threadblocks(
+                tried = _assign_threadblocks(
                     schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
@@ -176,7 +176,7 @@ def _threadblocks(
     raise AssertionError("a schedule always has threadblocks without pipelines")
 
 
-def _in_threadblocks(
+def _assign_threadblocks(
     schedule: Schedule,
     made: Collective,
     topology: Topology | None,
@@ -194,7 +194,7 @@ def _in_threadblocks(
     parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
     if topology is not None:
         parts = even_parts(made, parts, most, pipelines=pipelines)
-    divisions = divided(made, parts)
+    divisions = divide_chunks(made, parts)
     gpus = [GpuPlan(rank) for rank in range(made.ranks)]
     longest = LARGEST
     if pipelines:

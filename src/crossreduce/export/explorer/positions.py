@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from ...devices import parse
 from ...topology import Topology
+from ..pictures.folding import hosts_of, switches_of
 from ..pictures.graph_layout import graph_layout, label
 
 _PIXELS: Final = 100.0  # per inch of graph_layout
@@ -90,24 +90,12 @@ def _label(node: str, *, short: bool) -> str:
 
 def _groups(topology: Topology) -> dict[str, list[str]]:
     """Return the nodes of each host, and last those of "network"; a single group if there is one host."""
-    hosts: dict[str, list[str]] = {}
-    for device in topology.devices:
-        hosts.setdefault(parse(device).host, []).append(device)
+    hosts = hosts_of(topology)
     if len(hosts) == 1:
         return {"": list(topology.nodes)}
-    found = {host or "this host": devices for host, devices in hosts.items()}
-    host_of = {device: host for host, devices in found.items() for device in devices}
-    network = []
-    for switch in topology.switches:
-        named = switch.name.partition("/")[0]
-        around = {host_of.get(end, "") for link in topology.links if switch.name in link[:2] for end in link[:2]} - {""}
-        if named in found:
-            found[named].append(switch.name)
-        elif len(around) == 1:
-            found[around.pop()].append(switch.name)
-        else:
-            network.append(switch.name)
-    return found | ({"network": network} if network else {})
+    switches = switches_of(topology, hosts)
+    found = {host or "this host": [*devices, *switches[host]] for host, devices in hosts.items()}
+    return found | ({"network": switches[None]} if switches[None] else {})
 
 
 Place = tuple[float, float]

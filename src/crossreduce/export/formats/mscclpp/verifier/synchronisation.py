@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ....errors import ScheduleError
-from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
+from .....errors import ScheduleError
+from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Channel:
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
         """Send a signal."""
         self.last_signal = self._next(self.last_signal, block, thread, text, "signals")
-        clock = self.collect(block, thread) if self.is_port else block.of(thread)
+        clock = self.collect(block, thread) if self.is_port else block.clock_of(thread)
         self.sent.append((clock, block.start, relaxed))
 
     def wait(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
@@ -52,7 +52,7 @@ class Channel:
     def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
         """Post a transfer to a port channel, for which ``bits`` stand; return the clock at its start."""
         clock = self.collect(block, thread)
-        self.posts.append((block.record(thread, text), clock.joined(Clock(bits, bits))))
+        self.posts.append((block.record(thread, text), clock.union(Clock(bits, bits))))
         return clock
 
     def flush(self, block: BlockClock, thread: int) -> None:
@@ -61,19 +61,19 @@ class Channel:
 
     def collect(self, block: BlockClock, thread: int) -> Clock:
         """Return the clock after all transfers of a port channel that were posted before now."""
-        known = block.of(thread)
+        known = block.clock_of(thread)
         left = []
         for record, clock in self.posts:
-            if block.is_after(record, known.ended, single(thread)):
-                self.done = self.done.joined(clock)
+            if block.is_after(record, known.ended, one_thread(thread)):
+                self.done = self.done.union(clock)
             else:
                 left.append((record, clock))
         self.posts = left
-        return self.done.joined(known)
+        return self.done.union(known)
 
     def _next(self, last: AccessRecord | None, block: BlockClock, thread: int, text: str, does: str) -> AccessRecord:
         """Return the record of a signal or wait, which must come after the last one."""
-        if last is not None and not block.is_after(last, block.of(thread).ended, single(thread)):
+        if last is not None and not block.is_after(last, block.clock_of(thread).ended, one_thread(thread)):
             problem = f"It {does} on {self.name}, as {last.text} does, and the two are not ordered"
             if last.block != block.number:
                 raise ScheduleError(f"{text}: a race. {problem}.")
@@ -103,13 +103,13 @@ class Semaphore:
 
     def release(self, block: BlockClock, thread: int, text: str) -> None:
         """Increase the value."""
-        clock = block.of(thread)
+        clock = block.clock_of(thread)
         self.releases.append((block.record(thread, text), clock))
 
     def acquire(self, block: BlockClock, thread: int, text: str) -> None:
         """Decrease the value, which is not 0."""
         last = self.last_acquire
-        if last is not None and not block.is_after(last, block.of(thread).ended, single(thread)):
+        if last is not None and not block.is_after(last, block.clock_of(thread).ended, one_thread(thread)):
             problem = f"It acquires {self.name}, as {last.text} does, and nothing determines which of them is first"
             raise ScheduleError(f"{text}: a race. {problem}.")
         self.last_acquire = block.record(thread, text)

@@ -1,7 +1,7 @@
 """Prove that an MSCCL++ execution plan, of any tool, computes its collective.
 
 No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. The operations have
-the same effect as in the executor's kernel: see ``moves.py``, ``execution.py``, ``clocks.py`` and ``simulation.py``.
+the same effect as in the executor's kernel: see ``data_moves.py``, ``instructions.py`` and ``simulation.py``.
 
 A message's size matters: it determines how many iterations a pipeline has, into which parts groups of threadblocks
 divide chunks, and which thread processes which word. So plans are proved for a few sizes that represent all others:
@@ -12,13 +12,12 @@ each pipeline. Iterations are alike, so a plan that is right for 1, 2 and 3 of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from ....errors import ArgumentError, ScheduleError, shown
-from ..collective import require_integers
-from .fields import quoted
-from .format import VERIFIABLE, MscclppPlan, read_mscclpp_json
-from .layout import (
+from .....errors import ScheduleError
+from ...collective import require_integers
+from ...proof import check_request, cut, prove_results, quoted_name, report_text
+from ..format import MscclppPlan, read_mscclpp_json
+from ..layout import (
     PlanLayout,
     all_operations,
     check_buffers,
@@ -28,10 +27,8 @@ from .layout import (
     typical_chunks,
     unit_bytes,
 )
-from .limits import broken_limits
+from ..limits import broken_limits
 from .simulation import PlanRun
-
-_MOST_NOTES: Final = 32  # in a report as text
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,13 @@ class MscclppReport:
     notes: tuple[str, ...]  # limits of the executor that the plan exceeds, and other facts for the user
 
     def __str__(self) -> str:
-        rooted = "" if self.root is None else f" at rank {self.root}"
         counts = (
-            f"  {self.ngpus} GPUs, {self.chunks} chunks, {self.threadblocks} threadblocks per GPU, "
+            f"{self.ngpus} GPUs, {self.chunks} chunks, {self.threadblocks} threadblocks per GPU, "
             f"{self.operations} operations, {self.protocol}"
         )
-        sizes = f"  proved with messages of {', '.join(map(str, self.nbytes))} bytes"
-        notes = [f"  note: {note}" for note in self.notes[:_MOST_NOTES]]
-        if len(self.notes) > _MOST_NOTES:
-            notes.append(f"  ... and {len(self.notes) - _MOST_NOTES} further notes")
+        sizes = f"proved with messages of {', '.join(map(str, self.nbytes))} bytes"
         mode = "in place" if self.inplace else "out of place"
-        return "\n".join([f"{self.collective}{rooted}, {mode}: right.", counts, sizes, *notes])
+        return report_text(self.collective, self.root, mode, [counts, sizes], self.notes)
 
     @property
     def sizes(self) -> str:
@@ -105,15 +98,8 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     (2, 'messages whose number of bytes is a multiple of 32')
     """
     plan = read_mscclpp_json(text)
-    if plan.collective not in VERIFIABLE:
-        problem = f"plan {quoted(plan.name)}: collectives of this kind cannot be verified."
-        raise ScheduleError.of(problem, shown(plan.collective), "a plan for " + ", ".join(sorted(VERIFIABLE)))
     require_integers(root=root, nbytes=nbytes)
-    if root is not None and plan.collective not in ("reduce", "broadcast"):
-        raise ArgumentError.of(f"the plan's collective, {plan.collective}, has no root.", shown(root), "root=None")
-    if root is not None and root not in range(len(plan.gpus)):
-        remedy = f"0 to {len(plan.gpus) - 1}, or None"
-        raise ArgumentError.of("the root must be a rank of the plan.", shown(root), remedy)
+    check_request(f"plan {quoted_name(plan.name)}", plan.collective, len(plan.gpus), root, "plan")
     check_buffers(plan)
     chunks = typical_chunks(plan) if nbytes is None else [chunk_bytes(plan, nbytes)]
     notes = list(broken_limits(plan))
@@ -138,38 +124,18 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
 
 def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) -> int | None:
     """Run a plan for one size, and raise unless it is right. Return the root of the collective."""
+
+    def run(sources: range) -> PlanRun:
+        simulation = PlanRun(plan, chunk, sources).run()
+        notes.extend(simulation.notes)
+        return simulation
+
     ranks = range(len(plan.gpus))
-    sources = ranks
-    if plan.collective == "broadcast":
-        root = _broadcast_root(plan, chunk) if root is None else root
-        sources = range(root, root + 1)  # only the root's input may be read
-    simulation = PlanRun(plan, chunk, sources)
-    faults = simulation.run()
-    notes += simulation.notes
-    if plan.collective == "reduce" and root is None:
-        right = [rank for rank in ranks if faults[0][rank] is None]
-        if not right:
-            raise ScheduleError(f"plan {quoted(plan.name)}: no rank has the complete sum at the end. {faults[0][0]}")
-        root = right[0]
-    for call in faults:
-        for rank in ranks if plan.collective != "reduce" or root is None else (root,):
-            fault = call[rank]
-            if fault is not None:
-                raise ScheduleError(fault)
-    return root
+    return prove_results(f"plan {quoted_name(plan.name)}", plan.collective, ranks, root, run)
 
 
 def _short(error: ScheduleError) -> str:
-    text = str(error).splitlines()[0]
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _broadcast_root(plan: MscclppPlan, chunk: int) -> int:
-    """Return a broadcast's root: the rank whose input is at the start of the last rank's output; 0: none."""
-    simulation = PlanRun(plan, chunk, range(len(plan.gpus)))
-    simulation.run()
-    value = simulation.buffers.output(len(plan.gpus) - 1)[0].value
-    return value.once.bit_length() - 1 if value is not None and value.once else 0
+    return cut(str(error).splitlines()[0], 300)
 
 
 def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[str]:

@@ -28,7 +28,7 @@ class Clock(NamedTuple):
     ended: int = 0  # accesses that are over
     visible: int = 0  # writes that are visible
 
-    def joined(self, other: Clock) -> Clock:
+    def union(self, other: Clock) -> Clock:
         """Return the union of two clocks."""
         return Clock(self.ended | other.ended, self.visible | other.visible)
 
@@ -45,7 +45,7 @@ class AccessRecord(NamedTuple):
     text: str
 
 
-def single(thread: int) -> tuple[int, int]:
+def one_thread(thread: int) -> tuple[int, int]:
     """Return ``AccessRecord.threads`` for an action of one thread."""
     return -1, thread
 
@@ -70,24 +70,24 @@ class BlockClock:
     def sync(self) -> None:
         """Let the threads wait for each other."""
         for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
-            self.known = self.known.joined(clock)
+            self.known = self.known.union(clock)
         self.own, self.own_bits, self.arrived, self.unsynced = {}, {}, NOTHING, 0
         self.bit = next(self.bits)
 
-    def of(self, thread: int) -> Clock:
+    def clock_of(self, thread: int) -> Clock:
         """Return the clock of one thread."""
-        return self.known.joined(self.own[thread]) if thread in self.own else self.known
+        return self.known.union(self.own[thread]) if thread in self.own else self.known
 
     def learn(self, thread: int, clock: Clock) -> None:
         """Add to the clock of one thread."""
-        self.own[thread] = self.own.get(thread, NOTHING).joined(clock)
+        self.own[thread] = self.own.get(thread, NOTHING).union(clock)
 
     def record(self, thread: int, text: str) -> AccessRecord:
         """Return the record of an action of one thread on a channel or semaphore, and add it to the thread's clock."""
         bit = self.own_bits.setdefault(thread, next(self.bits))
         self.learn(thread, Clock(1 << bit, 1 << bit))
         self.unsynced |= 1 << bit
-        return AccessRecord(bit, self.number, single(thread), text)
+        return AccessRecord(bit, self.number, one_thread(thread), text)
 
     def is_after(self, record: AccessRecord, known: int, threads: tuple[int, int]) -> bool:
         """Return whether an access is over for threads of this threadblock.

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from .format import ChunkSpan, MscclppPlan, PlanOperation
-from .layout import WORD, PlanLayout, Range
+from ..format import ChunkSpan, MscclppPlan, PlanOperation
+from ..layout import WORD, PlanLayout, Range
 
 WHOLE: Final = (1 << 32) - 1  # the unit of operations outside of pipelines
 _WRAP: Final = 1 << 32  # sizes and offsets are numbers of 32 bits
@@ -68,7 +68,7 @@ class MoveMaker:
                 for spans in (op.srcs, op.dsts)
             )
             if self.plan.reuse and op.name in ("re", "res"):
-                srcs = srcs[:1] + tuple(self._reused(op, k, offset) for k in range(1, len(srcs)))
+                srcs = srcs[:1] + tuple(self._reused_source(op, k, offset) for k in range(1, len(srcs)))
             yield Move(srcs, dsts, self._size(op, op.srcs[0], offset, unit), WORD)
 
     def _packet_moves(self, op: PlanOperation) -> Iterator[Move]:
@@ -143,7 +143,7 @@ class MoveMaker:
         start = self._start(op, span, offset)
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)
 
-    def _reused(self, op: PlanOperation, k: int, offset: int) -> Range:
+    def _reused_source(self, op: PlanOperation, k: int, offset: int) -> Range:
         """Return source k of a ``re``, whose position moves with the iterations as that of destination k (a slip)."""
         span, number = op.srcs[k], op.dsts[k].number if k < len(op.dsts) else 0
         start = self._start(op, span, 0) + self.layout.shifted(self.rank, "ios"[number] if number < 3 else "i", offset)

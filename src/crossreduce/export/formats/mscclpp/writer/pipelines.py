@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import Final
 
-from ..collective import Block, Collective, Location
+from ...collective import Block, Collective, Location
+from ..limits import MOST_CHANNELS
 from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
-from .limits import MOST_CHANNELS
 
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the executor counts the iterations of a pipeline with 16 bits
 WORD: Final = 16  # bytes
@@ -71,7 +71,7 @@ class _Stage:
         return self.memory if self.output is None else self.output
 
 
-def by_round(stage: _Stage) -> int:
+def round_of(stage: _Stage) -> int:
     """Return the round of a stage, as a key."""
     return stage.round
 
@@ -229,20 +229,20 @@ def add_pipelines(
         of_block: dict[int, _Worker] = {}
         for segment in _BlockStages(made, block, gpus, hosts, inplace=inplace).segments():
             rank = segment.stages[0].rank
-            if not segment.sends and (worker := of_block.get(rank) or _with_room(workers[rank], segment)):
+            if not segment.sends and (worker := of_block.get(rank) or _worker_with_room(workers[rank], segment)):
                 worker.segments.append(segment)
                 continue
             workers[rank].append(_Worker(rank, [segment]))
             of_block.setdefault(rank, workers[rank][-1])
     crowded = any(len(of_rank) > most for of_rank in workers)
-    workers = [_merged(of_rank, most) for of_rank in workers]
+    workers = [_merge_workers(of_rank, most) for of_rank in workers]
     _connect(gpus, [worker for of_rank in workers for worker in of_rank])
     for gpu, of_rank in zip(gpus, workers, strict=True):
         gpu.threadblocks += [_written(gpu, worker, unit_of) for worker in of_rank]
     return crowded
 
 
-def _with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
+def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
     """Return a threadblock that only waits and can wait for the data of one more segment that only waits."""
     if not segment.only_waits:
         return None
@@ -254,7 +254,7 @@ def _with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
     return None
 
 
-def _merged(workers: list[_Worker], most: int) -> list[_Worker]:
+def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
     """Return at most ``most`` threadblocks, if that is possible: pipelines of blocks of the same size are merged.
 
     A piece of each block is processed in the order of the rounds, in all threadblocks alike, so none waits for another
@@ -269,7 +269,7 @@ def _merged(workers: list[_Worker], most: int) -> list[_Worker]:
             else:
                 bins.append([worker])
         if len(bins) <= most:
-            return [_joined(group) for group in bins]
+            return [_join_workers(group) for group in bins]
     return workers
 
 
@@ -285,7 +285,7 @@ def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
     return len(alike) == 1 and len(segments) == len(workers) and few
 
 
-def _joined(workers: list[_Worker]) -> _Worker:
+def _join_workers(workers: list[_Worker]) -> _Worker:
     if len(workers) == 1:
         return workers[0]
     return _Worker(workers[0].rank, [_Segment(workers[0].size, [s for worker in workers for s in worker.stages])])
@@ -321,7 +321,7 @@ def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> Threadbl
             block.sync()
         unit = unit_of[segment.size]
         with block.pipeline(unit, segment.size) if unit else nullcontext():
-            for _, together in groupby(sorted(segment.stages, key=by_round), key=by_round):
+            for _, together in groupby(sorted(segment.stages, key=round_of), key=round_of):
                 _add_stages(block, list(together))
     arrived = _unique(transfer.dst_end for transfer in receives if transfer.acknowledged)
     if arrived:

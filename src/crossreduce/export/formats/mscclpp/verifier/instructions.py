@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from ....errors import ScheduleError
-from .fields import quoted
-from .format import BUFFERS, MscclppPlan, PlanOperation
-from .layout import WORD, PlanLayout
-from .moves import WHOLE, Move, MoveMaker
+from .....errors import ScheduleError
+from ...proof import BUFFERS, quoted_name
+from ..format import MscclppPlan, PlanOperation
+from ..layout import WORD, PlanLayout
+from .data_moves import WHOLE, Move, MoveMaker
 
 MOST_INSTRUCTIONS: Final = 1 << 17  # of a plan with unrolled pipelines; more take minutes
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the kernel counts iterations with 16 bits
@@ -80,7 +80,7 @@ def instructions(plan: MscclppPlan, layout: PlanLayout) -> list[list[PlanInstruc
                 lists[-1].append(instruction)
                 made += 1
                 if made > MOST_INSTRUCTIONS:
-                    problem = f"plan {quoted(plan.name)}: the plan is too large to be verified."
+                    problem = f"plan {quoted_name(plan.name)}: the plan is too large to be verified."
                     remedy = f"up to {MOST_INSTRUCTIONS} operations, with all iterations of pipelines"
                     raise ScheduleError.of(problem, f"messages of {layout.nbytes} bytes", remedy)
     return lists
@@ -93,7 +93,7 @@ class _Unroller:
         self, plan: MscclppPlan, layout: PlanLayout, rank: int, block: int, ends: dict[tuple[str, int], ChannelEnd]
     ) -> None:
         self.layout, self.ends = layout, ends
-        self.here = f"plan {quoted(plan.name)}, gpu {rank}, tb {block}"
+        self.here = f"plan {quoted_name(plan.name)}, gpu {rank}, tb {block}"
         self.block = plan.gpus[rank].threadblocks[block]
         self.maker = MoveMaker(plan, layout, rank, block)
 
@@ -127,16 +127,16 @@ class _Unroller:
         else:
             for move in self.maker.moves(op, offset, unit):
                 if move.size:
-                    yield PlanInstruction("move", at, move=self._checked(move, at))
+                    yield PlanInstruction("move", at, move=self._check_move(move, at))
 
     def _port(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[PlanInstruction]:
         if op.name == "rppkt":
-            yield PlanInstruction("move", at, move=self._checked(self.maker.packets_read(op), at))
+            yield PlanInstruction("move", at, move=self._check_move(self.maker.packets_read(op), at))
             yield PlanInstruction("sync", at)
         for thread, move in enumerate(self.maker.posts(op, offset, unit)):
             end = self._end("port", op.channels[thread])
             if move.size:
-                yield PlanInstruction("post", at, thread, move=self._checked(move, at), channel=end)
+                yield PlanInstruction("post", at, thread, move=self._check_move(move, at), channel=end)
             if op.name in ("pws", "pwsf"):
                 yield PlanInstruction("signal", at, thread, channel=end)
             if op.name == "pwsf":
@@ -145,7 +145,7 @@ class _Unroller:
     def _end(self, kind: str, position: int) -> ChannelEnd:
         return self.ends[kind, self.block.channels[kind][position]]
 
-    def _checked(self, move: Move, at: str) -> Move:
+    def _check_move(self, move: Move, at: str) -> Move:
         """Return a move, after checks that it is within memory and consists of whole words."""
         for place in move.srcs + move.dsts:
             end, size = place.start + place.scale * move.size, self.layout.size(place.area)

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ....lowering import Instruction
-from ..collective import Collective, Location
-from ..placement import MemoryPlacement
+from .....lowering import Instruction
+from ...collective import Collective, Location
+from ...register_allocation import MemoryPlacement
+from ..limits import MOST_AT_ONCE, MOST_BUFFERS
 from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
-from .limits import MOST_AT_ONCE, MOST_BUFFERS
 
 Pair = tuple[int, int]  # the rank that puts, and the rank that it puts to
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ..collective import Block, Collective
+from ...collective import Block, Collective
 
 UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
@@ -96,12 +96,12 @@ def _senders(made: Collective, number: int, rank: int) -> int:
     return max(1, len(sent)) if rank in chunk.destinations else len(sent)
 
 
-def divided(made: Collective, parts: Sequence[int]) -> Collective:
+def divide_chunks(made: Collective, parts: Sequence[int]) -> Collective:
     """Return a collective whose blocks are divided into so many parts of nearly equal size, by chunk.
 
     >>> from crossreduce.export.formats.collective import collective
     >>> from crossreduce.planning import ring
-    >>> divided(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
+    >>> divide_chunks(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
     (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
     """
     finer = 1

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from ....lowering import Instruction, Numbered
 from ..collective import Location
-from ..placement import MemoryPlacement
+from ..register_allocation import MemoryPlacement
 from .arrangement import MOST_CHANNELS, Arrangement
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_ELEMENTS, READS, SENDS, WRITES

@@ -10,30 +10,16 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
-from ....errors import ScheduleError
+from .....errors import ScheduleError
+from ...proof import Contributions
+from ..layout import Area
 from .clocks import NOTHING, AccessRecord, Clock
-from .layout import Area
-from .moves import Move
+from .data_moves import Move
 
 MOST_CELLS: Final = 2_000_000  # of all moves together, counted once for each operand; more take minutes
 MOST_CUTS: Final = 1 << 19  # how often an operation's memory is divided because another operation divides it
-
-
-class Value(NamedTuple):
-    """What a cell contains: the sum of some ranks' contributions to bytes of the collective."""
-
-    position: int  # of its first byte in the full buffer; -1: different bytes were combined, which cannot be undone
-    once: int  # bit r: it contains the contribution of rank r
-    twice: int  # bit r: it contains the contribution of rank r more than once
-
-
-def combined(a: Value, b: Value) -> Value:
-    """Return the sum of two values."""
-    if a.position != b.position:
-        return Value(-1, 0, 0)
-    return Value(a.position, a.once | b.once, a.twice | b.twice | (a.once & b.once))
 
 
 @dataclass(eq=False)
@@ -43,7 +29,7 @@ class Cell:
     area: Area
     start: int
     size: int
-    value: Value | None = None
+    value: Contributions | None = None
     packets: int = 0  # the number of the call whose packets it contains; 0: data without flags
     writer: AccessRecord | None = None
     readers: list[AccessRecord] = field(default_factory=list)
@@ -119,7 +105,7 @@ class Cells:
         sources = len(move.srcs)
         return [(cells[:sources], cells[sources:]) for cells in zip(*lists, strict=True)]
 
-    def within(self, area: Area, start: int, end: int) -> list[Cell]:
+    def cells_between(self, area: Area, start: int, end: int) -> list[Cell]:
         """Return the cells from one cut of an area to another."""
         first, last = (bisect_left(self.cuts[area], position) for position in (start, end))
         return self.cells[area][first:last]

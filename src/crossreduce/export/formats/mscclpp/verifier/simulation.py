@@ -19,14 +19,15 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from itertools import count
 
-from ....errors import ScheduleError
+from .....errors import ScheduleError
+from ...proof import Contributions
+from ..format import MscclppPlan
+from ..layout import PlanLayout, Range
 from .buffers import Buffers
-from .clocks import NOTHING, AccessRecord, BlockClock, Clock, single
-from .execution import ChannelEnd, PlanInstruction, instructions
-from .format import MscclppPlan
-from .layout import PlanLayout, Range
-from .memory import Cell, Piece, combined
-from .moves import Move
+from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
+from .data_moves import Move
+from .instructions import ChannelEnd, PlanInstruction, instructions
+from .memory import Cell, Piece
 from .pairing import check_pairs, direction
 from .synchronisation import Channel, Semaphore
 
@@ -48,15 +49,15 @@ class PlanRun:
         self.blocks = [BlockClock(number, self.bits) for number in range(len(self.places))]
         self.of_rank = [[n for n, place in enumerate(self.places) if place[0] == r] for r in range(len(plan.gpus))]
         self.notes: list[str] = []  # doubts that do not refuse the plan
+        self.faults: list[str | None] = [None] * len(plan.gpus)
         self.channels: dict[ChannelEnd, Channel] = {}
         self.semaphores = {
             (rank, number): Semaphore(f"semaphore {number}", plan.gpus[rank].semaphores[number], releasers)
             for (rank, number), releasers in check_pairs(self.buffers.name, self.places, self.lists[0]).items()
         }
 
-    def run(self) -> list[list[str | None]]:
-        """Run the calls; return for each call and rank the fault of its output, or ``None``."""
-        faults = []
+    def run(self) -> PlanRun:
+        """Run the calls."""
         for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same one
             self.buffers.call = call
             for rank in range(len(self.plan.gpus)):
@@ -64,38 +65,47 @@ class PlanRun:
             self._run_call(self.lists[(call - 1) % len(self.lists)])
             for block in self.blocks:
                 block.sync()
-            faults.append([self._output_fault(rank) for rank in range(len(self.plan.gpus))])
-        return faults
+            for rank in range(len(self.plan.gpus)):
+                self.faults[rank] = self.faults[rank] or self._output_fault(rank)
+        return self
 
-    def _known(self, rank: int) -> Clock:
+    def first_result(self, rank: int) -> Contributions | None:
+        """Return the value at the start of a rank's output after the last call."""
+        return self.buffers.output(rank)[0].value
+
+    def fault(self, rank: int) -> str | None:
+        """Return the fault of a rank's output after the first call for which it is wrong, or ``None``."""
+        return self.faults[rank]
+
+    def _rank_clock(self, rank: int) -> Clock:
         """Return the clock of a GPU when all its threadblocks have ended."""
         clock = NOTHING
         for number in self.of_rank[rank]:
-            clock = clock.joined(self.blocks[number].known)
+            clock = clock.union(self.blocks[number].known)
         return clock
 
     def _begin(self, rank: int) -> None:
         """Let the user of a GPU write the input of a call, and begin the call's kernel."""
-        clock = self._known(rank)
-        user = AccessRecord(next(self.bits), -1, single(-1), f"the user of gpu {rank} between two calls")
+        clock = self._rank_clock(rank)
+        user = AccessRecord(next(self.bits), -1, one_thread(-1), f"the user of gpu {rank} between two calls")
         for name in self.buffers.user_areas:
             for cell in self.buffers.memory.cells[rank, name]:
                 for record in cell.readers:
                     if not clock.ended >> record.bit & 1:
-                        raise self.buffers.late(record.text, "reads", cell)
+                        raise self.buffers.late_access(record.text, "reads", cell)
                 if cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
                     raise self._late_write(cell, cell.writer, clock)
                 cell.readers, cell.writer, cell.received, cell.packets = [], user, False, 0
-                cell.value = self.buffers.given(cell)
+                cell.value = self.buffers.input_value(cell)
         for number in self.of_rank[rank]:
-            self.blocks[number].begin(clock.joined(Clock(1 << user.bit, 1 << user.bit)))
+            self.blocks[number].begin(clock.union(Clock(1 << user.bit, 1 << user.bit)))
         for (of, _), semaphore in self.semaphores.items():
             if of == rank:
                 semaphore.begin()
 
     def _output_fault(self, rank: int) -> str | None:
         """Return the fault of a rank's output at the end of a call in words, or ``None`` if it is right."""
-        clock = self._known(rank)
+        clock = self._rank_clock(rank)
         for cell in self.buffers.output(rank):
             fault = self.buffers.output_fault(cell)
             if fault is None and cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
@@ -105,7 +115,7 @@ class PlanRun:
         return None
 
     def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
-        error = self.buffers.late(writer.text, "writes", cell)
+        error = self.buffers.late_access(writer.text, "writes", cell)
         hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
         return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
 
@@ -133,7 +143,7 @@ class PlanRun:
                         if other != number:
                             ready[other] = None
                     continue
-                missing = self._missing(number, instruction)
+                missing = self._awaited(number, instruction)
                 if missing is not None:
                     waiting[missing].append(number)
                     break
@@ -147,7 +157,7 @@ class PlanRun:
             more = [] if len(stuck) <= _MOST_WAITS else [f"... ({len(stuck)} threadblocks wait)"]
             raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
 
-    def _missing(self, number: int, instruction: PlanInstruction) -> Hashable | None:
+    def _awaited(self, number: int, instruction: PlanInstruction) -> Hashable | None:
         """Return the thing for which an instruction waits, or ``None`` if it can run."""
         if instruction.kind == "wait":
             channel = self.channel(instruction)
@@ -201,7 +211,7 @@ class PlanRun:
         clock = NOTHING
         for number in numbers:
             self.blocks[number].sync()
-            clock = clock.joined(self.blocks[number].known)
+            clock = clock.union(self.blocks[number].known)
         for number in numbers:
             self.blocks[number].known = clock
 
@@ -265,12 +275,12 @@ class _MoveRun:
                     self._check_read(cell, record)
                     packets = cell.packets if len(sources) == 1 else 0
                 if cell.packets:
-                    cell.received, got = True, got.joined(cell.sent)
+                    cell.received, got = True, got.union(cell.sent)
                 cell.readers.append(record)
                 assert cell.value is not None
-                value = cell.value if value is None else combined(value, cell.value)
-            arrived = arrived.joined(got)
-            known = self.clock.joined(got)
+                value = cell.value if value is None else value.plus(cell.value)
+            arrived = arrived.union(got)
+            known = self.clock.union(got)
             for place, cell in zip(self.move.dsts, targets, strict=True):
                 record = self._record(place, bit)
                 self._check_write(cell, record, known)
@@ -280,12 +290,12 @@ class _MoveRun:
                     cell.sent = Clock(known.ended | 1 << bit, self.block.start)
                     woken.append(cell)
         if not self.is_post:
-            self.block.arrived = self.block.arrived.joined(arrived)
+            self.block.arrived = self.block.arrived.union(arrived)
 
     def _record(self, place: Range, bit: int) -> AccessRecord:
         """Return the record of the accesses of a piece to a range."""
         if self.is_post:
-            return AccessRecord(bit, -1, single(-1), self.text)
+            return AccessRecord(bit, -1, one_thread(-1), self.text)
         step = self.move.word * place.scale
         return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
 

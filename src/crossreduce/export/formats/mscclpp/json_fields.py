@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ....errors import ScheduleError, shown
+from ..proof import cut
 
 LARGEST: Final = 2**64 - 1
 
@@ -67,16 +68,6 @@ class Fields:
         if value not in choices:
             raise self.error(f"unknown {key}.", shown(value), "one of " + ", ".join(choices))
         return value
-
-
-def cut(text: str) -> str:
-    """Return a text, cut to 200 characters."""
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def quoted(name: str) -> str:
-    """Return a plan's name for a message, cut to 60 characters."""
-    return f'"{name if len(name) <= 60 else name[:57] + "..."}"'
 
 
 def is_mscclpp_json(text: str) -> bool:

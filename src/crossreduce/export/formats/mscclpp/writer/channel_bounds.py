@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ....lowering import DeviceProgram, Program
-from ....schedule import Schedule
+from .....lowering import DeviceProgram, Program
+from .....schedule import Schedule
+from ..limits import MOST_CHANNELS
 from .connections import Hosts, over_limit
-from .limits import MOST_CHANNELS
 
 
 def check_least(schedule: Schedule, program: Program) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ....errors import ScheduleError
-from .fields import quoted
-from .format import BUFFERS, REDUCING, MscclppPlan
-from .layout import Area, PlanLayout
-from .memory import Cell, Cells, Value
-from .moves import Move
+from .....errors import ScheduleError
+from ...proof import BUFFERS, Contributions, difference, quoted_name, right_result
+from ..format import MscclppPlan
+from ..layout import Area, PlanLayout
+from .data_moves import Move
+from .memory import Cell, Cells
 
 
 class Buffers:
@@ -15,7 +15,7 @@ class Buffers:
 
     def __init__(self, plan: MscclppPlan, layout: PlanLayout, sources: range, moves: list[Move]) -> None:
         self.plan, self.layout, self.sources = plan, layout, sources
-        self.name = f"plan {quoted(plan.name)}"
+        self.name = f"plan {quoted_name(plan.name)}"
         self.kind, self.ranks = plan.collective, len(plan.gpus)
         part = min(layout.input, layout.output)
         self.part = part // self.ranks if self.kind == "alltoall" else part
@@ -32,35 +32,28 @@ class Buffers:
         """The names of the areas that belong to the user."""
         return ("io",) if self.plan.inplace else ("i", "o")
 
-    def given(self, cell: Cell) -> Value | None:
+    def input_value(self, cell: Cell) -> Contributions | None:
         """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read."""
         rank, name = cell.area
         if rank not in self.sources or name == "o":
             return None
         if self.kind != "allgather":
-            return Value(cell.start, 1 << rank, 0)
+            return Contributions(cell.start, 1 << rank)
         if not self.plan.inplace:
-            return Value(rank * self.part + cell.start, 1 << rank, 0)
-        return Value(cell.start, 1 << rank, 0) if cell.start // self.part == rank else None
+            return Contributions(rank * self.part + cell.start, 1 << rank)
+        return Contributions(cell.start, 1 << rank) if cell.start // self.part == rank else None
 
     def output(self, rank: int) -> list[Cell]:
         """Return the cells of a rank's output."""
         start = rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0
-        return self.memory.within((rank, self.user_areas[-1]), start, start + self.layout.output)
+        return self.memory.cells_between((rank, self.user_areas[-1]), start, start + self.layout.output)
 
     def output_fault(self, cell: Cell) -> str | None:
         """Return the fault of a cell of an output at the end of a call in words, or ``None`` if it is right."""
-        rank, position = cell.area[0], cell.start
-        once = (1 << self.ranks) - 1
-        if self.kind == "reducescatter" and not self.plan.inplace:
-            position += rank * self.part
-        elif self.kind == "allgather":
-            once = 1 << position // self.part
-        elif self.kind == "alltoall":
-            position, once = rank * self.part + position % self.part, 1 << position // self.part
-        elif self.kind not in REDUCING:
-            once = 1 << self.sources[0]  # a broadcast of one source
-        fault = _fault(cell, position, once)
+        rank = cell.area[0]
+        offset = cell.start - (rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0)
+        due = right_result(self.kind, rank, offset, self.part, self.ranks, self.sources[0])
+        fault = "contains packets" if cell.packets and cell.value is not None else difference(cell.value, due, "byte")
         if fault is None:
             return None
         by = f"{cell.writer.text}: " if cell.writer is not None and cell.writer.block >= 0 else f"gpu {rank}: "
@@ -74,29 +67,8 @@ class Buffers:
         where = f"bytes {cell.start} to {cell.start + cell.size - 1} of the {buffer} of gpu {rank}"
         return f"{where} (call {self.call}, messages of {self.layout.nbytes} bytes)"
 
-    def late(self, text: str, does: str, cell: Cell) -> ScheduleError:
+    def late_access(self, text: str, does: str, cell: Cell) -> ScheduleError:
         """Return an error about an access that may happen after its call has ended."""
         rank = cell.area[0]
         problem = f"{does} {self.describe(cell)}, and nothing ensures that it does so before gpu {rank} ends the call"
         return ScheduleError(f"{self.name}, {text}: a race. It {problem}.")
-
-
-def _fault(cell: Cell, position: int, once: int) -> str | None:
-    """Return the difference between a cell's content and the expected one in words."""
-    value = cell.value
-    if value is None:
-        return "was never written"
-    if cell.packets:
-        return "contains packets"
-    if value.position == -1:
-        return "combines different parts of the buffer"
-    if value.position != position:
-        return f"contains byte {value.position} of the buffer instead of byte {position}"
-    for bits, fault in (
-        (value.twice, "has the contribution of rank {} more than once"),
-        (once & ~value.once, "lacks the contribution of rank {}"),
-        (value.once & ~once, "has the contribution of rank {}, which does not belong there"),
-    ):
-        if bits:
-            return fault.format((bits & -bits).bit_length() - 1)
-    return None

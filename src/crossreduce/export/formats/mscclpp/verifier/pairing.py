@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from ....errors import ScheduleError
-from .execution import ChannelEnd, PlanInstruction
+from .....errors import ScheduleError
+from .instructions import ChannelEnd, PlanInstruction
 
 Place = tuple[int, int]  # a GPU and one of its threadblocks
 GpuNumber = tuple[int, int]  # a GPU and the number of one of its semaphores or barriers

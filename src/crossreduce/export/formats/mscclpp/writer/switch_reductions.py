@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 
-from ....errors import PlanError
-from ....schedule import Schedule, fluid_rate
-from ....topology import Topology
-from ..channels import CHANNEL_GB_PER_S
+from .....errors import PlanError
+from .....schedule import Schedule, fluid_rate
+from .....topology import Topology
+from ...channels import CHANNEL_GB_PER_S
+from ..limits import MOST_CHANNELS
 from .connections import GpuPlan, Hosts, LocalEnd, ThreadblockPlan, connect
-from .limits import MOST_CHANNELS
 
 
 def uses_switches(schedule: Schedule, topology: Topology | None) -> bool:
@@ -29,12 +29,12 @@ def uses_switches(schedule: Schedule, topology: Topology | None) -> bool:
     return any(device in switches for device in schedule.devices)
 
 
-def why_not(topology: Topology, collective: str) -> str | None:
+def refusal_reason(topology: Topology, collective: str) -> str | None:
     """Return why MSCCL++ cannot hold in-network plans of a topology, as a sentence; ``None``: it can.
 
-    >>> why_not(Topology.star(4).with_switches(reducing=True), "all_reduce") is None
+    >>> refusal_reason(Topology.star(4).with_switches(reducing=True), "all_reduce") is None
     True
-    >>> why_not(Topology.star(18).with_switches(reducing=True), "all_reduce")
+    >>> refusal_reason(Topology.star(18).with_switches(reducing=True), "all_reduce")
     'a threadblock has at most 16 channels, and so joins at most 17 GPUs.'
     """
     hosts = Hosts(topology.devices)
@@ -65,7 +65,7 @@ def switch_threadblocks(
     devices = [device for device in schedule.devices if device in topology.devices]
     everyone = {schedule.devices.index(device) for device in devices}
     fits = all(set(chunk.sources) == set(chunk.destinations) == everyone for chunk in schedule.chunks if chunk.share)
-    reason = why_not(topology, "all_reduce" if fits else schedule.collective)
+    reason = refusal_reason(topology, "all_reduce" if fits else schedule.collective)
     if reason is None and (not fits or set(devices) != set(topology.devices)):
         reason = "only all-reduces of all devices are exported with its switch channels."
     if reason is not None:
@@ -92,7 +92,7 @@ def switch_threadblocks(
             block = ThreadblockPlan(gpu)
             block.signal(own)
             block.wait(own)
-            block.through_switch(gpu.rank * parts + k, 1, len(buffers))
+            block.reduce_in_switch(gpu.rank * parts + k, 1, len(buffers))
             block.signal(own)
             block.wait(own)
             gpu.threadblocks.append(block)
