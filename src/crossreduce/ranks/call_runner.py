@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError
 from ..observe.diagnostics import CallSignature, mismatch_text, planned_text
 from .connections.peers import Membership
-from .failures.abort import GroupAbort, renewed
+from .failures.abort import GroupAbort, copy_error
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure, PeerError
 from .failures.stage_runner import StageRunner
@@ -138,7 +138,7 @@ class CallRunner:
         """Raise if the group is closed or broken; if an interrupted call did not abort it, abort it and raise."""
         self._require_open()
         if self._abort.error is not None:
-            raise renewed(self._abort.error)
+            raise copy_error(self._abort.error)
         if self._memory.running or self._engine.has_unfinished_exchange:  # it was not aborted: Ctrl-C came twice
             self.abandon()
             self._abort.raise_cause()

@@ -340,7 +340,7 @@ class Communicator:
         self.calls.require_usable()
 
     def succeed(self, token: str) -> None:
-        """Note that this rank goes on in a later form of the group, of which its ranks have agreed last."""
+        """Note that this rank continues in a later form of the group, of which its ranks have agreed last."""
         self.successor = peer_requests.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:

@@ -87,7 +87,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
                 communicator.require_same("measure_topology")
         if probe is not None:
             found |= {"in": probe.bandwidth, "latency": probe.latency}
-    speeds = _gathered(communicator, found)
+    speeds = _gather_speeds(communicator, found)
     if count > 2:
         received = []
         with communicator.calls.aborting():
@@ -219,17 +219,17 @@ class _Probe:
         wait_for(pending, self.peers[other], self.timeout_s)
 
 
-def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
+def _gather_speeds(communicator: Communicator, found: dict[str, object]) -> Speeds:
     """Return the measured speeds of all ranks; the same on every rank, since all parse the same texts."""
     of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
     hosts = communicator.hosts
     count = len(hosts)
     incoming, latency = ([of_ranks[ranks[0]].get(key, [0.0] * count) for ranks in hosts] for key in ("in", "latency"))
     return Speeds(
-        tuple(tuple(_rounded(incoming[dst][src]) for dst in range(count)) for src in range(count)),
-        tuple(tuple(_rounded((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
+        tuple(tuple(_round(incoming[dst][src]) for dst in range(count)) for src in range(count)),
+        tuple(tuple(_round((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
         (0.0,) * count,
-        tuple(_rounded(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
+        tuple(_round(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
     )
 
 
@@ -239,11 +239,11 @@ def _cables(speeds: Speeds, received: Sequence[tuple[float, float]]) -> tuple[fl
     for dst, (share, together) in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
         # A burst may make a link look faster than its cable, which is impossible: the faster number counts.
-        cables.append(_rounded(max(together, *singly)) if share < _SHARED else 0.0)
+        cables.append(_round(max(together, *singly)) if share < _SHARED else 0.0)
     return tuple(cables)
 
 
-def _rounded(number: float) -> float:
+def _round(number: float) -> float:
     return float(f"{number:.3g}")
 
 

@@ -35,7 +35,7 @@ from .agreement.agreement import Agreements
 from .connections import peer_requests
 from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
-from .failures.abort import renewed
+from .failures.abort import copy_error
 from .inter_host.host_links import HostLinks
 from .intra_host.bootstrap import bootstrap
 from .intra_host.instructions import READABLE_BUFFERS
@@ -240,7 +240,7 @@ def shared_failure(rendezvous: Rendezvous, error: Exception, where: str, alone: 
         given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
         failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
     elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
-        failure = renewed(error, f"{where}: {error}")
+        failure = copy_error(error, f"{where}: {error}")
     else:
         failure = error
     rendezvous.publish_abort(encoded(failure))

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
-from ..ranks.transports.gloo import translated
+from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
 from .memory import copy_back_all, readable, tensors_in, writable
@@ -323,7 +323,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
         """Return the error to raise for one of gloo, which it is itself if it is not about connections."""
-        found = translated(error)
+        found = connection_error(error)
         return error if found is None else self.communicator.detector.message_failure(method, peer, found)
 
     # ---- helpers --------------------------------------------------------------------------------------------------

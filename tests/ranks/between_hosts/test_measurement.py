@@ -92,7 +92,7 @@ def test_a_link_has_the_speed_of_its_own_direction():
                 second = {"memory": 5.0, "in": [0.5, 0], "latency": [3e-4, 0]}
                 return [json.dumps(one).encode() for one in (first, second, {"memory": 7.0})]
 
-    speeds = measurement._gathered(Recorded, {})
+    speeds = measurement._gather_speeds(Recorded, {})
     assert speeds.gb_per_s == ((0, 0.5), (0.123, 0))  # host 1 received 0.5 from host 0
     assert speeds.latency_s == ((0, 2e-4), (2e-4, 0))
     assert speeds.memory == (8.0, 5.0)

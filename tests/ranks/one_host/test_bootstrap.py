@@ -100,7 +100,7 @@ def broken(rendezvous, failing, problem):
 
 
 @pytest.mark.parametrize(
-    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_received"), ({1, 2}, "_received")]
+    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_receive_memory"), ({1, 2}, "_receive_memory")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
     """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host."""
@@ -111,7 +111,7 @@ def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
 def test_other_hosts_are_not_split():
     """If one host is split, the ranks of another host still share their memory."""
     names = [{"CROSSREDUCE_HOST": name} for name in "abab"]
-    found = ranks(4, broken, {3}, "_received", environment=names)
+    found = ranks(4, broken, {3}, "_receive_memory", environment=names)
     assert [result[0] for result in found] == [((0, 2), (1,), (3,))] * 4
     assert found[0][1] == found[2][1] == [1000, 1002]
 
@@ -169,10 +169,10 @@ def test_only_the_sender_can_send_to_a_receiver(sockets):
     with pytest.raises(PermissionError, match="not permitted"):
         stranger.connect(name)
     with pytest.raises(BlockingIOError, match="unavailable"):
-        bootstrap._received(receiver, 0)
+        bootstrap._receive_memory(receiver, 0)
     fd = bootstrap._memory(4096)
     bootstrap._send(sender, fd, [name])
-    with os.fdopen(bootstrap._received(receiver, 4096)) as received, os.fdopen(fd) as sent:
+    with os.fdopen(bootstrap._receive_memory(receiver, 4096)) as received, os.fdopen(fd) as sent:
         assert os.path.sameopenfile(received.fileno(), sent.fileno())
         assert not os.get_inheritable(received.fileno())
 
@@ -186,7 +186,7 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
         bootstrap._send(sender, memory.fileno(), [name])
         monkeypatch.setattr(os, "getuid", lambda: user)
         with pytest.raises(OSError, match=text):
-            bootstrap._received(receiver, nbytes)
+            bootstrap._receive_memory(receiver, nbytes)
         assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 

@@ -65,9 +65,9 @@ class GroupAbort:
             self._rendezvous.leave(members.host[0], readers)
         path = flight_recorder.write(self._dump(str(error)))
         if path is not None:
-            error = renewed(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
+            error = copy_error(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
         self.error = error
-        raise renewed(error)
+        raise copy_error(error)
 
     def _close_connections(self) -> None:
         if self._several_hosts and self._transport is not None:
@@ -90,7 +90,7 @@ def names_owner(error: ReductionError, owner: int | None, global_ranks: Sequence
     return isinstance(error, PeerLostError) and owner is not None and global_ranks[owner] in error.ranks
 
 
-def renewed(error: ReductionError, text: str | None = None) -> ReductionError:
+def copy_error(error: ReductionError, text: str | None = None) -> ReductionError:
     """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
     copy = type(error)(str(error) if text is None else text)
     if isinstance(copy, (CollectiveTimeout, PeerLostError)):

@@ -288,7 +288,7 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
         raise PeerDisconnected(rank, str(error)) from error
 
 
-def agreed(
+def exchange_digests(
     digest: bytes,
     data: Mapping[int, bytes],
     ranks: Sequence[int],

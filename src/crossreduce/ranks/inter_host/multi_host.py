@@ -34,7 +34,7 @@ from ..intra_host.instructions import (
     RankInstruction,
     kernel,
     native_program,
-    pipelined,
+    pipeline,
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
@@ -47,8 +47,8 @@ from .exchange import (
     Exchange,
     ExchangeProgram,
     Patience,
-    agreed,
     delay,
+    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,
@@ -152,7 +152,7 @@ class MultiHostEngine:
                     exchanges[p] = exchange
         depth = delay(between, len(sizes)) + 2
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
-        stages = pipelined(len(sizes), phases, depth)
+        stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
         program = native_program(
             stages, *kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
@@ -202,7 +202,7 @@ class MultiHostEngine:
         exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
-        """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
+        """Return the programs of this rank's host, as phases for ``pipeline``, and what follows each exchange stage.
 
         The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
         third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
@@ -334,7 +334,7 @@ class MultiHostEngine:
         """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
             others, transport, rounds = self._neighbours, self.transport, self.diameter
-            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
+            return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int

@@ -112,7 +112,7 @@ def bootstrap(
                 rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
                 try:
                     if rank in batch and not problem:
-                        fd = _received(receiver, size)
+                        fd = _receive_memory(receiver, size)
                 except OSError as error:
                     problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
@@ -241,7 +241,7 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
         sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
 
 
-def _received(receiver: socket.socket, nbytes: int) -> int:
+def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
     """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
     _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from ...lowering import ChunkProgram, Program
 from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
-from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined, pipelined
+from .instructions import ArrayPlaces, BufferReference, RankInstruction, join_contiguous, pipeline
 
 # The most bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9
 # times as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all
@@ -312,7 +312,7 @@ class RankCompiler:
                 read, numbers = (place,), copy_numbers(numbers.result)
             if slot is not None:  # copied from the result, since copies need not read the slot's lines
                 instructions.append(RankInstruction(size, read, (slot,), numbers))
-        return joined(instructions)
+        return join_contiguous(instructions)
 
     def _reference(self, piece: int, chunk: int, value: int) -> BufferReference:
         """Return where a value is in the slot of the rank that made it."""
@@ -362,4 +362,4 @@ def rank_stages(
     )
     assert max(compiler.ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
     phases = [(phase, partial(compiler.phase, phase=phase)) for phase in range(compiler.phases)]
-    return pipelined(len(pieces), phases, compiler.phases - 1)
+    return pipeline(len(pieces), phases, compiler.phases - 1)

@@ -335,7 +335,7 @@ class _Meeting:
         answer = b""
         while len(answer) < _DIGEST:
             yield selectors.EVENT_READ
-            answer += _received(sock, _DIGEST - len(answer))
+            answer += _receive_part(sock, _DIGEST - len(answer))
         if not secrets.compare_digest(answer, _proof(self._keys[peer], "welcome", self._rank, peer)):
             raise EOFError  # another program
         if peer in self.connected:
@@ -348,7 +348,7 @@ class _Meeting:
         hello = b""
         while len(hello) < _HELLO.size:
             yield selectors.EVENT_READ
-            hello += _received(sock, _HELLO.size - len(hello))
+            hello += _receive_part(sock, _HELLO.size - len(hello))
         peer, proof = _HELLO.unpack(hello)
         if (
             not secrets.compare_digest(proof, _proof(self._key, "hello", peer, self._rank))
@@ -358,11 +358,11 @@ class _Meeting:
         self._accepted_at.pop(sock, None)
         sock.sendall(_proof(self._key, "welcome", peer, self._rank))
         yield selectors.EVENT_READ
-        _received(sock, 1)
+        _receive_part(sock, 1)
         self.connected[peer] = sock
 
 
-def _received(sock: socket.socket, most: int) -> bytes:
+def _receive_part(sock: socket.socket, most: int) -> bytes:
     """Return bytes that have arrived. EOFError: the connection is closed."""
     if found := sock.recv(most):
         return found
