@@ -20,7 +20,7 @@ LARGE_FILES: dict[str, int] = {
 # Folders among which a circle of imports is still to be removed.
 CIRCLES = {frozenset(f"planning.optimal.{part}" for part in ("bounds", "symmetric", "trees"))}
 FOREIGN_READS = 22  # of underscored attributes of other modules' objects
-LIMITS = {"src": 68_200, "tests": 75_400, "benchmarks and scripts": 10_600}  # lines
+LIMITS = {"src": 69_000, "tests": 70_000, "benchmarks and scripts": 10_600}  # lines
 
 
 def code(folder):
