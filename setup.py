@@ -25,8 +25,11 @@ PLATFORM = sysconfig.get_platform()
 X86 = PLATFORM.endswith(("-x86_64", "-amd64")) and not PLATFORM.startswith("macosx")
 NATIVE = "src/crossreduce/native"  # a folder per concern: kernels, shared memory, sockets, ...
 CUDA = "src/crossreduce/engines/cuda/native"  # CUDA need not be installed: its driver is opened at run time
+SUFFIXES = (".hpp", ".inc", ".h")
 FOLDERS = [str(path) for path in sorted(Path(NATIVE).iterdir()) if path.is_dir()]
-HEADERS = [str(path) for folder in (NATIVE, CUDA) for path in sorted(Path(folder).rglob("*.[hi][pn][pc]"))]
+HEADERS = [
+    str(path) for folder in (NATIVE, CUDA) for path in sorted(Path(folder).rglob("*")) if path.suffix in SUFFIXES
+]
 # With contraction, a * b + c would be rounded once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 if "-g" not in f"{os.environ.get('CFLAGS')} {os.environ.get('CXXFLAGS')}".split():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,21 +141,20 @@ def main() -> None:
         parser.error(f"--json: the folder {options.json.parent} does not exist")
     repeats = 3 if options.quick else 25
     torch.set_num_threads(1)  # the threads of OpenMP would use the CPU between measurements
-    with tempfile.TemporaryDirectory() as folder:
-        ctypes.CDLL(str(fake_cuda.built(folder, stub=True)), ctypes.RTLD_GLOBAL)
-        memory = fake_cuda_torch.install()
-        prepared_calls.compiled().use_device_type(1)  # the CPU's: compiled code takes host tensors for those of cuda:0
-        kept = {}
-        for name, job in JOBS.items():
-            made = prepared(job, memory)
-            queued = {what: getattr(made, what) for what in ("launches", "copies", "waits")}
-            print(f"\n{name}: " + ", ".join(f"{count} {what}" for what, count in queued.items()))
-            times = samples(made.runs, repeats, least_s=0.0 if options.quick else MIN_S, clock=time.thread_time)
-            rows = {what: summary(each) for what, each in times.items()}
-            for what, row in rows.items():
-                print(f"  {what:42} {row['median_s'] * 1e6:9.2f} us  (least {row['min_s'] * 1e6:.2f})")
-            kept[name] = {"queued": queued, "rows": rows}
-            memory.release()
+    ctypes.CDLL(str(fake_cuda.built(stub=True)), ctypes.RTLD_GLOBAL)
+    memory = fake_cuda_torch.install()
+    prepared_calls.compiled().use_device_type(1)  # the CPU's: compiled code takes host tensors for those of cuda:0
+    kept = {}
+    for name, job in JOBS.items():
+        made = prepared(job, memory)
+        queued = {what: getattr(made, what) for what in ("launches", "copies", "waits")}
+        print(f"\n{name}: " + ", ".join(f"{count} {what}" for what, count in queued.items()))
+        times = samples(made.runs, repeats, least_s=0.0 if options.quick else MIN_S, clock=time.thread_time)
+        rows = {what: summary(each) for what, each in times.items()}
+        for what, row in rows.items():
+            print(f"  {what:42} {row['median_s'] * 1e6:9.2f} us  (least {row['min_s'] * 1e6:.2f})")
+        kept[name] = {"queued": queued, "rows": rows}
+        memory.release()
     measured = kept["161 gradients of ResNet-50, 8 to 8 on one GPU"]["rows"]["launch preparation"]["median_s"] * 1e6
     met = measured <= PREPARATION_US
     verdict = "not judged" if options.quick else "met" if met else "not met"

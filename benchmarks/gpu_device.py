@@ -19,8 +19,8 @@ from common import tests_on_path
 
 from crossreduce.engines import cuda
 from crossreduce.engines.cuda import driver
-from crossreduce.engines.cuda.launches import split
-from crossreduce.engines.cuda.operations import Launch
+from crossreduce.engines.cuda.encoding import split_launch
+from crossreduce.engines.cuda.streams import Launch
 from crossreduce.reduction import pipeline
 
 tests_on_path()
@@ -196,7 +196,7 @@ def queued(run: Run) -> dict[str, int]:
         for operation in made.operations:
             if isinstance(operation.work, Launch):
                 large = driver.accepts_large_tables(made.devices[operation.work.device])
-                counts["launches"] += len(list(split(operation.work, large)))
+                counts["launches"] += len(list(split_launch(operation.work, large)))
             else:
                 counts["copies"] += 1
     return counts

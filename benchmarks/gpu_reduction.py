@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from functools import partial
@@ -367,14 +366,13 @@ def main() -> None:
     if not fake and not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         parser.error(f"{why}; --driver fake runs without one, and measures nothing")
-    with tempfile.TemporaryDirectory() as folder:
-        gpus = FakeGpus(options.library or fake_cuda.built(folder), 2) if fake else Gpus()
-        about = gpus.describe()
-        for device in about["devices"]:
-            print(", ".join(f"{key} {value}" for key, value in device.items()))
-        if fake:
-            print("FAKE DRIVER: NO MEASUREMENT. The times below mean nothing.")
-        kept, targets = measure(gpus, sizes, options.only)
+    gpus = FakeGpus(options.library or fake_cuda.built(), 2) if fake else Gpus()
+    about = gpus.describe()
+    for device in about["devices"]:
+        print(", ".join(f"{key} {value}" for key, value in device.items()))
+    if fake:
+        print("FAKE DRIVER: NO MEASUREMENT. The times below mean nothing.")
+    kept, targets = measure(gpus, sizes, options.only)
     errors = [name for name, each in kept.items() if "error" in each]
     if fake:
         print("\nfake driver: no measurement; nothing was kept")

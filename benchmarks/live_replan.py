@@ -99,7 +99,7 @@ def one_rank(folder: Path, store: str) -> None:
         row["gb_per_s"] = row["bytes"] / row["seconds"] / 1e9
         row["ratio"] = row["gb_per_s"] / row["bound_gb_per_s"]
     if rank == 0:
-        found = {"lost": communicator.lost_links, "measure_s": [first_s, again_s], "rows": rows}
+        found = {"lost": communicator.links.lost, "measure_s": [first_s, again_s], "rows": rows}
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -196,7 +196,7 @@ def in_process(how: str, machine: str, hosts: int, change: str, topology: str = 
 
 def one_lost_link(hosts: int, nbytes: int) -> float:
     """Return the CPU seconds of one case of the part "lost"."""
-    from crossreduce.ranks.inter_host.host_parts import host_schedule
+    from crossreduce.ranks.inter_host.two_level import host_schedule
 
     def planned(count: int, lost: tuple[int, int]) -> None:
         host_schedule(None, tuple((k,) for k in range(count)), "all_reduce", nbytes, None, False, (lost,))

@@ -24,11 +24,11 @@ NBYTES = 1 << 28
 def seconds_of(form: str, text: str, plan: cr.Plan) -> float:
     """Return the seconds of a file on the clock of its format."""
     import msccl_clock
-    import mscclpp_rates
+    import mscclpp_clock
 
     if form == "msccl":
         return float(msccl_clock.seconds(text, plan.topology, plan.schedule, plan.nbytes))
-    return plan.nbytes / 1e9 / mscclpp_rates.algbw(text, plan.schedule, plan.topology)
+    return plan.nbytes / 1e9 / mscclpp_clock.algbw(text, plan.schedule, plan.topology)
 
 
 def parts_of(form: str, multiple: int) -> int:
@@ -39,7 +39,7 @@ def parts_of(form: str, multiple: int) -> int:
 def exported(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     """Return for each collective and format the equal parts of the buffer, and the file's rate / the planned one.
 
-    A plan that does not fit the format is replaced, as ``crossreduce plan --export`` does: see ``replaced``.
+    A plan that does not fit the format is replaced, as ``crossreduce export`` does: see ``replaced``.
     """
     lines = []
     for collective in COLLECTIVES:

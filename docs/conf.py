@@ -42,7 +42,7 @@ nitpick_ignore_regex = [  # signatures name classes of other projects, whose sit
         "py:class",
         r"crossreduce\.planning\.(planners\.Request|bounds\.certificate\.Cut|bounds\.joint\.(GroupNeed|RateLevel))",
     ),
-    ("py:class", r"crossreduce\.(torch\.reforming|processes)\.Result"),
+    ("py:class", r"crossreduce\.(torch\.elastic|processes\.rank_group)\.Result"),
     ("py:class", r"crossreduce\.ranks\.(communicator\.Communicator|rendezvous\.Origin|store\.StoreClient)"),
     ("py:class", r"crossreduce\.transports\.mpi\.MpiTransport"),
     ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),

@@ -3,7 +3,7 @@
 By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
 skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
 ``CROSSREDUCE_TEST_BROWSER=0`` leaves out the tests in a browser.
-On systems other than Linux, pytest does not collect ``LINUX_ONLY``. How much hypothesis draws: budget.py.
+On systems other than Linux, pytest does not collect ``paths.LINUX_ONLY``. How much hypothesis draws: budget.py.
 """
 
 import gc
@@ -23,17 +23,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(DEVICES))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-# Tests of ranks, which share memory on Linux only, and of libraries that are compiled as on Linux.
-LINUX_ONLY = [
-    "ranks",
-    "cuda",
-    *(f"cli/test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
-    *(f"project/test_{part}.py" for part in ("docs", "elastic_digits", "examples")),
-    "planner/export/test_report_browser.py",
-    "planner/topology/test_discover.py",
-    "runtime/engines/test_nccl.py",
-]
-collect_ignore = [] if sys.platform == "linux" else LINUX_ONLY
+collect_ignore = [] if sys.platform == "linux" else paths.LINUX_ONLY
 
 # Programs that tests start find the modules of tests/support, too.
 os.environ["PYTHONPATH"] = paths.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))

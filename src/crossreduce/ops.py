@@ -67,11 +67,6 @@ class Numbers(NamedTuple):
     divisor: int
     exact: bool = False
 
-    @property
-    def kernel_op(self) -> str:
-        """The kernels' name of the op that combines the components: a mean is a sum that is divided at the end."""
-        return "exact_sum" if self.exact else "sum" if self.op is ReduceOp.MEAN else self.op.value
-
     def exactly(self) -> Numbers:
         """Return how the same reduction is computed with ``exact=True``.
 
@@ -95,6 +90,13 @@ class Numbers(NamedTuple):
         return self._replace(exact=True)
 
 
+KERNEL_OPS: Final = {
+    (op, exact): "exact_sum" if exact else "sum" if op is ReduceOp.MEAN else op.value
+    for op in ReduceOp
+    for exact in (False, True)
+}
+"""For an op and whether it is exact, the kernels' name of the op: a mean is a sum that is divided at the end."""
+
 ELEMENTWISE: Final = {
     ReduceOp.SUM: "add",
     ReduceOp.MEAN: "add",  # the sum is divided at the end
@@ -111,7 +113,7 @@ ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multip
 """For the name of each elementwise function, that of the function that combines an array along an axis."""
 
 
-def copying(dtype: str) -> Numbers:
+def copy_numbers(dtype: str) -> Numbers:
     """Return the ``Numbers`` of a copy."""
     return Numbers(ReduceOp.SUM, dtype, dtype, dtype, 1)
 

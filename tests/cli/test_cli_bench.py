@@ -10,8 +10,8 @@ import pytest
 from command_line import ROW
 
 import crossreduce as cr
-from crossreduce.cli.arguments import read_algorithms
 from crossreduce.cli.bench import exact
+from crossreduce.cli.support.arguments import read_algorithms
 from crossreduce.engines.host import HostExecutable
 from crossreduce.options import ALGORITHMS
 

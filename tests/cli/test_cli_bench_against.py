@@ -222,7 +222,7 @@ def test_without_matplotlib_the_table_is_printed_first(tmp_path):
     done = run_without("matplotlib", "bench", "--against", "numpy", *small)
     assert done.returncode == 2
     assert "Wrong elements: 0" in done.stdout
-    assert done.stderr == "crossreduce: --picture needs matplotlib.  try: pip install 'crossreduce[plot]'\n"
+    assert done.stderr == "crossreduce: pictures need matplotlib.  try: pip install 'crossreduce[plot]'\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 

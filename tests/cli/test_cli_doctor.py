@@ -53,23 +53,12 @@ def test_json_has_the_same_facts(doctor):
     }  # fmt: skip
 
 
-BROKEN = {
-    "empty": "",
-    "truncated": None,
-    "not a dump": '{"format": "something else"}',
-    "a list": "[1, 2]",
-    "another version": '{"format": "crossreduce dump", "version": 99}',
-    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
-    "deep": "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, fault):
-    """One broken dump among four is named in an error, and the other three are read."""
+@pytest.mark.parametrize("content", [None, '{"format": "crossreduce dump", "version": 99}'])
+def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, content):
+    """One dump among four that is truncated, or of another version, is named in an error; the other three are read."""
     for rank in range(4):
         path = flight_recorder.write(new_dump(rank, *(history(other, 9 if other == 1 else 10) for other in range(4))))
-    path.write_text(path.read_text()[:-200] if BROKEN[fault] is None else BROKEN[fault])
+    path.write_text(content or path.read_text()[:-200])
     code, out, err = doctor(dump_directory)
     assert code == 0
     assert "rank3.json cannot be read: it" in err
@@ -88,7 +77,7 @@ def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path, created):
     assert doctor(tmp_path / "d", "--json")[0] == 1
 
 
-@pytest.mark.parametrize(("size", "dumps"), [(20_000, 5), (1200, 1199)])
+@pytest.mark.parametrize(("size", "dumps"), [(20_000, 5), pytest.param(1200, 1199, marks=pytest.mark.slow)])
 def test_large_groups_are_reported_in_seconds(dump_directory, doctor, size, dumps):
     """The report on 20,000 ranks takes less than 5 s of a CPU, and its table is limited to 200 ranks."""
     hosts = tuple(tuple(range(first, first + 8)) for first in range(0, size, 8))
@@ -220,7 +209,7 @@ def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doct
         out,
     )
     assert "ranks 0, 1 were in op 38" in out
-    assert "one_stops (test_cli_doctor.py:" in out
+    assert "one_stops (cli/test_cli_doctor.py:" in out
 
 
 def kill_after_dumps(pids, dump_directory, count):

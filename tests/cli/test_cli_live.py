@@ -10,8 +10,8 @@ import sys
 import pytest
 from command_line import in_terminal
 
-from crossreduce.cli.live import LAST, ROWS, TrainingStep, View, chart, highest, live, mean_loss, share
-from crossreduce.cli.trainers import TRAINERS
+from crossreduce.cli.train.trainers import TRAINERS
+from crossreduce.cli.train.view import LAST, ROWS, TrainingStep, View, chart, highest, live_view, mean_loss, share
 
 ON_TERMINAL = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 LOSS = re.compile(r"loss ([\d.]+)  \(from ([\d.]+); 0 at the bottom\)")
@@ -19,7 +19,10 @@ SHARE = re.compile(r"in reductions ([\d.]+) % of the time, ([\d.]+) % of that of
 
 
 @ON_TERMINAL
-@pytest.mark.parametrize("framework", sorted({*TRAINERS} - {"cupy"}))
+@pytest.mark.parametrize(
+    "framework",
+    ["numpy", *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*TRAINERS} - {"cupy", "numpy"}))],
+)
 def test_the_view_is_drawn_while_training(framework, tmp_path):
     """Each framework's training draws the view several times; the last one has the last loss and the complete bar."""
     pytest.importorskip(framework)
@@ -112,7 +115,7 @@ def test_charts_accept_any_values():
 
 def test_lines_are_printed_when_an_epoch_is_complete(capsys):
     """Without a terminal the line of an epoch is printed with its last step or the first step of the next one."""
-    with live("title", 3, 2) as watch:
+    with live_view("title", 3, 2) as watch:
         watch(TrainingStep(0, 64, 2.0, 0.5, 1.0))
         watch(TrainingStep(0, 64, 1.0, 0.5, 1.0))
         assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""``crossreduce plan``: explanations, reports, exports, pictures, and requests that cannot be planned."""
+"""``crossreduce plan`` and ``export``: explanations, files, pictures, and requests that cannot be planned."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def umask():
             {"algorithm": "one_device", "packs": 3},
         ),
         (
-            "hgx-h100 --hosts 2 --speeds effective --nbytes 1M --algorithm ring",
-            cr.Topology.machine("hgx-h100", 2, speeds="effective"),
+            "hgx-h100 --hosts 2 --in-network --nbytes 1M --algorithm ring",
+            cr.Topology.machine("hgx-h100", 2, in_network=True),
             {"nbytes": 1 << 20, "algorithm": "ring"},
         ),
         ("ncv4 --algorithm forest", cr.Topology.machine("ncv4"), {"algorithm": "forest"}),
@@ -105,7 +105,7 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     by_rank = "msccl" in options or (file, options) == ("a.xml", "")
     options_of_files = {"operation_s": 0 if elsewhere else None, "granularity": 0.02 if by_rank else 0.0}
     plan = cr.plan(DGX, nbytes=4096, algorithm="ring", **options_of_files)
-    line = ["plan", "dgx-1v", "--nbytes", 4096, "--algorithm", "ring", "--export", tmp_path / file, *options.split()]
+    line = ["export", "dgx-1v", tmp_path / file, "--nbytes", 4096, "--algorithm", "ring", *options.split()]
     ranks = "  ranks     0 cuda:0, 1 cuda:1, 2 cuda:2, 3 cuda:3, 4 cuda:4, 5 cuda:5, 6 cuda:6, 7 cuda:7\n"
     units = plan.schedule.units
     fit = f"bytes is a multiple of {16 * units}" if "mscclpp" in options else f"elements is a multiple of {units}"
@@ -119,7 +119,7 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
 def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, tmp_path):
     """With "auto" the fastest plan that the format can hold is exported and explained; a named algorithm is refused."""
     file = tmp_path / "a.xml"
-    line = ["plan", "hgx-h100", "--nbytes", "256M", "--format", "nccl-graph", "--export", file]
+    line = ["export", "hgx-h100", file, "--nbytes", "256M", "--format", "nccl-graph"]
     out = printed(*line)
     assert out.startswith("all_reduce of 256 MiB by ring on 8 devices")
     assert "\n  format    the plan of direct is faster, but does not fit: " in out
@@ -134,15 +134,16 @@ def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, t
     [
         ("topology", "a.svg", b"<?xml", b"8 V100 in a hybrid cube mesh of NVLink 2"),
         ("topology", "a.PNG", b"\x89PNG", b"8 V100 in a hybrid cube mesh of NVLink 2"),
-        ("plan", "a.SVG", b"<?xml", b"all_reduce one_device: 4 devices"),
+        ("export", "a.SVG", b"<?xml", b"all_reduce one_device: 4 devices"),
     ],
 )
 def test_pictures(printed, tmp_path, command, name, start, words):
-    """--picture draws the topology, or the schedule on it, and creates no other file."""
-    line = [command, "dgx-1v", *(["--devices", "0,1,2,3", "--algorithm", "one_device"] if command == "plan" else [])]
-    text = printed(*line)
-    assert printed(*line, "--picture", tmp_path / name) == f"{text}{tmp_path / name}: open it in a browser\n"
-    json.loads(printed(*line, "--json", "--picture", tmp_path / name))
+    """A picture shows the topology, or the schedule on it; no other file is created."""
+    selected = ["dgx-1v", "--devices", "0,1,2,3", "--algorithm", "one_device"] if command == "export" else ["dgx-1v"]
+    text = printed("plan" if command == "export" else command, *selected)
+    line = [command, *selected, *(["--picture"] if command == "topology" else []), tmp_path / name]
+    assert printed(*line) == f"{text}{tmp_path / name}: open it in a browser\n"
+    json.loads(printed(*line, "--json"))
     assert list(tmp_path.iterdir()) == [tmp_path / name]
     picture = (tmp_path / name).read_bytes()
     assert picture.startswith(start)
@@ -186,25 +187,23 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --nbytes 1T", "--nbytes must be a number of bytes such as 8, 64K or 128M"),
         ("plan dgx-1v --collective gather", '--collective must be one of all_reduce, reduce, broadcast'),
         ("plan dgx-1v --algorithm best", '--algorithm must be one of one_device'),
-        ("plan dgx-1v --picture a.pdf", "--picture must be a .svg or .png file, not a.pdf."),
         ("topology dgx-1v --picture a.pdf", "--picture must be a .svg or .png file, not a.pdf."),
         ("topology dgx-1v --export a.xml", "--export must be a .json file, not a.xml."),
-        ("plan dgx-1v --export a.yaml", "--export a.yaml must end in .xml, .json, .trace.json, or --format must be"),
-        ("plan dgx-1v --export a.xml --format yaml", "--format must be one of chakra, msccl, mscclpp, nccl-graph,"),
-        ("plan dgx-1v --format msccl", "--format requires a file: give it with --export."),
-        ("plan dgx-1v --picture no/a.svg", "--picture no/a.svg cannot be written: there is no folder /"),
-        ("plan dgx-1v --export file/a.xml", "--export file/a.xml cannot be written: there is no folder /"),
-        ("plan dgx-1v --export /dev/null --format trace", "--export /dev/null cannot be written: it is not a regular"),
+        ("export dgx-1v a.yaml", "a.yaml must end in .xml, .json, .trace.json, .html, .svg, .png, or --format must be"),
+        ("export dgx-1v a.xml --format yaml", "--format must be one of chakra, msccl, mscclpp, nccl-graph,"),
+        ("export dgx-1v no/a.svg", "FILE no/a.svg cannot be written: there is no folder /"),
+        ("export dgx-1v file/a.xml", "FILE file/a.xml cannot be written: there is no folder /"),
+        ("export dgx-1v /dev/null --format trace", "FILE /dev/null cannot be written: it is not a regular"),
         ("topology dgx-1v --export no/a.json", "--export no/a.json cannot be written: there is no folder /"),
         ("plan dgx-1v --devices 0,5", "needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."),
         ("plan dgx-1v --devices 0,6", "try:   topology.subset(devices), or --devices on the command line, with "
          "connected devices; or a topology with the missing links"),
         (
-            "plan dgx-1v --devices 0,1,4,5 --without-link 0-4 --without-link 1-5 --picture a.svg --export a.xml",
+            "export dgx-1v a.xml --devices 0,1,4,5 --without-link 0-4 --without-link 1-5",
             "needs a route from cuda:0 to cuda:4, cuda:5, but no link leads out of {cuda:0, cuda:1}.",
         ),
-        ("plan dgx-1v --algorithm direct --format nccl-graph --export a --picture a.svg", "can only have rings"),
-        ("plan dgx-1v --devices 0 --export a.xml", "a collective of one device has no transfers."),
+        ("export dgx-1v a --algorithm direct --format nccl-graph", "can only have rings"),
+        ("export dgx-1v a.xml --devices 0", "a collective of one device has no transfers."),
     ],
 )  # fmt: skip
 def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch, line, words):
@@ -219,38 +218,40 @@ def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch, l
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-@pytest.mark.parametrize("command", ["plan", "topology"])
+@pytest.mark.parametrize(
+    ("command", "names"), [("export", ["a.svg"]), ("export", ["a.json"]), ("topology", ["a.svg", "a.json"])]
+)
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), MemoryError(), OSError(28, "No space left on device")])
-def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, fault):
+def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, names, fault):
     """A failure before the last file is complete changes no existing file and leaves no other file."""
 
     def fail(*args, **options):
         raise fault
 
-    picture, export = tmp_path / "a.svg", tmp_path / "a.json"
-    for path in (picture, export):
+    paths = sorted(tmp_path / name for name in names)
+    for path in paths:
         path.write_text("earlier")
-    last = "plan.Plan.explain" if command == "plan" else "topology.Topology.to_json"
+    last = "export.Plan.explain" if command == "export" else "topology.Topology.to_json"
     monkeypatch.setattr(f"crossreduce.cli.{last}", fail)
-    code, out, _ = crossreduce(command, "dgx-1v", "--export", export, "--picture", picture)
+    files = paths if command == "export" else ["--export", paths[0], "--picture", paths[1]]
+    code, out, _ = crossreduce(command, "dgx-1v", *files)
     assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
-    assert sorted(tmp_path.iterdir()) == [export, picture]
-    assert [path.read_text() for path in (picture, export)] == ["earlier"] * 2
+    assert sorted(tmp_path.iterdir()) == paths
+    assert [path.read_text() for path in paths] == ["earlier"] * len(paths)
 
 
-@pytest.mark.parametrize(("command", "export"), [("plan", "a.xml"), ("topology", "a.json")])
-def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch, command, export):
-    """Without matplotlib the text and the export come as always, and then one line that names the extra."""
-    line = [command, "dgx-1v", "--export", tmp_path / export]
+def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch):
+    """Without matplotlib the text and the file come as always, and then one line that names the extra."""
+    line = ["topology", "dgx-1v", "--export", tmp_path / "a.json"]
     _, text, _ = crossreduce(*line)
-    data = (tmp_path / export).read_bytes()
-    (tmp_path / export).unlink()
+    data = (tmp_path / "a.json").read_bytes()
+    (tmp_path / "a.json").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, error = crossreduce(*line, "--picture", tmp_path / "a.svg")
-    assert (code, out) == (2, text)
-    assert error == "crossreduce: --picture needs matplotlib.  try: pip install 'crossreduce[plot]'\n"
-    assert {path.name for path in tmp_path.iterdir()} - {f"{export}.ranks.json"} == {export}
-    assert (tmp_path / export).read_bytes() == data
+    needed = "crossreduce: pictures need matplotlib.  try: pip install 'crossreduce[plot]'\n"
+    assert crossreduce(*line, "--picture", tmp_path / "a.svg") == (2, text, needed)
+    assert crossreduce("export", "dgx-1v", tmp_path / "a.svg")[::2] == (2, needed)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_bytes() == data
 
 
 def run(*args, code="from crossreduce.cli import main; main(sys.argv[1:])", **options):
@@ -261,11 +262,11 @@ def run(*args, code="from crossreduce.cli import main; main(sys.argv[1:])", **op
 
 
 def test_planning_loads_no_framework(tmp_path):
-    """topology, plan and verify import no framework except NumPy, no matplotlib, and print no escape codes."""
+    """topology, export and verify import no framework except NumPy, no matplotlib, and print no escape codes."""
     path = tmp_path / "a.xml"
     code = (
         "from crossreduce.cli import main\n"
-        "for line in (['topology', 'dgx-1v'], ['plan', 'dgx-1v', '--export', sys.argv[1]], ['verify', sys.argv[1]]):\n"
+        "for line in (['topology', 'dgx-1v'], ['export', 'dgx-1v', sys.argv[1]], ['verify', sys.argv[1]]):\n"
         "    try: main(line)\n"
         "    except SystemExit as stopped: assert not stopped.code, (line, stopped.code)\n"
         "print(sorted({'torch', 'jax', 'tensorflow', 'sklearn', 'matplotlib', 'pynvml'} & set(sys.modules)))"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-termi
 
 BENCH = ("bench", "-b", "1K", "-e", "4K", "-f", "2", "-n", "2", "-w", "1")
 COMMANDS = {
-    "plan": (("plan", "dgx-1v", "--json"), ["planning 0/3", "planning forest", "comparing schedules"]),
+    "plan": (("plan", "dgx-1v", "--json"), ["planning 0/2", "planning forest", "comparing schedules"]),
     "topology": (("topology", "dgx-1v", "--json"), ["all_reduce 0/5", "all_gather"]),
     "train": (("train", "--epochs", "2"), ["training 0/46", "epoch 2 loss", "46/46"]),
     "bench": (
@@ -36,7 +36,10 @@ def flat(text):
     return " ".join(re.sub("[━╸╺]", " ", text).split())
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("topology", "train", "against"))) for each in COMMANDS],
+)
 def test_bars_are_shown_on_a_terminal_only(name):
     """With a terminal as standard error the steps are shown there; without one nothing is. The output has no bars."""
     args, expected = COMMANDS[name]
@@ -61,8 +64,8 @@ def test_bars_are_shown_on_a_terminal_only(name):
 
 
 def test_bundles_show_their_sizes_and_files(tmp_path):
-    """``plan --bundle`` shows the sizes that are planned, and ``verify DIR`` the files that are proved."""
-    code, _, shown = with_bars("plan", "ncv4", "--bundle", tmp_path / "made", "--format", "msccl")
+    """``bundle`` shows the sizes that are planned, and ``verify DIR`` the files that are proved."""
+    code, _, shown = with_bars("bundle", "ncv4", tmp_path / "made", "--format", "msccl")
     assert code == 0, shown
     assert re.search(r"planned \S+ \S+ 1/21", flat(shown))
     count = len(json.loads((tmp_path / "made" / "ranks.json").read_text())["files"])
@@ -79,7 +82,7 @@ def test_bundles_show_their_sizes_and_files(tmp_path):
 
 def test_a_wrong_file_is_reported_below_the_bar(tmp_path):
     """The message about a wrong file of a bundle is complete and follows the bar, which is removed."""
-    assert with_bars("plan", "ncv4", "--bundle", tmp_path / "made", "--format", "msccl")[0] == 0
+    assert with_bars("bundle", "ncv4", tmp_path / "made", "--format", "msccl")[0] == 0
     file = sorted((tmp_path / "made" / "msccl").iterdir())[0]
     file.write_text(file.read_text().replace('minBytes="0"', 'minBytes="64"'))
     code, out, shown = with_bars("verify", tmp_path / "made")
@@ -147,7 +150,7 @@ def test_steps_are_reported_to_the_innermost_watcher():
     assert outer == [("after", 1, 1)]
 
 
-@pytest.mark.parametrize("given", ["9" * 21, "99999999999", "999", "\N{SUPERSCRIPT TWO}", "-1", "x", ""])
+@pytest.mark.parametrize("given", ["9" * 21, "999", "\N{SUPERSCRIPT TWO}"])
 def test_descriptors_for_bars_that_are_not_open(given):
     """Without a usable descriptor of its parent's terminal, a command shows no bar, and does its work."""
     command = [sys.executable, "-m", "crossreduce", "topology", "ncv4", "--json"]

@@ -7,8 +7,8 @@ import pytest
 from command_line import ROW, run_python
 
 import crossreduce as cr
-from crossreduce.cli.arguments import read_algorithms
-from crossreduce.cli.train import batches
+from crossreduce.cli.support.arguments import read_algorithms
+from crossreduce.cli.train.command import batches
 
 # The greatest difference of losses that is allowed. Measured: 3e-7 between 1 and 100 devices over 460 steps; above 1e-2
 # if the gradients of one replica are lost.
@@ -65,7 +65,7 @@ def break_reduction(monkeypatch, before=lambda trees: trees, after=lambda trees:
             return cr.all_reduce(trees, *rest, **options)
         return after(cr.all_reduce(before(trees), *rest, **options))
 
-    monkeypatch.setattr("crossreduce.cli.train.all_reduce", all_reduce)
+    monkeypatch.setattr("crossreduce.cli.train.command.all_reduce", all_reduce)
 
 
 def test_the_tolerance_detects_a_lost_replica(crossreduce, tmp_path, monkeypatch):

@@ -123,7 +123,8 @@ def test_an_unreadable_file_is_rejected(crossreduce, tmp_path, fault):
     assert len(error) < 2000
     if fault in ("a topology", "a trace", "a graph"):
         assert (
-            "files that can be verified: MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON" in error
+            "files that can be verified: MSCCL XML (<algo>), MSCCL++ plans, and schedules in JSON (crossreduce export"
+            in error
         )
 
 
@@ -148,7 +149,7 @@ def test_a_missing_file_is_rejected(crossreduce, tmp_path):
     """A folder that is not a bundle and a missing file exit with 2."""
     missing = "cannot be read: No such file or directory."
     assert crossreduce("verify", tmp_path / "no") == (2, "", f"crossreduce: {tmp_path / 'no'} {missing}\n")
-    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one of plan --bundle.\n"
+    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one of crossreduce bundle.\n"
     assert crossreduce("verify", tmp_path) == (2, "", folder)
 
 

@@ -1,7 +1,5 @@
 """The packaged machine code and PTX of the CUDA kernels, without a GPU."""
 
-import ctypes
-import json
 import re
 import runpy
 import subprocess
@@ -11,10 +9,9 @@ from pathlib import Path
 import cuda_launches as launches
 import cuda_machine_code as machine_code
 import cuda_roundings as roundings
-import numpy as np
 import ptx_to_c
 import pytest
-from cuda_faults import some_faults
+from budget import SHARE, count
 
 import crossreduce
 
@@ -23,35 +20,7 @@ ROOT = machine_code.ROOT
 SCRIPT = ROOT / "scripts/build_cuda_kernels"
 NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
-TABLE = json.loads(machine_code.TABLE.read_text())
-BATCHES = 100  # of each dtype, in PTX
-MOST = 2000  # batches until a changed instruction is found
-
-# Changes of instructions in PTX: the kernel, its numbers, the instructions, and what replaces them. These kernels take
-# any number of sources: one for three sources has code that no three sources reach.
-FLOAT, DOUBLE, COMPLEX = ("float32",) * 3, ("float64",) * 3, ("complex64",) * 3
-HALF, BFLOAT = (("float16", "float32", "float16"), ("bfloat16", "float32", "bfloat16"))
-CHANGES = [
-    ("sum_f32_any", ("sum", *FLOAT), r"\badd\.rn\.f32", "sub.rn.f32"),
-    ("sum_f32_any", ("sum", *FLOAT), r"\badd\.rn\.f32", "add.rz.f32"),
-    ("sum_f32_any", ("sum", *FLOAT), r"\bdiv\.rn\.f32", "div.rz.f32"),
-    ("sum_f32_any", ("sum", *FLOAT), r"(setp\.eq\.f64.*\n\s*)@%p\d+ ", r"\1"),  # a predicate is dropped: no division
-    ("sum_f32_any", ("sum", *FLOAT), r"(ld\.global\.v4\.u32) \{(%r\d+), (%r\d+)", r"\1 {\3, \2"),
-    ("sum_f16_any", ("sum", *HALF), r"cvt\.rn\.f16\.f32", "cvt.rz.f16.f32"),
-    ("sum_bf16_any", ("sum", *BFLOAT), r"(add\.s32\s.*), 32767;", r"\1, 32768;"),  # half of the last place
-    ("sum_f64_any", ("sum", *DOUBLE), r"\badd\.rn\.f64", "add.rm.f64"),
-    ("product_c64_any", ("product", *COMPLEX), r"\bsub\.rn\.f32", "add.rn.f32"),
-    ("product_c64_any", ("product", *COMPLEX), r"\bmul\.rn\.f32", "mul.rp.f32"),
-    ("min_f32_any", ("min", *FLOAT), r"setp\.gtu\.f32", "setp.ltu.f32"),  # a comparison is flipped
-    ("min_f32_any", ("min", *FLOAT), r"setp\.gtu\.f32", "setp.gt.f32"),
-    ("max_f32_any", ("max", *FLOAT), r"(setp\.(?:nan|num)\.f32.*\n\s*)and\.pred", r"\1or.pred"),
-    ("max_f32_any", ("max", *FLOAT), r"setp\.num\.f32", "setp.nan.f32"),
-    ("min_i8_any", ("min", *["int8"] * 3), r"min\.s16", "min.u16"),
-    ("mean_i32_mixed", ("mean", "int32", "float64", "float64"), r"cvt\.rn\.f64\.s32", "cvt.rn.f64.u32"),
-]
-# Places of a change that no launch reaches: the numbers of the change and of the place. The compiler has unrolled a
-# loop over sources by two; after it, an odd source is the last one, yet there is code that would read the next one.
-UNREACHED = {(4, 3)}
+SOME = ["bfloat16", "complex64", "float16", "int32"]  # with the kernels that round to halves
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +36,7 @@ def test_the_packaged_code_belongs_to_the_sources(code):
     assert list(code) == [*script["ARCHITECTURES"], script["PTX"]]
     assert machine_code.PACKED.stat().st_size < 3_000_000
     names = {kernel for numbers in launches.all_numbers() for kernel in launches.kernels_of(numbers)}
-    assert names == set(ptx_to_c.kernels(machine_code.ptx())) == set(TABLE)
+    assert names == set(ptx_to_c.kernels(machine_code.ptx()))
     for each in script["ARCHITECTURES"]:
         assert set(machine_code.resources(code[each])) == names
 
@@ -94,13 +63,12 @@ def test_a_change_of_the_sources_changes_the_digest(tmp_path):
     assert digest() != before
 
 
-def test_registers_and_stack_are_those_of_the_table(code):
+def test_registers_and_stack(code):
     """At most 64 registers, so that four blocks of 256 threads fit, and no stack: read from the ELF."""
     cubins = {name: machine_code.resources(each) for name, each in code.items() if name.startswith("sm_")}
     for each, kernels in cubins.items():
         for name, used in kernels.items():
-            assert used["registers"] == TABLE[name]["registers"][each], (each, name)
-            assert used["registers"] <= 64
+            assert used["registers"] <= 64, (each, name)
             assert used.get("stack", 0) == 0
 
 
@@ -108,12 +76,12 @@ def test_registers_and_stack_are_those_of_the_table(code):
 def test_loads_are_wide_and_ahead_of_their_first_use(code):
     """Loads and stores of 16 bytes, or a thread's share; no spills; all loads of a fixed kernel are in flight at once.
 
-    nvdisasm 13 does not list sm_70.
+    nvdisasm 13 does not list sm_70. Below the full budget, one architecture is listed.
     """
-    for each in [name for name in code if name.startswith("sm_") and name != "sm_70"]:
+    listed = [name for name in code if name.startswith("sm_") and name != "sm_70"]
+    for each in listed if SHARE >= 1 else listed[-1:]:
         for name, instructions in machine_code.listing(code[each], machine_code.nvdisasm()).items():
             found = machine_code.loads(instructions)
-            assert found["ahead"] == TABLE[name]["ahead"][each], (each, name)
             share = 8 if re.search(r"_(u8|i8|bool)_any", name) else 16
             assert (found["widest"], found["stored"]) == (share, share), (each, name)
             assert (found["spills"], found["generic"], found["constant"]) == (0, 0, 0), (each, name)
@@ -151,54 +119,22 @@ def test_ptx_rounds_each_result_once_to_the_nearest():
         assert op not in ("ld", "st") or rest[0] in ("param", "global"), opcode
 
 
-def test_the_compiled_instructions_give_the_bits_of_the_reference(tmp_path):
-    """The PTX of every kernel, translated to C: drawn batches, and conversions to halves."""
-    kernels = ptx_to_c.kernels(machine_code.ptx())
-    library = ptx_to_c.compiled(kernels, tmp_path)
-    counts = launches.check_each(library, BATCHES, 3)
-    assert len(counts) == 15
-    assert min(counts.values()) >= BATCHES
+@pytest.mark.parametrize(
+    "dtypes", [SOME, pytest.param(sorted(launches.SHORT), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_the_compiled_instructions_give_the_bits_of_the_reference(dtypes):
+    """The PTX of the kernels for some dtypes, translated to C: drawn batches, and conversions to halves."""
+    names = {name for each in launches.all_numbers() if each.dtype in dtypes for name in launches.kernels_of(each)}
+    kernels = {name: each for name, each in ptx_to_c.kernels(machine_code.ptx()).items() if name in names}
+    library = ptx_to_c.loaded(kernels)
+    counts = launches.check_each(library, count(100), 3, dtypes)
+    assert list(counts) == dtypes
+    assert min(counts.values()) >= count(100)
     for short in roundings.NAMES:
         assert roundings.wrong_floats(library, roundings.notable_bits(short), short) == 0
         assert roundings.wrong_doubles(library, short) == 0
         assert roundings.wrong_widened(library, short) == 0
-    room, body = kernels["sum_f32_2"]
+    room, body = kernels["sum_f16_mixed"]
     for unknown in ("fma.rn.f32", "add.rn.ftz.f32", "ex2.approx.f32"):
         with pytest.raises(ValueError, match=f"unknown instruction {unknown}"):
-            ptx_to_c.translate({"kernel": (room, body.replace("add.rn.f32", unknown))}, {})
-
-
-def test_a_changed_instruction_is_found(tmp_path):
-    """A change is made at a place of its kernel, one at a time, and each time found by drawn batches."""
-    kernels, changes, numbered = ptx_to_c.kernels(machine_code.ptx()), {}, []
-    for number, (name, _, old, new) in enumerate(CHANGES):
-        body = kernels[name][1]
-        places = list(re.finditer(old, body))
-        assert places, (name, old)
-        for k, at in enumerate(places):
-            changed = body[: at.start()] + at.expand(new) + body[at.end() :]
-            lines = zip(body.split("\n"), changed.split("\n"), strict=True)
-            ((line, text),) = [(j, after) for j, (before, after) in enumerate(lines) if before != after]
-            numbered.append((number, k))
-            changes.setdefault((name, line), []).append((len(numbered), text))
-    used = {name: kernels[name] for name, *_ in CHANGES}
-    library = ptx_to_c.compiled(used, tmp_path, "-O1", changes=changes)
-    chosen, survivors = ctypes.c_int.in_dll(library, "change"), set()
-
-    def is_found(name, numbers):
-        draw = np.random.default_rng(5)
-        for _ in range(MOST):
-            try:
-                launches.check(library, launches.Numbers(*numbers), draw, name)
-            except AssertionError:
-                return True
-        return False
-
-    tried = set()
-    for chosen.value, place in some_faults(list(enumerate(numbered, 1))):
-        tried.add(place)
-        if not is_found(*CHANGES[place[0]][:2]):
-            survivors.add(place)
-    assert survivors == UNREACHED & tried
-    assert len(numbered) > 600
-    assert len({number for number, _ in tried}) > 0.8 * len(CHANGES)
+            ptx_to_c.translate({"kernel": (room, body.replace("add.rn.f32", unknown))})

@@ -1,24 +1,19 @@
 """The CUDA kernels without a GPU: their body runs on the host under sanitizers and gives the bits of the reference."""
 
 import ctypes
-import os
 import re
 import shutil
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import cuda_launches as launches
 import cuda_roundings as roundings
-from cuda_faults import some_faults
-from paths import ROOT, SUPPORT, program
+import pytest
+from budget import count, some
+from compiled import compiled
+from fake_cuda import FLAGS, KERNELS, host_bodies, ran
+from paths import NATIVE
 
-NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
-# Its own functions, even where the fake driver, which has the same ones, was loaded before.
-OWN_FUNCTIONS = "-Wl,-Bsymbolic"
-FLAGS = ("-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", OWN_FUNCTIONS)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-BATCHES = 300  # of each dtype
 # Faults of the body: the file, the text, what replaces it, and the dtype whose batches find it.
 FAULTS = [
     ("reduce.cuh", "part.head + start", "start", "float32"),  # vectors that are not aligned
@@ -67,78 +62,71 @@ ROUNDING_FAULTS = [
 ]
 
 
-def built(folder, *flags, source=NATIVE):
-    """Compile the body of the kernels for the host; return the library's path."""
-    library = folder / "cuda_host.so"
-    command = ["g++", *FLAGS, *flags, f"-I{source}", str(SUPPORT / "native" / "cuda_host.cpp"), "-o", str(library)]
-    subprocess.run(command, check=True, timeout=250)
-    return library
+@pytest.fixture(scope="module")
+def library():
+    """Return the path of the body of all kernels, which calls its own functions even beside the fake driver's."""
+    return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
 
 
-def rows_of(dtype):
-    """Return the names of the rows of kernels.inc that a dtype needs."""
-    return {launches.kernel_name(numbers)[0] for numbers in launches.all_numbers() if numbers.dtype == dtype}
-
-
-def faulty(folder, rows, file, old, new, *flags):
-    """Compile the body with a fault and only some rows of kernels.inc, in a new folder: all rows take much longer."""
+def with_rows(folder, dtypes, *flags, fault=None):
+    """Compile only the kernels for some dtypes, as all take much longer, with a fault or none, in a new folder."""
+    rows = {launches.kernel_name(numbers)[0] for numbers in launches.all_numbers() if numbers.dtype in dtypes}
     source = folder / "native"
-    shutil.copytree(NATIVE, source)
+    shutil.copytree(KERNELS, source)
     lines = (source / "kernels.inc").read_text().splitlines(keepends=True)
     named = [re.match(r"(KERNEL|MIN_MAX)\((\w+), ", line) for line in lines]
     prefix = {"KERNEL": "", "MIN_MAX": "min_"}
     kept = [line for line, row in zip(lines, named, strict=True) if row is None or prefix[row[1]] + row[2] in rows]
     assert len(kept) < len(lines)
     (source / "kernels.inc").write_text("".join(kept))
-    text = (source / file).read_text()
-    assert text.count(old) == 1, old
-    (source / file).write_text(text.replace(old, new))
-    return built(folder, "-O0", *flags, "-Wno-error", source=source)
+    if fault:
+        file, old, new = fault
+        text = (source / file).read_text()
+        assert text.count(old) == 1, old
+        (source / file).write_text(text.replace(old, new))
+    command = ["g++", *FLAGS, *flags, "-Wno-error", "-Wl,-Bsymbolic", "-shared", f"-I{source}"]
+    subprocess.run([*command, NATIVE / "cuda_host.cpp", "-o", folder / "cuda_host.so"], check=True, timeout=250)
+    return folder / "cuda_host.so"
 
 
 def checked(library, batches, *dtypes, sanitized=False):
     """Run drawn batches of every kernel of all or some dtypes in a process of its own; return the finished process."""
-    environment = dict(os.environ)
+    environment = {}
     if sanitized:
         asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-        environment |= {"LD_PRELOAD": asan.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-W", "ignore", str(program("cuda_launches.py")), str(library), str(batches), "1"]
-    return subprocess.run(
-        [*command, *dtypes], capture_output=True, text=True, check=False, env=environment, timeout=250
-    )
+        environment = {"LD_PRELOAD": asan.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    return ran("cuda_launches.py", library, batches, 1, *dtypes, **environment)
 
 
-def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(tmp_path):
+def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
     """Drawn batches of every kernel: several parts, orders, alignments, in place; only the bytes of results change."""
-    library = built(tmp_path, "-Og", *SANITIZERS)
-    dtypes, counts = sorted({numbers.dtype for numbers in launches.all_numbers()}), {}
-    with ThreadPoolExecutor(2) as pool:
-        for ran in pool.map(lambda k: checked(library, BATCHES, *dtypes[k::2], sanitized=True), range(2)):
-            assert ran.returncode == 0, ran.stderr[-2000:]
-            counts |= dict(line.split() for line in ran.stdout.splitlines())
-    assert sorted(counts) == dtypes
+    done = checked(library, count(300))
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = dict(line.split() for line in done.stdout.splitlines())
+    assert sorted(counts) == sorted({numbers.dtype for numbers in launches.all_numbers()})
     assert len(counts) == 15
-    assert min(map(int, counts.values())) >= BATCHES
+    assert min(map(int, counts.values())) >= count(300)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [["float64", "uint8"], pytest.param(sorted(launches.SHORT), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
+    """Under sanitizers, drawn batches access no byte beside a source or result, and have no undefined behaviour."""
+    done = checked(with_rows(tmp_path, dtypes, "-Og", *SANITIZERS), count(300), *dtypes, sanitized=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
 def test_faults_are_found(tmp_path):
-    """Each fault of the body is found by the same kind of batches, and without a fault these pass."""
-
-    def survives(number):
-        file, old, new, dtype, *report = (FAULTS + REPORTED_FAULTS)[number]
+    """Each fault of the body is found by the same kind of batches."""
+    for number, (*fault, dtype, report) in enumerate(some([*((*each, "") for each in FAULTS), *REPORTED_FAULTS])):
         flags = SANITIZERS if report else ()
-        library = faulty(tmp_path / str(number), rows_of(dtype), file, old, new, *flags)
-        ran = checked(library, 400, dtype, sanitized=bool(report))
-        assert report or ran.returncode <= 0 or "AssertionError" in ran.stderr, (old, ran.stderr[-2000:])
-        return ran.returncode == 0 or (report and report[0] not in ran.stderr)
-
-    everyone = checked(built(tmp_path, "-O0"), 400)
-    assert everyone.returncode == 0, everyone.stderr[-2000:]
-    with ThreadPoolExecutor(2) as pool:
-        numbers = some_faults(range(len(FAULTS + REPORTED_FAULTS)))
-        survivors = list(pool.map(survives, numbers))
-    found = zip(numbers, survivors, strict=True)
-    assert not any(survivors), [(FAULTS + REPORTED_FAULTS)[k] for k, survived in found if survived]
+        library = with_rows(tmp_path / str(number), [dtype], "-O0", *flags, fault=fault)
+        done = checked(library, 400, dtype, sanitized=bool(report))
+        assert done.returncode != 0, fault
+        assert report or done.returncode < 0 or "AssertionError" in done.stderr, (fault, done.stderr[-2000:])
+        assert report in done.stderr, (fault, done.stderr[-2000:])
 
 
 def is_wrong(library):
@@ -152,9 +140,14 @@ def is_wrong(library):
     )
 
 
-def test_conversions_to_halves_are_rounded_correctly(tmp_path):
+def test_conversions_to_halves_are_rounded_correctly(library):
     """Three million values at all middles, subnormals, overflow and NaN; scripts/cuda_roundings checks all 2**32."""
-    assert not is_wrong(built(tmp_path, "-O0"))
-    rows = {name.removesuffix("_mixed") for name in roundings.KERNELS}
-    for number, fault in some_faults(list(enumerate(ROUNDING_FAULTS))):
-        assert is_wrong(faulty(tmp_path / str(number), rows, *fault)), fault
+    assert not is_wrong(library)
+
+
+@pytest.mark.slow
+def test_faults_of_conversions_are_found(tmp_path):
+    """Each fault of a conversion rounds a notable value wrongly."""
+    for number, fault in enumerate(some(ROUNDING_FAULTS)):
+        rows = ["float16", "bfloat16", "int32"]
+        assert is_wrong(with_rows(tmp_path / str(number), rows, "-O0", fault=fault)), fault

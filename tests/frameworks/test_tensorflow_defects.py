@@ -1,8 +1,8 @@
 """The ops of ``crossreduce.tensorflow`` do not have the defects D1 to D17 of TensorFlow's (docs/contract.md), and wrong
 calls raise errors.
 
-Each defect except D7 and D16 has a test that names it: D2 and D12 in test_tensorflow_ops.py
-(test_reduction_and_broadcast), the others here. D7 and D16 are in functions of TensorFlow that call no cross-device op.
+Each defect except D7 and D16 has a test that names it: D1, D2, D11 and D12 in test_tensorflow_ops.py, D5, D8 and D9 in
+test_tensorflow_pages.py, the others here. D7 and D16 are in functions of TensorFlow that call no cross-device op.
 """
 
 import pickle
@@ -18,7 +18,6 @@ from tensorflow_values import (
     Mirrored,
     PerReplica,
     crt,
-    name,
     on,
     outcomes,
     per_replica,
@@ -27,15 +26,6 @@ from tensorflow_values import (
 )
 
 import crossreduce as cr
-
-
-def test_d1_the_last_of_an_odd_number():
-    """D1: the sum and the mean over an odd number of devices include the last one, which TensorFlow's op omits."""
-    for n in (3, 5, 7, 9):
-        value = per_replica([2.0**k for k in range(n)])
-        for op, want in ((SUM, 2.0**n - 1), (MEAN, (2.0**n - 1) / n)):
-            (result,) = SMALL.batch_reduce(op, [(value, value)])
-            assert [float(x) for x in result.values] == [np.float32(want)] * n
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,53 +80,12 @@ def test_d4_d6_dtypes_mix_in_a_batch(mode):
             assert all(c.dtype == x.dtype and (c == x * 7).all() for c in components)
 
 
-def test_d5_nccl_plans_auto():
-    """D5: "nccl" works without NCCL, since it plans "auto"."""
-    value = per_replica([1.0, 2.0, 4.0])
-    assert float(crt.AllReduceCrossDeviceOps("nccl").reduce(SUM, value, "CPU:0")) == 7.0
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_d8_an_empty_batch(op):
-    """D8: an empty batch returns an empty list; any iterable is a batch."""
-    assert OPS[op].batch_reduce(SUM, []) == []
-    value = per_replica([1.0, 2.0])
-    (result,) = OPS[op].batch_reduce(SUM, (pair for pair in [(value, value)]))
-    assert float(result.values[1]) == 3.0
-    assert float(OPS[op].batch_reduce(SUM, zip([value], ["CPU:0"], strict=True))[0]) == 3.0
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("op", OPS)
-def test_d9_the_reduction_is_checked(op, n):
-    """D9: an unknown reduction raises an error, on one device too; names are accepted, so "MEAN" is a mean."""
-    value = per_replica([1.0, 3.0][:n])
-    for bad in ("average", None, 3, tf.VariableAggregation.MEAN):
-        with pytest.raises(ValueError, match="not a known reduction"):
-            OPS[op].reduce(bad, value, value)
-        with pytest.raises(ValueError, match="not a known reduction"):
-            OPS[op].batch_reduce(bad, [(value, value)])
-    assert float(OPS[op].reduce("MEAN", value, "CPU:0")) == n
-    assert float(OPS[op].reduce(cr.ReduceOp.SUM, value, "CPU:0")) == [1.0, 4.0][n - 1]
-    if "accumulation" not in repr(OPS[op]):
-        assert float(OPS[op].reduce("max", value, "CPU:0")) == [1.0, 3.0][n - 1]
-
-
 def test_d10_mirrored_values_are_summed():
     """D10: the components of a Mirrored are summed like those of a PerReplica, by reduce and batch_reduce."""
     value = per_replica([5.0, 5.0], wrap=Mirrored)
     assert float(SMALL.reduce(SUM, value, "CPU:0")) == 10.0
     assert float(SMALL.batch_reduce(SUM, [(value, value)])[0].values[1]) == 10.0
     assert float(SMALL.batch_reduce(MEAN, [(value, value)])[0].values[1]) == 5.0
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_d11_the_rest_of_the_batch_has_no_effect(mode):
-    """D11: a value's result does not depend on other values with other destinations."""
-    value, other = per_replica([1.0, 2.0, 4.0]), per_replica([1.0, 1.0], 3)
-    for beside in ((value, value), (value, "CPU:5"), (other, other)):
-        first = outcomes(mode, lambda beside=beside: SMALL.batch_reduce(SUM, [(value, value), beside]))[0]
-        assert first == ("mirrored", [name(k) for k in range(3)], [7.0] * 3)
 
 
 def test_d13_two_replicas_on_one_device():

@@ -83,7 +83,7 @@ def test_command_lines_of_the_readme_run(tmp_path):
     lines = [
         line for block in re.findall(r"```\n(crossreduce .*?)```", README, re.DOTALL) for line in block.splitlines()
     ]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         words = shlex.split(line, comments=True)
         subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
@@ -170,9 +170,9 @@ def test_the_grid_of_ranks_covers_every_collective_and_judges_it(tmp_path, monke
 
 
 def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
-    """Each ``crossreduce plan --export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
+    """Each ``crossreduce export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
-    commands = re.findall(r"`crossreduce (plan .*?--export (\S+?))`", pages)
+    commands = re.findall(r"`crossreduce (export \S+ (\S+?)(?: .*?)?)`", pages)
     assert len(commands) == 3
     for command, file in commands:
         subprocess.run([sys.executable, "-m", "crossreduce", *command.split()], cwd=tmp_path, check=True, timeout=100)

@@ -29,7 +29,7 @@ PACKAGES = {
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
-    ("errors", "autograph", "threads", "progress"),
+    ("errors", "autograph", "threads", "progress", "chrome_trace"),
     ("ops", "devices"),
     ("kernels",),
     ("values",),
@@ -113,7 +113,7 @@ EXCEPTIONS = {
     "planning.optimal.few_step.hops": {"numpy"},
     "planning.optimal.few_step.program": {"numpy"},
     "planning.optimal.few_step.units": {"numpy"},
-    "schedule.usage": {"numpy"},  # arrays of the use of links over time; only reports need them
+    "schedule.link_use": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
@@ -129,11 +129,10 @@ def test_frameworks_are_imported_only_in_their_own_files():
     """A framework is imported only in the files and folders that are named after it, in cli/ and in EXCEPTIONS.
 
     Its files and folders are <framework>.py, observe/profilers/<framework>.py, frameworks/<framework>.py,
-    engines/<framework>/, engines/host/, engines/cuda/ and engines/device_memory/<framework>.py; the
-    commands in cli/ are programs.
+    engines/<framework>/, engines/host/ and engines/cuda/; the commands in cli/ are programs.
     """
     places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.", "engines.cuda.{}.")
-    places += ("engines.device_memory.{}.", "observe.profilers.{}.")
+    places += ("observe.profilers.{}.",)
     every = set().union(*PACKAGES.values())
     wrong = []
     for path in FILES:
@@ -202,12 +201,12 @@ NEEDED = {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
     "planning.optimal.few_step.units": {"numpy"},  # rounds shares to units
     "planning.plans": {"os"},  # the type of a path
-    "schedule.usage": {"numpy"},  # adds up the transfers of a link
+    "schedule.link_use": {"numpy"},  # adds up the transfers of a link
     "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
-    "topology.kinds": {"importlib"},  # reads the package's own data files
+    "topology.link_kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
-    "topology.given": {"os", "pathlib"},  # whether a name is that of a file
+    "topology.topology_like": {"os", "pathlib"},  # whether a name is that of a file
     "topology.discover": {"os", "pathlib"},  # inspects this machine
     "topology.formats.nccl_xml": {"xml"},
     "topology.nvml": {"ctypes"},  # calls the driver's library
@@ -404,7 +403,7 @@ def test_everything_public_has_a_docstring():
 
 
 def test_class_names_are_unique():
-    """No two classes of the package have one name, except those of tensorflow.py that have TensorFlow's names."""
+    """No two classes of the package have one name, except those of tensorflow/ that have TensorFlow's names."""
     mirrored = {"AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"}
     names = [
         node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)

@@ -4,8 +4,7 @@ import re
 import tomllib
 
 import pytest
-from conftest import LINUX_ONLY
-from paths import ROOT
+from paths import LINUX_ONLY, ROOT
 
 import crossreduce
 

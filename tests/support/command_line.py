@@ -89,7 +89,7 @@ def run_without(module, *args):
 
 
 def expanded(text):
-    """Return the names that ``crossreduce.cli.output.grouped`` joined."""
+    """Return the names that ``crossreduce.cli.support.output.group_names`` joined."""
     names = []
     for part in text.split():
         match = re.fullmatch(r"(.*?)([0-9][0-9,-]*)", part)

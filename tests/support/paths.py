@@ -12,6 +12,17 @@ FOLDERS = [
     *(SUPPORT / name for name in ("runtime", "planner", "planner_oracles", "cuda", "ranks", "torch_ranks")),
 ]
 
+# Tests of ranks, which share memory on Linux only, and of libraries that are compiled as on Linux.
+LINUX_ONLY = [
+    "ranks",
+    "cuda",
+    *(f"cli/test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
+    *(f"project/test_{part}.py" for part in ("docs", "examples")),
+    "planner/export/test_report_browser.py",
+    "planner/topology/test_discover.py",
+    "runtime/engines/test_nccl.py",
+]
+
 
 def program(name):
     """Return the path of a Python file in one of ``FOLDERS``."""

@@ -1,6 +1,7 @@
-"""``crossreduce plan --groups`` and ``--mesh``: plans of several groups that share the links.
+"""``crossreduce groups``: plan several groups that run at the same time, on the links that they share.
 
-Input: the texts of the options and a topology. Output: groups of devices; then text or JSON on standard output.
+Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, and what separate plans
+would lose.
 """
 
 from __future__ import annotations
@@ -8,32 +9,72 @@ from __future__ import annotations
 import json as json_module
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
-from .. import Costs, GroupsPlan, Topology, __version__, mesh_groups, plan_groups
+from typer import Argument, Option
+
+from .. import GroupsPlan, Topology, __version__, mesh_groups, plan_groups
 from ..errors import ArgumentError
-from .arguments import read_subset
-from .output import progress, rate_json
+from .support.arguments import read_subset
+from .support.output import progress, rate_json
+from .support.plans import NBYTES, Collective, CostsOption, Nbytes, OperationUs, read_plan_request
+from .support.topologies import Devices, Hosts, InNetwork, Json, Machine, WithoutLink
 
-Groups = tuple[tuple[str, ...], ...]
+_GROUPS = 'Groups such as "0-3;4-7", or a mesh such as 2x8: the lines along each dimension, as in a DeviceMesh.'
 
 
-def read_groups(groups: str | None, mesh: str | None, topology: Topology) -> Groups:
-    """Return the groups that one of the two options lists.
+def groups(
+    machine: Machine,
+    listed: Annotated[str, Argument(metavar="GROUPS|MESH", help=_GROUPS)],
+    weights: Annotated[
+        str | None, Option(help="A number per group, such as 1,2.5; rates are in proportion. Default: 1.")
+    ] = None,
+    collective: Collective = "all_reduce",
+    nbytes: Nbytes = NBYTES,
+    devices: Devices = None,
+    without_link: WithoutLink = None,
+    hosts: Hosts = 1,
+    in_network: InNetwork = False,
+    costs: CostsOption = None,
+    operation_us: OperationUs = None,
+    json: Json = False,
+) -> None:
+    """Plan groups that run at the same time: one plan for all on their links."""
+    request = read_plan_request(
+        machine,
+        collective=collective,
+        nbytes=nbytes,
+        devices=devices,
+        without_link=without_link,
+        hosts=hosts,
+        in_network=in_network,
+        costs=costs,
+        operation_us=operation_us,
+    )
+    chosen = read_groups(listed, request.topology)
+    shares = read_weights(weights, len(chosen))
+    with progress("planning", 2) as advance:
+        plans = plan_groups(
+            request.topology, chosen, shares, collective=collective, nbytes=request.nbytes, costs=request.costs
+        )
+        advance("comparing")
+        text = (
+            json_module.dumps(_json(machine, plans, collective, request.nbytes), indent=2) if json else plans.explain()
+        )
+    print(text)
 
-    >>> read_groups("0-1;2,3", None, Topology.ring(4))
+
+def read_groups(text: str, topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """Return the listed groups, or those of a mesh.
+
+    >>> read_groups("0-1;2,3", Topology.ring(4))
     (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
-    >>> read_groups(None, "2x2", Topology.ring(4))
+    >>> read_groups("2x2", Topology.ring(4))
     (('cpu:0', 'cpu:2'), ('cpu:1', 'cpu:3'), ('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
     """
-    if groups is not None and mesh is not None:
-        raise ArgumentError("--groups and --mesh cannot be given together.")
-    if groups is not None:
-        return tuple(read_subset("--groups", text, topology) for text in groups.split(";"))
-    sizes = [part.strip() for part in (mesh or "").split("x")]
-    if not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
-        raise ArgumentError(f'--mesh must be sizes such as 2x8, not "{mesh}".')
-    return mesh_groups(topology.devices, [int(size) for size in sizes])
+    if re.fullmatch("[0-9]{1,9}( *x *[0-9]{1,9})+", text.strip()):
+        return mesh_groups(topology.devices, [int(size) for size in text.split("x")])
+    return tuple(read_subset("GROUPS", part, topology) for part in text.split(";"))
 
 
 def read_weights(text: str | None, count: int) -> list[Fraction] | None:
@@ -50,25 +91,6 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
     if len(parts) != count:
         raise ArgumentError(f"--weights must have one number per group: {len(parts)} numbers, {count} groups.")
     return [Fraction(part) for part in parts]
-
-
-def print_groups(
-    machine: str,
-    topology: Topology,
-    groups: Groups,
-    weights: list[Fraction] | None,
-    collective: str,
-    nbytes: int,
-    costs: Costs,
-    *,
-    as_json: bool,
-) -> None:
-    """Plan the groups and print their rates, and what separate plans would lose."""
-    with progress("planning", 2) as advance:
-        found = plan_groups(topology, groups, weights, collective=collective, nbytes=nbytes, costs=costs)
-        advance("comparing")
-        text = json_module.dumps(_json(machine, found, collective, nbytes), indent=2) if as_json else found.explain()
-    print(text)
 
 
 def _json(machine: str, found: GroupsPlan, collective: str, nbytes: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..engines.nccl_library import library
 from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
 from ..topology.discover import discover
-from .output import terminal
+from .support.output import terminal
 
 DISTRIBUTIONS: Final = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
@@ -61,21 +61,25 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
 
 def framework_info(name: str) -> dict[str, Any]:
     """Return a framework's version, its devices and its error; ``None`` for each that it does not have."""
-    found = installed(name)
-    if found is None:
-        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
-    command = [sys.executable, "-m", f"{__package__}.trainers", name]
+    version = installed_version(name)
+    if version is None:
+        return {
+            "version": None,
+            "devices": None,
+            "error": f"not installed  try: pip install 'crossreduce[{name}]'",
+        }
+    command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        return {"version": found, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
+        return {"version": version, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     last = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
-    return {"version": found, "devices": None if ran.returncode else last, "error": last if ran.returncode else None}
+    return {"version": version, "devices": None if ran.returncode else last, "error": last if ran.returncode else None}
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return a framework's version, or "unknown", without importing it; ``None``: it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         with suppress(metadata.PackageNotFoundError):

@@ -18,48 +18,19 @@ from typer import Argument, Option
 from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
-from ..planning.calibration import ASSUMED
 from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.discover import discover
 from ..topology.machines import machine_names
-from .arguments import read_link, read_machine, read_subset
-from .measured import Measured, MeasuredAlgorithm, calibration_json, calibration_lines, fitted
-from .output import atomic_file, bound_json, draw, grouped, print_files, progress, terminal
+from .support.arguments import read_machine
+from .support.output import atomic_file, bound_json, draw, group_names, print_files, progress, terminal
+from .support.topologies import MACHINE, Devices, Hosts, InNetwork, Json, Picture, WithoutLink, check_picture, select
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
-# Options of the commands ``topology`` and ``plan``; all but Picture select the topology. A device's number is its
-# position in the complete machine, whatever --devices and --without-link remove.
-MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
-Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
 Speeds = Annotated[
     str, Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
 ]
 Nics = Annotated[str | None, Option("--nics", help="The network that connects the hosts.")]
-InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
-Devices = Annotated[
-    str | None, Option("--devices", help="Use only these devices, by number or name: 0-3,6 or cuda:0,cuda:1.")
-]
-WithoutLink = Annotated[
-    list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
-]
-Picture = Annotated[Path | None, Option("--picture", help="Draw a picture: a .svg or .png file.")]
-
-
-def select(complete: Topology, devices: str | None, without_link: list[str] | None) -> Topology:
-    """Return the selected part of a topology."""
-    topology = complete
-    for text in without_link or ():
-        topology = topology.without_link(*read_link("--without-link", text, complete))
-    if devices is not None:
-        topology = topology.subset(read_subset("--devices", devices, complete))
-    return topology
-
-
-def check_picture(path: Path | None) -> None:
-    """Raise if the path of a picture does not end in .svg or .png."""
-    if path is not None and path.suffix.lower() not in (".svg", ".png"):
-        raise ArgumentError(f"--picture must be a .svg or .png file, not {path}.")
 
 
 def topology(
@@ -72,11 +43,9 @@ def topology(
     in_network: InNetwork = False,
     devices: Devices = None,
     without_link: WithoutLink = None,
-    measured: Measured = None,
-    measured_algorithm: MeasuredAlgorithm = ASSUMED,
     picture: Picture = None,
     export: Annotated[Path | None, Option(help="Write the topology to this .json file.")] = None,
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Show the links of a topology and the bounds of the five collectives.
 
@@ -84,8 +53,8 @@ def topology(
     rate that no schedule can exceed: bytes of the buffer per time.
     """
     if machine is None:
-        given = devices or without_link or picture or export or nics or in_network or measured
-        if given or (hosts, speeds, measured_algorithm) != (1, "raw", ASSUMED):
+        selected = devices or without_link or picture or export or nics or in_network
+        if selected or (hosts, speeds) != (1, "raw"):
             raise ArgumentError("all options except --json require a machine such as dgx-1v, or a file.")
         _list(as_json=json)
         return
@@ -93,15 +62,10 @@ def topology(
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export must be a .json file, not {export}.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
-    calibration = fitted(measured, complete, measured_algorithm)
-    if calibration is not None:
-        complete = calibration.topology
     chosen = select(complete, devices, without_link)
     with atomic_file("--picture", picture) as drawing:
         with atomic_file("--export", export) as exported:
             report = _report(machine, chosen)
-            if calibration is not None:
-                report["measured"] = calibration_json(calibration, measured_algorithm)
             title = f"{machine}: {report['description']}" if report["description"] else machine
             if exported is not None:
                 exported.write_text(chosen.to_json() + "\n", "utf-8")
@@ -109,8 +73,6 @@ def topology(
             print(json_module.dumps(report, indent=2))
         else:
             _show(title, report, complete, chosen)
-            if calibration is not None:
-                print("", *calibration_lines(calibration, measured_algorithm), sep="\n")
         draw("draw_topology", drawing, chosen, title=title)
     if not json:
         print_files(picture)
@@ -161,17 +123,19 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
     about = Table.grid(padding=(0, 2))
     reducing = [switch.name for switch in topology.switches if switch.reduces]
     named = [host for host in report["hosts"] if host]
-    about.add_row("devices", f"{len(topology.devices)}: {grouped(topology.devices)}")
+    about.add_row("devices", f"{len(topology.devices)}: {group_names(topology.devices)}")
     if topology.switches:
-        about.add_row("switches", f"{len(topology.switches)}: {grouped(switch.name for switch in topology.switches)}")
+        about.add_row(
+            "switches", f"{len(topology.switches)}: {group_names(switch.name for switch in topology.switches)}"
+        )
     if reducing:
-        about.add_row("combining", f"{len(reducing)}: {grouped(reducing)}")
+        about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
     about.add_row("links", str(len(topology.links)))
     for note in report["notes"]:
         about.add_row("note", note)
-    about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{grouped(named)}")
+    about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{group_names(named)}")
     islands = topology.islands
-    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")
+    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(group_names, islands))}")
     console.print(about)
     console.print()
     numbers = {node: str(number) for number, node in enumerate(complete.nodes)}
@@ -206,9 +170,11 @@ def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
         speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
         for link in topology.out_links(node):
             speeds[link.bandwidth].append(link.dst)
-        to = "; ".join(f"{_gb_per_s(speed)} to {grouped(speeds[speed])}" for speed in sorted(speeds, reverse=True))
+        to = "; ".join(f"{_gb_per_s(speed)} to {group_names(speeds[speed])}" for speed in sorted(speeds, reverse=True))
         alike[to or "nothing"].append(node)
-    lines = [f"{grouped(numbers[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
+    lines = [
+        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {to}" for to, nodes in alike.items()
+    ]
     more = len(lines) - MAX_LINES
     return lines[:MAX_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])
 

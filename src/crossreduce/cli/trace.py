@@ -26,16 +26,16 @@ from ..observe.traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, new
 from ..observe.traces.chrome import Predict, to_chrome
 from ..observe.traces.clocks import ClockShift, align
 from ..observe.traces.summary import SummaryRow, straggler, summarize
-from ..ops import ReduceOp, copying
+from ..ops import ReduceOp, copy_numbers
 from ..packing import itemsize
-from ..ranks.inter_host.host_parts import host_names, host_schedule
+from ..ranks.inter_host.two_level import host_names, host_schedule
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate
 from ..topology import Topology
-from .output import atomic_file, print_lines, printable, progress, short_size, terminal
-from .rates import NOTEWORTHY, percent_text, waiting_sentence
-from .tables import TableColumn, fitted, without
+from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
+from .support.tables import TableColumn, columns_that_fit, fitted_table
+from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
 MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
@@ -61,18 +61,18 @@ def trace(
     crossreduce.trace.start. With -o, all ranks are written on one clock to a
     file that ui.perfetto.dev and chrome://tracing open.
     """
-    given = None if topology is None else Topology.load(topology)
+    links = None if topology is None else Topology.load(topology)
     with atomic_file("--output", output) as file, progress("reading", 3) as advance:
-        found = read_directory(directory)
-        if run > len(found.runs):
-            last = len(found.runs)
+        traces = read_directory(directory)
+        if run > len(traces.runs):
+            last = len(traces.runs)
             problem = f"{directory} has {last} run{'' if last == 1 else 's'}."
             raise ArgumentError.of(problem, f"--run {run}", "--run 1" if last == 1 else f"--run 1 to {last}")
-        groups = found.runs[(run or len(found.runs)) - 1]
+        groups = traces.runs[(run or len(traces.runs)) - 1]
         advance("aligning clocks")
         shifts = align(groups)
-        notes = [*found.notes, *_notes(groups, shifts, len(found.runs), run, given)]
-        predict = _prediction(given)
+        notes = [*traces.notes, *_notes(groups, shifts, len(traces.runs), run, links)]
+        predict = _prediction(links)
         advance("writing")
         if file is not None:
             shown = [newest(group, MOST_PHASES // len(groups)) for group in groups]
@@ -87,8 +87,8 @@ def trace(
         advance("done")
     if json:
         stragglers = [_straggler_json(own) for own in _by_group(rows)]
-        made = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
-        print(json_module.dumps(made, indent=2))
+        report = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
+        print(json_module.dumps(report, indent=2))
         return
     if output is None:
         _show(rows, predicted)
@@ -137,7 +137,7 @@ def _prediction(given: Topology | None) -> Predict:
         collective, root = match["collective"], match["root"]
         op, dtype, ranks = match["op"], match["dtype"], sum(map(len, hosts))
         try:
-            numbers = copying(dtype)
+            numbers = copy_numbers(dtype)
             if op:
                 numbers = reduction_numbers(ReduceOp(op.removeprefix(EXACT)), dtype, ranks, op.startswith(EXACT))
             widened = partial_itemsize(numbers) > itemsize(numbers.result)
@@ -209,7 +209,7 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
         console.print(Text(sentence, "bold red" if named else "green"))
         shown = own[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
-        console.print(fitted(without(columns, _LEFT_OUT, console.width, 0), console.width))
+        console.print(fitted_table(columns_that_fit(columns, _LEFT_OUT, console.width, 0), console.width))
         if own[_MOST_ROWS:]:
             print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
 

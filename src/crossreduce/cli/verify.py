@@ -19,7 +19,7 @@ from .. import Schedule
 from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
-from .output import Bar, progress
+from .support.output import Bar, progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
@@ -29,7 +29,7 @@ def verify(
         Path,
         Argument(
             metavar="FILE|DIR",
-            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of plan --bundle.",
+            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of bundle.",
         ),
     ],
 ) -> None:
@@ -37,27 +37,27 @@ def verify(
 
     Each result contains each contribution exactly once; MSCCL XML and MSCCL++
     plans are also proved to be free of deadlocks and races. In a folder that
-    plan --bundle wrote, all files are proved, and the sizes for which they are.
+    crossreduce bundle wrote, all files are proved, and the sizes for which they are.
     The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
     verified.
     """
     try:
         if file.is_dir():
-            proved = _bundle(file)
+            proof_text = _prove_bundle(file)
         else:
             with progress("reading", 2) as advance:
-                proved = _proved(file, lambda: advance("proving"))
+                proof_text = _prove_file(file, lambda: advance("proving"))
     except _WrongFileError as error:
         print(f"crossreduce: {error}", file=sys.stderr)
         raise Exit(1) from None
-    print(proved)
+    print(proof_text)
 
 
 class _WrongFileError(Exception):
     """A file can be read, but is wrong."""
 
 
-def _proved(file: Path, read: Callable[[], None]) -> str:
+def _prove_file(file: Path, read: Callable[[], None]) -> str:
     """Return the proved facts about a file, and call ``read`` when it is read.
 
     Raises:
@@ -66,7 +66,7 @@ def _proved(file: Path, read: Callable[[], None]) -> str:
     try:
         proof = _read(file)
     except ScheduleError as error:
-        kinds = "MSCCL XML (<algo>), MSCCL++ plans and schedules in crossreduce's JSON (plan --export plan.json)"
+        kinds = "MSCCL XML (<algo>), MSCCL++ plans, and schedules in JSON (crossreduce export MACHINE plan.json)"
         raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
     read()
     try:
@@ -75,51 +75,51 @@ def _proved(file: Path, read: Callable[[], None]) -> str:
         raise _WrongFileError(f"{file} is wrong: {error}") from error
 
 
-def _bundle(folder: Path) -> str:
+def _prove_bundle(folder: Path) -> str:
     """Return the proved facts about all files of a bundle, or raise ``_WrongFileError`` if one of them is wrong."""
     from ..export.bundle import SUFFIXES
 
-    about = _about(folder / "ranks.json")
+    about = _read_list(folder / "ranks.json")
     known = [entry["file"] for entry in about["files"]]
     for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
         if f"{path.parent.name}/{path.name}" not in known:
             problem = f"{path.parent.name}/{path.name} is not in ranks.json; runtimes would read it, too"
             raise ArgumentError(f"{folder}: {problem}.")
     with progress("proving", len(known)) as advance:
-        texts = _proved_files(folder, about, advance)
+        texts = _prove_files(folder, about, advance)
     return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
 
 
-def _proved_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
+def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
     """Return the proved facts about each file of a bundle."""
     from ..export.bundle import SUFFIXES, facts_of
 
     texts = []
-    due = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no file before was for
+    least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no file before was for
     for entry in about["files"]:
         name, path = entry["format"], folder / entry["file"]
         advance.detail(entry["file"], 0, 1)
-        proved = _proved(path, lambda: None)
+        proof_text = _prove_file(path, lambda: None)
         try:
-            found = facts_of(name, path.read_text("utf-8-sig"))
+            facts = facts_of(name, path.read_text("utf-8-sig"))
         except ScheduleError as error:
             raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
         expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
-        wrong = [what for what, value in found.items() if value != expected.get(what)]
-        if wrong or entry["least_bytes"] < due[name]:
+        wrong = [what for what, value in facts.items() if value != expected.get(what)]
+        if wrong or entry["least_bytes"] < least_size[name]:
             reason = (
-                f"its {wrong[0]} is {found[wrong[0]]}, unlike in ranks.json"
+                f"its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json"
                 if wrong
                 else "another file is for its sizes"
             )
             raise _WrongFileError(f"{path} is wrong: {reason}")
-        due[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64
-        texts.append(f"{entry['file']}: {proved}")
+        least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64
+        texts.append(f"{entry['file']}: {proof_text}")
         advance("proving")
     return texts
 
 
-def _about(file: Path) -> dict[str, Any]:
+def _read_list(file: Path) -> dict[str, Any]:
     """Return the content of a bundle's ``ranks.json``, with at least one file."""
     from ..export.bundle import FORMAT, SUFFIXES
 
@@ -127,22 +127,22 @@ def _about(file: Path) -> dict[str, Any]:
         read = json.loads(file.read_text("utf-8-sig"))
         if read["format"] != FORMAT:
             raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - as the other faults
-        found = {key: read[key] for key in ("collective", "ranks", "files")}
-        for entry in found["files"]:
+        listed = {key: read[key] for key in ("collective", "ranks", "files")}
+        for entry in listed["files"]:
             path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
             if entry["format"] not in SUFFIXES or path is None or path[1] != entry["format"]:
                 raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of its format")  # noqa: TRY301
             if not isinstance(entry["least_bytes"], int) or not isinstance(entry["most_bytes"], int):
                 raise ValueError("sizes must be integers")  # noqa: TRY301, TRY004
-        if not isinstance(found["ranks"], list) or not found["files"]:
+        if not isinstance(listed["ranks"], list) or not listed["files"]:
             raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
         raise ArgumentError(
-            f"{file} cannot be read: {error.strerror}. A folder must be one of plan --bundle."
+            f"{file} cannot be read: {error.strerror}. A folder must be one of crossreduce bundle."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
-    return found
+    return listed
 
 
 def _read(file: Path) -> Callable[[], str]:
@@ -157,7 +157,7 @@ def _read(file: Path) -> Callable[[], str]:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{file} is not UTF-8 text.") from error
-    from ..export.formats.mscclpp.fields import is_mscclpp_json
+    from ..export.formats.mscclpp.json_fields import is_mscclpp_json
 
     start = text.lstrip()[:1]
     if start not in ("<", "{"):
@@ -168,16 +168,17 @@ def _read(file: Path) -> Callable[[], str]:
         return _mscclpp(file, text)
     schedule = Schedule.from_json(text)
 
-    def proved() -> str:
+    def proof_text() -> str:
         prove(schedule)
         return f"{schedule.head}: right."
 
-    return proved
+    return proof_text
 
 
 def _msccl(file: Path, text: str) -> Callable[[], str]:
-    from ..export.formats.msccl.format import VERIFIABLE, read_msccl_xml
+    from ..export.formats.msccl.format import read_msccl_xml
     from ..export.formats.msccl.verifier import verify_msccl_xml
+    from ..export.formats.proof import VERIFIABLE
 
     algo = read_msccl_xml(text)
     _check_collective(file, algo.coll, VERIFIABLE)
@@ -185,16 +186,17 @@ def _msccl(file: Path, text: str) -> Callable[[], str]:
 
 
 def _mscclpp(file: Path, text: str) -> Callable[[], str]:
-    from ..export.formats.mscclpp.format import VERIFIABLE, read_mscclpp_json
+    from ..export.formats.mscclpp.format import read_mscclpp_json
     from ..export.formats.mscclpp.verifier import verify_mscclpp_json
+    from ..export.formats.proof import VERIFIABLE
 
     _check_collective(file, read_mscclpp_json(text).collective, VERIFIABLE)
 
-    def proved() -> str:
+    def proof_text() -> str:
         report = verify_mscclpp_json(text)
         return f"{report}\n  sizes: {report.sizes}"
 
-    return proved
+    return proof_text
 
 
 def _check_collective(file: Path, kind: str, verifiable: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 An engine compiles a ``Layout`` (tensors and the programs that reduce them) once, and then runs it on any number of
 arrays. Its arguments contain everything that it uses of a call: engines import nothing from ``torch/``, ``jax/``,
-``tensorflow.py`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
+``tensorflow/`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
 """
 
 from __future__ import annotations

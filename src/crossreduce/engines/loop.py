@@ -66,7 +66,7 @@ def _jobs(layout: Layout) -> list[tuple[LoweredBuffer, tuple[int, ...]]]:
     """Return the buffers that are reduced one after another, with the positions of their tensors.
 
     In host memory a large tensor has a buffer of its own, since packing it with others only costs copies there. Buffers
-    that are cut into packs or chunks stay as they are: other cuts would change the order of additions.
+    that are cut into packs or chunks keep their tensors: other cuts would change the order of additions.
     """
     jobs = []
     at = 0

@@ -18,7 +18,7 @@ from ..ops import FLOATS, HALVES, Numbers, ReduceOp
 from ..packing import itemsize
 from . import nccl_library
 from .base import Layout
-from .device_memory import DeviceMemory, Operands, device_memory
+from .cuda.memory import DeviceMemory, Operands, device_memory
 from .nccl_library import Call
 
 _OPS: Final = {

@@ -1,6 +1,6 @@
 """Exporters: plans in the formats of other tools.
 
-``EXPORTERS`` is the registry of formats; ``crossreduce plan --export`` offers exactly these. A new exporter is a
+``EXPORTERS`` is the registry of formats; ``crossreduce export`` offers exactly these. A new exporter is a
 file in this folder and one line here. ``pictures.py`` is not in the registry, since it writes its files itself.
 """
 

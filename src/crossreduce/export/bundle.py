@@ -68,7 +68,7 @@ def bundle(
     machine: str = "MACHINE",
     advance: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
-    """Return the files for all sizes of a collective: see ``crossreduce plan --bundle``.
+    """Return the files for all sizes of a collective: see ``crossreduce bundle``.
 
     Args:
       topology: rank k is its k-th device.

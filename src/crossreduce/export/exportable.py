@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..errors import PlanError
 from ..topology import Topology
-from .formats.mscclpp.nvls import why_not
+from .formats.mscclpp.writer.switch_reductions import refusal_reason
 
 
 def check_exportable(format_name: str, topology: Topology, collective: str) -> None:
@@ -35,7 +35,7 @@ def check_exportable(format_name: str, topology: Topology, collective: str) -> N
     reducing = [switch.name for switch in topology.switches if switch.reduces]
     if collective != "all_reduce" or not reducing:
         return
-    reasons = {"msccl": "MSCCL XML has no operation in switches.", "mscclpp": why_not(topology, collective)}
+    reasons = {"msccl": "MSCCL XML has no operation in switches.", "mscclpp": refusal_reason(topology, collective)}
     reason = reasons.get(format_name)
     if reason is not None:
         problem = f"{format_name} files cannot hold in-network plans: {reason}"

@@ -26,7 +26,7 @@ __all__ = [
     "ThreadModes",
     "framework_of",
     "get",
-    "missing",
+    "missing_framework",
 ]
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow", "cupy")
@@ -52,12 +52,12 @@ def get(name: str) -> Framework:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise missing(f'framework "{name}" was requested, but', name, error) from error
+        raise missing_framework(f'framework "{name}" was requested, but', name, error) from error
     framework: Framework = importlib.import_module(f".{name}", __name__).FRAMEWORK
     return framework
 
 
-def missing(why: str, name: str, error: ImportError) -> BackendError:
+def missing_framework(why: str, name: str, error: ImportError) -> BackendError:
     """Return the error for a framework that cannot be imported; it names the extra that installs it."""
     problem = f"{why} {name} cannot be imported: {error}"
     return BackendError.of(problem, remedy=f"pip install 'crossreduce[{name}]'")

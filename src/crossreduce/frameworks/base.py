@@ -141,7 +141,7 @@ class Framework(Protocol):
         """Convert a user's array that a result will be written into.
 
         Raises:
-          UnsupportedError: it cannot be written as it is (read-only, not in C order, not on the device, ...).
+          UnsupportedError: it cannot be written directly (read-only, not in C order, not on the device, ...).
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
@@ -181,7 +181,7 @@ class ReplicaFramework(Framework, Protocol):
         """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps results' gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return what a variable stores once ``x`` is assigned: a copy of ``x``, or ``old``, overwritten with ``x``."""
+        """Return a variable's value after ``x`` is assigned: a copy of ``x``, or ``old``, overwritten by it."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         """Return an array reduced along an axis, in ``numbers.accumulator``; for a mean, the sum."""

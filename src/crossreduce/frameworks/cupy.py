@@ -9,7 +9,7 @@ the devices have peer access), ``core.pyx`` (copies between devices), and ``cupy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -20,21 +20,15 @@ import numpy as np
 
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, shown
-from ..ops import ALONG_AXIS, DTYPES, ELEMENTWISE, Numbers, ReduceOp
+from ..ops import ALONG_AXIS, ELEMENTWISE, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
-from .numpy import beyond, numbers_of
+from .numpy import DTYPES_BY_NAME, NumPy, index_error
 
-DTYPES_BY_NAME: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(name) for name in DTYPES}
 _UFUNCS: Final[dict[ReduceOp, Any]] = {op: getattr(cupy, name) for op, name in ELEMENTWISE.items()}
 # CuPy 14 computes with the bfloat16 of ml_dtypes, whose type code is "E". CuPy 13 has no kernels for it.
 _HAS_BFLOAT16: Final = "EE->E" in cupy.add.types
-
-
-@lru_cache(maxsize=256)
-def _name(dtype: np.dtype[Any]) -> str:
-    return dtype.name
 
 
 @cache
@@ -62,8 +56,8 @@ def _require(devices: tuple[str, ...]) -> None:
             raise DeviceError.of(problem, device, remedy)
 
 
-class CuPy:
-    """The ``Framework`` of CuPy arrays."""
+class CuPy(NumPy):
+    """The ``Framework`` of CuPy arrays; what is the same in NumPy is NumPy's."""
 
     name = "cupy"
 
@@ -81,17 +75,11 @@ class CuPy:
             raise UnsupportedError.of(problem, str(self.spec(value)), "CuPy 14 or newer, or cast to float32")
         return value if type(value) is cupy.ndarray else value.view(cupy.ndarray)
 
-    def spec(self, x: Array) -> TensorSpec:
-        return TensorSpec(x.shape, _name(x.dtype))
-
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         return None  # none of the arrays is in host memory
 
     def require(self, devices: tuple[str, ...]) -> None:
         _require(devices)
-
-    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        return numbers_of(op, dtype, count)
 
     def to_device(self, x: Array, device: str) -> Array:
         here, there = x.device, _place(device)
@@ -117,9 +105,6 @@ class CuPy:
             if len(xs) == 1:
                 return xs[0].reshape(-1)
             return cupy.concatenate([x.reshape(-1) for x in xs])
-
-    def slice(self, flat: Array, start: int, stop: int) -> Array:
-        return flat[start:stop]
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         ufunc, dtype = _UFUNCS[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
@@ -164,14 +149,11 @@ class CuPy:
                 xs = [x.astype(np.int64) for x in xs]  # CuPy would join int64 and uint64 to float64
             return cupy.concatenate(xs, axis=axis)
 
-    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
-
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         with sparse.indices.device:
             indices = cupy.asnumpy(sparse.indices)
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
-            raise beyond(int(indices.min()), int(indices.max()), shape)
+            raise index_error(int(indices.min()), int(indices.max()), shape)
         # CuPy's add.at adds in any order. Here, pass k adds the k-th slice of each row, so that the order is fixed.
         order = np.argsort(indices, kind="stable")
         ordered = indices[order].astype(np.int64)
@@ -182,9 +164,6 @@ class CuPy:
                 rows, slices = cupy.asarray(ordered[rank == k]), cupy.asarray(order[rank == k])
                 out[rows] = cupy.add(out[rows], sparse.values[slices], dtype=out.dtype)
         return out
-
-    def rebuild_sparse(self, sparse: Sparse) -> Any:
-        return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
 
     def writable_array(self, value: Any, device: str) -> Array:
         if type(value) is cupy.ndarray and value.flags.c_contiguous and value.device.id == _place(device).id:
@@ -225,14 +204,6 @@ class CuPy:
                     yield
 
         return within
-
-    def is_recorded(self, x: Any) -> bool:
-        return False
-
-    def differentiable(
-        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
-    ) -> list[Array]:
-        raise AssertionError("CuPy has no gradients")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         return self.clone(x)

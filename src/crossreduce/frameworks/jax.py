@@ -26,7 +26,7 @@ from ..ops import ACCUMULATORS, ALONG_AXIS, COMPLEX, ELEMENTWISE, INTEGERS, Numb
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse, ThreadModes
-from .numpy import beyond
+from .numpy import index_error
 
 FUNCTIONS: Final[dict[ReduceOp, Any]] = {op: getattr(jnp, name) for op, name in ELEMENTWISE.items()}
 # Settings that JAX stores per thread, each with the context manager that sets it. Older releases lack some.
@@ -113,7 +113,7 @@ def _cast(x: Array, dtype: str) -> Array:
     return x if x.dtype.name == dtype else x.astype(dtype)
 
 
-def _divided(x: Array, divisor: int) -> Array:
+def _divide_elements(x: Array, divisor: int) -> Array:
     """Return ``x / divisor`` as IEEE 754 defines it, rounded once.
 
     If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, which differs
@@ -121,14 +121,14 @@ def _divided(x: Array, divisor: int) -> Array:
     ``optimization_barrier``. So the divisor is selected per element: ``n``, or 1 for NaN, which stays NaN.
     """
     if x.dtype.name in COMPLEX:
-        return jax.lax.complex(_divided(x.real, divisor), _divided(x.imag, divisor))
+        return jax.lax.complex(_divide_elements(x.real, divisor), _divide_elements(x.imag, divisor))
     return jax.lax.div(x, jax.lax.select(x == x, jax.lax.full_like(x, divisor), jax.lax.full_like(x, 1)))
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
     """Return a fully reduced accumulator as a result: divided if it is a mean, and rounded."""
     if numbers.divisor != 1:
-        x = _divided(_cast(x, numbers.accumulator), numbers.divisor)
+        x = _divide_elements(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
 
 
@@ -148,7 +148,7 @@ def _part_traced(flat: Array, start: Any, size: int) -> Array:
     return jax.lax.dynamic_slice(flat.reshape(-1), (start,), (size,))
 
 
-def _far_part_traced(flat: Array, start: int, stop: int) -> Array:
+def _part_beyond_int32(flat: Array, start: int, stop: int) -> Array:
     return flat.reshape(-1)[start:stop]
 
 
@@ -173,7 +173,7 @@ _FINISH: Final = jax.jit(finish, static_argnums=0)
 _COMBINE: Final = jax.jit(_combine_traced, static_argnums=(0, 1))
 _PACK: Final = jax.jit(_pack_traced)
 _PART: Final = jax.jit(_part_traced, static_argnums=2)
-_FAR_PART: Final = jax.jit(_far_part_traced, static_argnums=(1, 2))
+_FAR_PART: Final = jax.jit(_part_beyond_int32, static_argnums=(1, 2))
 _UNPACK: Final = jax.jit(_unpack_traced, static_argnums=0)
 _OWN: Final = jax.jit(jnp.copy)
 _CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
@@ -297,7 +297,7 @@ class Jax(Immutable):
         if indices.size and not isinstance(indices, jax.core.Tracer):
             lowest, highest = int(indices.min()), int(indices.max())
             if lowest < 0 or highest >= shape[0]:
-                raise beyond(lowest, highest, shape)
+                raise index_error(lowest, highest, shape)
         return _DENSE(shape, dtype, sparse.values, indices)
 
     def rebuild_sparse(self, sparse: Sparse) -> Any:
@@ -309,7 +309,7 @@ class Jax(Immutable):
 
     def accelerators(self) -> tuple[str, ...]:
         devices = jax.local_devices()
-        return tuple(_spelled(device) for device in devices if device.platform != "cpu")
+        return tuple(_spelling(device) for device in devices if device.platform != "cpu")
 
     def thread_modes(self) -> ThreadModes:
         noted = {name: getattr(jax.config, name) for name in _MODES}
@@ -347,7 +347,7 @@ class Jax(Immutable):
         return getattr(jnp, ALONG_AXIS[ELEMENTWISE[op]])(x.astype(numbers.accumulator), axis)
 
 
-def _spelled(device: Any) -> str:
+def _spelling(device: Any) -> str:
     return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.id}"
 
 

@@ -125,7 +125,7 @@ class NullFramework:
         return xs[0].like(tuple(shape))
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         return sparse.values.like(shape, dtype)

@@ -14,7 +14,6 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ..kernels.reference import product
 from ..ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -30,10 +29,12 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     NumPy's own function may round the same element differently, depending on its position in the array: its vectors
     use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
     """
-    made = product(a, b)
+    from ..kernels.reference import product  # not at the top: the compiled kernels need no reference
+
+    result = product(a, b)
     if out is None:
-        return made
-    out[...] = made
+        return result
+    out[...] = result
     return out
 
 
@@ -120,7 +121,7 @@ class NumPy:
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         of_complex = numbers.op is ReduceOp.PRODUCT and numbers.accumulator in COMPLEX
         ufunc: Any = _complex_product if of_complex else _UFUNCS[numbers.op]
-        with _quiet():
+        with _ignore_errors():
             if donated >= 0:
                 out = ufunc(xs[0], xs[1], out=xs[donated])
             elif numbers.accumulator == numbers.dtype:
@@ -138,7 +139,7 @@ class NumPy:
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        with _quiet():
+        with _ignore_errors():
             if numbers.divisor != 1:
                 x = x.astype(DTYPES_BY_NAME[numbers.accumulator])
                 _divide(x, numbers.divisor)
@@ -166,14 +167,14 @@ class NumPy:
         return np.concatenate(xs, axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
-            raise beyond(int(indices.min()), int(indices.max()), shape)
+            raise index_error(int(indices.min()), int(indices.max()), shape)
         out = np.zeros(shape, DTYPES_BY_NAME[dtype])
-        with _quiet():
+        with _ignore_errors():
             np.add.at(out, indices, sparse.values)
         return out
 
@@ -215,7 +216,7 @@ class NumPy:
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        raise AssertionError("NumPy has no gradients")
+        raise AssertionError(f"{self.name} has no gradients")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         made = self.clone(x)
@@ -235,7 +236,7 @@ def _kind(x: Array) -> str:
     return f"{type(x).__name__} {TensorSpec(x.shape, x.dtype.name)}, {', '.join(flags) or 'a subclass'}"
 
 
-def _quiet() -> np.errstate:
+def _ignore_errors() -> np.errstate:
     """Return a context in which infinities, NaN and underflow do not cause warnings."""
     return np.errstate(all="ignore")
 
@@ -247,7 +248,7 @@ def _divide(x: Array, divisor: int) -> None:
         np.true_divide(part, divisor, out=part)
 
 
-def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
+def index_error(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
     problem = "a sparse array has an index outside its dense shape."
     given = f"indices from {lowest} to {highest}, shape {shape}"

@@ -25,7 +25,7 @@ from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse
-from .numpy import beyond
+from .numpy import index_error
 
 _RAW: Final = tf.raw_ops
 _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1
@@ -60,10 +60,10 @@ def _require(devices: tuple[str, ...]) -> None:
     here = _logical_devices()
     for device in devices:
         if parse(device).physical not in here:
-            raise _absent(device, here)
+            raise _absent_device(device, here)
 
 
-def _absent(device: str, here: dict[str, str]) -> DeviceError:
+def _absent_device(device: str, here: dict[str, str]) -> DeviceError:
     return DeviceError.of(
         "TensorFlow has no such logical device.",
         f"{device}; logical devices: {', '.join(here)}",
@@ -74,7 +74,7 @@ def _absent(device: str, here: dict[str, str]) -> DeviceError:
 
 
 @lru_cache(maxsize=4096)
-def _physical(device: str) -> str:
+def _physical_name(device: str) -> str:
     return parse(device).physical
 
 
@@ -91,23 +91,23 @@ def _scope(physical: str) -> str:
 def _scope_in_graph(physical: str) -> str:
     """Return the name of a device in a graph of TensorFlow 1, which has no job, or the job and task of a worker.
 
-    Only the session that runs the graph knows which devices there are.
+    The devices are those of the session that runs the graph.
     """
     device = parse(physical)
     job, _, task = device.host.rpartition("-")
     if device.host and not (job and task.isdigit()):
-        raise _absent(physical, _logical_devices())
+        raise _absent_device(physical, _logical_devices())
     kind = "GPU" if device.kind == "cuda" else device.kind.upper()
     spec = tf.DeviceSpec(job or None, replica=0, task=int(task or 0), device_type=kind, device_index=device.index)
     return str(spec.to_string())
 
 
-def _at(x: Array) -> Any:
+def _scope_at(x: Array) -> Any:
     """Return the scope of an array's device; if that is not known, a scope without device (the placer decides)."""
     return tf.device(x.device or None)
 
 
-def _beside(x: Array) -> Any:
+def _scope_beside(x: Array) -> Any:
     """Return the scope of an array's device; if that is not known, the scope of the device that the placer will choose.
 
     Operations that join many arrays should run there, else each array would be sent by itself. Operations that combine
@@ -172,10 +172,10 @@ class TensorFlow(Immutable):
             if isinstance(inner, tf.Variable):
                 value = inner
             if not isinstance(value, tf.Variable):
-                raise _unsupported(value)
+                raise _unsupported_error(value)
             value = tf.convert_to_tensor(value)
         if value.dtype not in _NAMES or value.shape.rank is None:
-            raise _unsupported(value)
+            raise _unsupported_error(value)
         return value
 
     def spec(self, x: Array) -> TensorSpec:
@@ -189,20 +189,20 @@ class TensorFlow(Immutable):
             _require(devices)
         else:
             for device in devices:
-                _scope_in_graph(_physical(device))
+                _scope_in_graph(_physical_name(device))
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return _numbers(op, dtype, count)
 
     def to_device(self, x: Array, device: str) -> Array:
-        there, here = _physical(device), x.device
-        if (_physical(here) if here else "cpu:0") == there:
+        there, here = _physical_name(device), x.device
+        if (_physical_name(here) if here else "cpu:0") == there:
             return x
         with tf.device(_scope(there) if _in_tensorflow_2() else _scope_in_graph(there)):
             return _RAW.Identity(input=x)
 
     def pack(self, xs: Sequence[Array]) -> Array:
-        with _beside(xs[0]):
+        with _scope_beside(xs[0]):
             if len({x.dtype for x in xs}) > 1:  # some were sparse, and were made dense in a wider dtype
                 wide = max((x.dtype for x in xs), key=lambda dtype: dtype.size)
                 xs = [_cast(x, wide) for x in xs]
@@ -210,12 +210,12 @@ class TensorFlow(Immutable):
             return flats[0] if len(flats) == 1 else _RAW.ConcatV2(values=flats, axis=0)
 
     def slice(self, flat: Array, start: int, stop: int) -> Array:
-        with _at(flat):
+        with _scope_at(flat):
             return _RAW.Slice(input=flat, begin=_sizes(start), size=_sizes(stop - start))
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         wide = _DTYPES[numbers.accumulator]
-        with _at(xs[0]):
+        with _scope_at(xs[0]):
             out = _cast(xs[0], wide)
             if numbers.op in (ReduceOp.SUM, ReduceOp.MEAN):
                 # If operands must be cast, only one of them at a time exists in the wider dtype.
@@ -232,9 +232,9 @@ class TensorFlow(Immutable):
     def finish(self, x: Array, numbers: Numbers) -> Array:
         if numbers.divisor == 1 and numbers.result == _NAMES[x.dtype]:
             return x
-        with _at(x):
+        with _scope_at(x):
             if numbers.divisor != 1:
-                x = _divided(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
+                x = _divide_elements(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
             return _cast(x, _DTYPES[numbers.result])
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
@@ -244,7 +244,7 @@ class TensorFlow(Immutable):
         for _, pieces in cuts:
             for part, start, stop in pieces:
                 sizes[part].append(stop - start)
-        with _at(parts[0]):
+        with _scope_at(parts[0]):
             views = [
                 iter(
                     [part]
@@ -268,7 +268,7 @@ class TensorFlow(Immutable):
             xs = [_cast(x, tf.int64) for x in xs]
         if len(xs) == 1:
             return xs[0]
-        with _at(xs[0]):
+        with _scope_at(xs[0]):
             return _RAW.ConcatV2(values=list(xs), axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
@@ -287,8 +287,8 @@ class TensorFlow(Immutable):
         if not tf.is_symbolic_tensor(indices) and math.prod(indices.shape):
             known = indices.numpy()
             if known.min() < 0 or known.max() >= shape[0]:
-                raise beyond(int(known.min()), int(known.max()), shape)
-        with _at(values):
+                raise index_error(int(known.min()), int(known.max()), shape)
+        with _scope_at(values):
             return _RAW.ScatterNd(
                 indices=tf.expand_dims(indices, 1), updates=values, shape=tf.constant(shape, indices.dtype)
             )
@@ -296,15 +296,15 @@ class TensorFlow(Immutable):
     def rebuild_sparse(self, sparse: Sparse) -> Any:
         if sparse.kind == "IndexedSlices":
             return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
-        with _at(sparse.values):
+        with _scope_at(sparse.values):
             shape = None if sparse.shape is None else tf.constant(sparse.shape, tf.int64)
         return tf.IndexedSlices(sparse.values, sparse.indices, shape)
 
 
-def _divided(x: Array, divisor: int) -> Array:
+def _divide_elements(x: Array, divisor: int) -> Array:
     """Return ``x / divisor``, rounded once; a multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
-        return tf.complex(_divided(tf.math.real(x), divisor), _divided(tf.math.imag(x), divisor))
+        return tf.complex(_divide_elements(tf.math.real(x), divisor), _divide_elements(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)
     if not tf.executing_eagerly():
         # Grappler would multiply by a constant's rounded reciprocal; it does not treat a placeholder as a constant.
@@ -313,7 +313,7 @@ def _divided(x: Array, divisor: int) -> Array:
     return _RAW.RealDiv(x=x, y=y)
 
 
-def _unsupported(value: Any) -> UnsupportedError:
+def _unsupported_error(value: Any) -> UnsupportedError:
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
         problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"

@@ -21,7 +21,7 @@ from ..ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbe
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
-from .numpy import beyond
+from .numpy import index_error
 
 _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in ELEMENTWISE.items()}
 _KINDS: Final = ("cuda", "xpu", "mps")
@@ -89,7 +89,7 @@ class Torch:
     def _plain(self, value: Any) -> Array:
         plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _NAMES
         if not plain or value.is_meta or value.is_nested or is_lazy(value) or hasattr(value, "__tensor_flatten__"):
-            raise _unsupported(value)
+            raise _unsupported_error(value)
         if value.requires_grad or type(value) is not torch.Tensor:
             value = value.detach().as_subclass(torch.Tensor)
         if value.is_conj() or value.is_neg():
@@ -182,7 +182,7 @@ class Torch:
         return torch.cat(list(xs), dim=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # there is no tracing, so every shape is known
+        return list(xs)  # without tracing every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         values, indices = sparse.values, sparse.indices
@@ -190,7 +190,7 @@ class Torch:
         rows = torch.zeros_like(columns[0])
         for axis, column in enumerate(columns):
             if column.numel() and (column.min() < 0 or column.max() >= shape[axis]):
-                raise beyond(int(column.min()), int(column.max()), shape[axis:])
+                raise index_error(int(column.min()), int(column.max()), shape[axis:])
             rows = rows * shape[axis] + column
         values = values.to(DTYPES_BY_NAME[dtype])
         out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
@@ -348,7 +348,7 @@ def _divide_in_place(x: Array, divisor: int) -> None:
     x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
 
 
-def _unsupported(value: Any) -> UnsupportedError:
+def _unsupported_error(value: Any) -> UnsupportedError:
     if not isinstance(value, torch.Tensor):
         return UnsupportedError.of("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor")
     # repr(value) may need elements that do not exist.

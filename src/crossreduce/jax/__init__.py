@@ -20,12 +20,12 @@ try:
     import jax.numpy as jnp
     from jax import lax
 except ImportError as error:
-    from ..frameworks import missing
+    from ..frameworks import missing_framework
 
-    raise missing("crossreduce.jax needs JAX, but", "jax", error) from error
+    raise missing_framework("crossreduce.jax needs JAX, but", "jax", error) from error
 
 from ..engines.jax import in_process, spmd
-from ..engines.jax.axes import MeshAxes, read_axes, unreduced, varying
+from ..engines.jax.axes import MeshAxes, read_axes, unreduced_axes, varying_axes
 from ..engines.jax.permutations import compile_permutations
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
@@ -124,26 +124,28 @@ def _all_reduce(
     leaves: list[Any] = []
     for path, leaf in listed:
         try:
-            leaves.append(_sparse(leaf, op, spec.axes) if _is_sparse(leaf) else _dense(leaf, op, spec.axes))
+            leaves.append(_gather_leaf(leaf, op, spec.axes) if _is_sparse(leaf) else _dense_leaf(leaf, op, spec.axes))
             if exact and not _is_sparse(leaf):
-                _require_exact(leaves[-1], FRAMEWORK.numbers(op, leaves[-1].dtype.name, spec.axes.devices), spec.axes)
-            if not _is_sparse(leaf) and unreduced(leaves[-1]):
-                leaves[-1] = _Reduced(_sum_of_parts(leaves[-1], op, spec.axes))
+                _require_exact_sum(
+                    leaves[-1], FRAMEWORK.numbers(op, leaves[-1].dtype.name, spec.axes.devices), spec.axes
+                )
+            if not _is_sparse(leaf) and unreduced_axes(leaves[-1]):
+                leaves[-1] = _ReducedLeaf(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
             error.prefix("leaf x" + jax.tree_util.keystr(path))
             raise
     groups: dict[tuple[str, frozenset[Hashable]], list[int]] = {}
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, _Reduced):
+        if isinstance(leaf, _ReducedLeaf):
             leaves[number] = leaf.array
         elif not _is_sparse(leaf):
             # Leaves that vary over different axes are not joined: the joined array would vary over all of them.
-            groups.setdefault((leaf.dtype.name, varying(leaf)), []).append(number)
+            groups.setdefault((leaf.dtype.name, varying_axes(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
         numbers = FRAMEWORK.numbers(op, dtype, spec.axes.devices)
         if exact and spec.axes.devices > 1:
             numbers = numbers.exactly()
-        for number, leaf in zip(members, _reduced([leaves[k] for k in members], numbers, spec), strict=True):
+        for number, leaf in zip(members, _reduce_leaves([leaves[k] for k in members], numbers, spec), strict=True):
             leaves[number] = leaf
     return jax.tree_util.tree_unflatten(structure, leaves)
 
@@ -174,7 +176,7 @@ def _read_spec(axis_name: Any, topology: Any, algorithm: str, packs: int) -> _Re
 # ---- leaves -------------------------------------------------------------------------------------------------------
 
 
-def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
+def _dense_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     """Check a leaf and return it as an array that varies over the axes."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise UnsupportedError.of("arrays of PRNG keys cannot be reduced.", shown(leaf), "jax.random.key_data(value)")
@@ -191,10 +193,10 @@ def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     return axes.vary(array) if axes.checked else array
 
 
-def _require_exact(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
+def _require_exact_sum(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
     """Raise if the sum or mean of an array over the axes cannot be exact."""
     numbers = numbers.exactly()
-    if numbers.exact and axes.devices > 1 and (unreduced(x) or not in_process.supports(numbers, axes)):
+    if numbers.exact and axes.devices > 1 and (unreduced_axes(x) or not in_process.supports(numbers, axes)):
         raise _no_exact_sum(f"{jax.typeof(x)} over {axes}")
 
 
@@ -203,7 +205,7 @@ def _no_exact_sum(given: str) -> UnsupportedError:
     return UnsupportedError.of(problem, f"{given}, exact=True", "crossreduce.all_reduce outside of the program")
 
 
-class _Reduced(NamedTuple):
+class _ReducedLeaf(NamedTuple):
     """A leaf that is already reduced."""
 
     array: Array
@@ -211,7 +213,7 @@ class _Reduced(NamedTuple):
 
 def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
     """Reduce an array that JAX's types call unreduced, with XLA's own collective: only that accepts such arrays."""
-    parts = unreduced(x)
+    parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
         problem = f"the {op.value} over {axes} needs an array, but each device has only its part of a sum."
@@ -230,18 +232,18 @@ def _is_sparse(leaf: Any) -> bool:
     return isinstance(leaf, IndexedSlices) or (sparse is not None and isinstance(leaf, sparse.JAXSparse))
 
 
-def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
+def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
     """Concatenate the slices of all devices."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = f"the {op.value} of sparse values is not defined."
         raise UnsupportedError.of(problem, shown(leaf), "sum or mean, or dense arrays")
     found = FRAMEWORK.array(leaf)
     numbers = FRAMEWORK.numbers(op, found.values.dtype.name, axes.devices)
-    values, indices = (_gathered(part, axes) for part in (found.values, found.indices))
+    values, indices = (_gather(part, axes) for part in (found.values, found.indices))
     return FRAMEWORK.rebuild_sparse(found._replace(values=finish(numbers, values), indices=indices))
 
 
-def _gathered(x: Array, axes: MeshAxes) -> Array:
+def _gather(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
     # shard_map's check treats a gather's result as varying, a sum's as replicated. So sum buffers padded with zeros.
@@ -254,16 +256,16 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 # ---- arrays of one dtype ------------------------------------------------------------------------------------------
 
 
-def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
+def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
     """Reduce arrays of one dtype: by the compiled kernels, if it is possible and no other algorithm is required."""
     if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
-        return _reduced_by_collectives(xs, numbers, spec)
+        return _reduce_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
-        return _reduced_in_process(xs, numbers, spec)
-    found: Sequence[Array] = _differentiable_reduced_in_process(xs, numbers, spec)
-    return found
+        return _reduce_in_process(xs, numbers, spec)
+    results: Sequence[Array] = _differentiable_reduce_in_process(xs, numbers, spec)
+    return results
 
 
 @dataclass(frozen=True)
@@ -276,26 +278,26 @@ class _Collectives:
     def __call__(self, xs: Sequence[Array]) -> Sequence[Array]:
         if self.numbers.exact:
             raise _no_exact_sum(f"{jax.typeof(xs[0])} over {self.spec.axes} on {jax.default_backend()}")
-        return _reduced_by_collectives(list(xs), self.numbers, self.spec)
+        return _reduce_by_collectives(list(xs), self.numbers, self.spec)
 
 
-def _reduced_in_process(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
+def _reduce_in_process(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     return in_process.reduce(xs, numbers, spec.axes, _Collectives(numbers, spec))
 
 
-_differentiable_reduced_in_process = jax.custom_jvp(_reduced_in_process, nondiff_argnums=(1, 2))
+_differentiable_reduce_in_process = jax.custom_jvp(_reduce_in_process, nondiff_argnums=(1, 2))
 
 
-@_differentiable_reduced_in_process.defjvp  # type: ignore[untyped-decorator]
-def _reduced_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
+@_differentiable_reduce_in_process.defjvp  # type: ignore[untyped-decorator]
+def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
     (xs,), (ts,) = primals, tangents
-    ys = _differentiable_reduced_in_process(xs, numbers, spec)
+    ys = _differentiable_reduce_in_process(xs, numbers, spec)
     wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
-    found = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
-    return ys, [t.astype(numbers.result) for t in found]
+    results = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
+    return ys, [t.astype(numbers.result) for t in results]
 
 
-def _reduced_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
+def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective at most the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather those that are joined.
@@ -401,12 +403,12 @@ def _selection(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) 
     kind = jnp.dtype(f"int{wide.dtype.itemsize * 8}")
     ends = jnp.iinfo(kind)
 
-    def flipped(bits: Array) -> Array:
+    def flip(bits: Array) -> Array:
         return jnp.where(bits < 0, bits ^ ends.max, bits)
 
-    keys = flipped(lax.bitcast_convert_type(wide, kind))
+    keys = flip(lax.bitcast_convert_type(wide, kind))
     keys = jnp.where(jnp.isnan(wide), ends.max if op is ReduceOp.MAX else ends.min, keys)
-    return lax.bitcast_convert_type(flipped(function(keys, axes.names)), wide.dtype).astype(x.dtype)
+    return lax.bitcast_convert_type(flip(function(keys, axes.names)), wide.dtype).astype(x.dtype)
 
 
 _differentiable_selection = jax.custom_jvp(_selection, nondiff_argnums=(1, 2, 3))

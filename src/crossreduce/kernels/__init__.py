@@ -86,7 +86,7 @@ class Kernel(Protocol):
 def native() -> Any:
     """Return the compiled module, or ``None`` where it was not built."""
     # Not functools.cache: in free-threaded interpreters it has a lock, which a child that is forked at the wrong moment
-    # would find locked for ever.
+    # would find locked, and would wait for until it ends.
     if not _NATIVE:
         try:
             _NATIVE.append(importlib.import_module("._native", __name__))
@@ -210,7 +210,7 @@ _keeps = False  # whether the C library keeps freed memory
 def keep_memory(enabled: bool = True) -> bool:
     """Let the C library keep freed memory for later arrays, instead of returning it to the system.
 
-    The C library maps each large array anew, so the system has to clear its pages again, which can take longer than the
+    The C library maps each large array again, so the system has to clear its pages, which can take longer than the
     reduction. Afterwards, this process reuses the memory of freed arrays, those of NumPy, PyTorch and JAX included. It
     then also keeps that memory: it uses up to its peak, and more, since free blocks do not always fit. All threads that
     start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes

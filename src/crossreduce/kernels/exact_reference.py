@@ -29,7 +29,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     precision, unit = _FORMATS[dtype.name]
     sign_bit = 1 << (8 * dtype.itemsize - 1)
     infinity = sign_bit - (1 << (precision - 1))
-    bits = np.array([_rounded(abs(number), divisor, precision, unit) for number in total], np.uint64)
+    bits = np.array([_round(abs(number), divisor, precision, unit) for number in total], np.uint64)
     bits = np.minimum(bits, np.uint64(infinity))
     negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in read])
     up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in read]) for sign in (False, True))
@@ -63,7 +63,7 @@ def _read(x: Any) -> _Terms:
     return _Terms(units, negative, ~finite & (fraction == 0), ~finite & (fraction != 0))
 
 
-def _rounded(magnitude: int, divisor: int, precision: int, unit: int) -> int:
+def _round(magnitude: int, divisor: int, precision: int, unit: int) -> int:
     """Return the bits of ``magnitude * 2 ** _UNIT / divisor``, rounded to a multiple of 2 ** ``unit``.
 
     The mantissa has at most ``precision`` bits. If the result is too large for the format, so is the returned integer.

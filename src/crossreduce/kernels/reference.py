@@ -58,7 +58,7 @@ _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
+def _round(x: Any, dtype: np.dtype[Any]) -> Any:
     """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to bfloat16."""
     if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
@@ -173,7 +173,7 @@ class ReferenceKernel:
                 value = ((wide - np.fmod(wide, divisor)) // divisor).astype(value.dtype)  # truncated towards zero
             elif self._divisor != 1:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
-            finished[operand] = value if value.dtype == result else _rounded(value, result)
+            finished[operand] = value if value.dtype == result else _round(value, result)
             if len(set(wanted)) > 1:
                 finished[operand] = finished[operand].copy()  # else a view of a source, which a result may overwrite
         for out, operand in zip(outs, wanted, strict=True):

@@ -11,29 +11,16 @@ from functools import lru_cache
 
 from ..schedule import GeneratedSchedule, Schedule, live_rounds, verify
 from .device_programs import Combination, DeviceProgram, DeviceStage, LocalValue
-from .forwarding import forwarded
-from .fusing import fused
-from .images import GeneratedProgram
-from .instructions import ChunkProgram, Instruction, Numbered, Read, finished
+from .forwarding import forward_through_devices
+from .fusion import fuse
+from .generated_program import GeneratedProgram
+from .instructions import ChunkProgram, Instruction, Numbered, Read, finish_instructions
 from .program import Program, Transfer, element_ranges, part_of
 
 __all__ = [
-    "ChunkProgram",
-    "Combination",
-    "DeviceProgram",
-    "DeviceStage",
-    "GeneratedProgram",
-    "Instruction",
-    "LocalValue",
-    "Numbered",
-    "Program",
-    "Transfer",
-    "element_ranges",
-    "forwarded",
-    "fused",
-    "lower",
-    "part_of",
-]
+    "ChunkProgram", "Combination", "DeviceProgram", "DeviceStage", "GeneratedProgram", "Instruction", "LocalValue",
+    "Numbered", "Program", "Transfer", "element_ranges", "forward_through_devices", "fuse", "lower", "part_of",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +48,7 @@ def lower(schedule: Schedule) -> Program:
     chunks = []
     for (share, sources, destinations), instructions, cells in zip(schedule.chunks, read, current, strict=True):
         results = tuple([cells[dst] for dst in destinations])
-        made_here = finished(len(sources), instructions, results)
+        made_here = finish_instructions(len(sources), instructions, results)
         chunks.append(ChunkProgram(share, sources, destinations, made_here, results))
     return Program(
         schedule.collective,

@@ -124,9 +124,9 @@ def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: boo
         for event in sorted(own, key=lambda event: moved(event.device)) if in_order else own:
             rounds[event.round].append((c, part, event))
     stages = []
-    for found in rounds:
+    for events_of_round in rounds:
         sends, receives, combinations = [], [], []
-        for c, (_, origin, moved), (_, device, value, read, final) in found:
+        for c, (_, origin, moved), (_, device, value, read, final) in events_of_round:
             if device != origin:
                 sends += [(local[c, operand.value], moved(device)) for operand in read]
                 continue

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..topology import Topology
-from .instructions import Read, finished
+from .instructions import Read, finish_instructions
 from .program import Program
 
 
 @lru_cache(maxsize=256)
-def forwarded(program: Program, topology: Topology) -> Program:
+def forward_through_devices(program: Program, topology: Topology) -> Program:
     """Return the program in which values move only between devices that links, or links and switches, join.
 
     If the route of a transfer passes through other devices, these receive the value and send it on, each in a round of
@@ -19,7 +19,7 @@ def forwarded(program: Program, topology: Topology) -> Program:
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot
     >>> line = Topology.mesh(1, 3)
-    >>> print(forwarded(lower(one_shot(line.devices, destinations=["cpu:2"])), line))
+    >>> print(forward_through_devices(lower(one_shot(line.devices, destinations=["cpu:2"])), line))
     reduce one_shot: 3 devices, 1 chunk, 2 instructions
       chunk 0: v3 on cpu:1 = v0
       chunk 0: v4 on cpu:2 = v3 + v1 + v2 (final)
@@ -61,7 +61,7 @@ def forwarded(program: Program, topology: Topology) -> Program:
             numbered.append(inputs + len(read))
             read.append((starts[r] + longest[r], instruction.device, tuple(operands)))
         results = tuple(numbered[value] for value in chunk.results)
-        chunks.append(chunk._replace(instructions=finished(inputs, read, results), results=results))
+        chunks.append(chunk._replace(instructions=finish_instructions(inputs, read, results), results=results))
     round_count = program.round_count + sum(longest)
     return Program(
         program.collective, program.algorithm, program.devices, tuple(chunks), round_count, program.pieces, ()

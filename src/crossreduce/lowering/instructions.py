@@ -52,10 +52,10 @@ class ChunkProgram(NamedTuple):
 
         A copy has the kind of what it copies. If a chunk has one input only, that input is "final".
         """
-        found = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
+        kinds = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
         for _, operands, _, final, *_ in self.instructions:
-            found.append(found[operands[0]] if len(operands) == 1 else "final" if final else "partial")
-        return tuple(found)
+            kinds.append(kinds[operands[0]] if len(operands) == 1 else "final" if final else "partial")
+        return tuple(kinds)
 
 
 class Numbered(NamedTuple):
@@ -69,7 +69,7 @@ class Numbered(NamedTuple):
 Read = tuple[int, int, tuple[int, ...]]  # the round and the device of an instruction, and its operands
 
 
-def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
+def finish_instructions(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
     """Return the instructions of a chunk with so many inputs, with final flags and liveness."""
     kept = {*results}
     contributions = [1] * inputs  # how many a value has: in a verified schedule none occurs twice
@@ -86,11 +86,11 @@ def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple
         else:
             contributions.append(sum([contributions[operand] for operand in operands]))
             origin.append(value)
-    made = []
+    instructions = []
     for value, (r, device, operands) in enumerate(read, start=inputs):
         if len(operands) == 1:
             is_last_use = last_read[operands[0]] == value and operands[0] not in kept
-            made.append(Instruction(device, operands, r, False, operands if is_last_use else (), -1))
+            instructions.append(Instruction(device, operands, r, False, operands if is_last_use else (), -1))
             continue
         last_uses = tuple([v for v in dict.fromkeys(operands) if last_read[v] == value and v not in kept])
         donated = -1
@@ -99,5 +99,5 @@ def finished(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple
             if start >= inputs and last_read_origin[start] == value:
                 donated = k
                 break
-        made.append(Instruction(device, operands, r, contributions[value] == inputs, last_uses, donated))
-    return tuple(made)
+        instructions.append(Instruction(device, operands, r, contributions[value] == inputs, last_uses, donated))
+    return tuple(instructions)

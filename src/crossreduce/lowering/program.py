@@ -16,9 +16,9 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 from ..kernels import FusedProgram
 from ..schedule import Route
-from ..schedule.schedule import spans
+from ..schedule.schedule import many, spans
 from .device_programs import ChunkEvents, DeviceProgram, PartInChunk, device_program
-from .fusing import fused
+from .fusion import fuse
 from .instructions import ChunkProgram, Numbered
 
 
@@ -71,22 +71,14 @@ class Program:
     @cached_property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """The transfers of each round, chunk by chunk: every operand that is on another device."""
-        through = self._through
         places = [chunk.devices for chunk in self.chunks]
         kinds = [chunk.kinds for chunk in self.chunks]
         return tuple(
             tuple(
-                Transfer(
-                    c,
-                    src,
-                    instruction.device,
-                    through.get((*ends, r), through.get((*ends, None))),
-                    kinds[c][v] == "final",
-                )
-                for c, _, instruction in instructions
-                for v in instruction.operands
-                if (src := places[c][v]) != instruction.device
-                for ends in [(c, src, instruction.device)]
+                Transfer(c, src, i.device, self.through(r, c, src, i.device), kinds[c][value] == "final")
+                for c, _, i in instructions
+                for value in i.operands
+                if (src := places[c][value]) != i.device
             )
             for r, instructions in enumerate(self.by_round)
         )
@@ -110,12 +102,12 @@ class Program:
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations that all chunks have; ``None``: they differ."""
-        found = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
-        return found.pop() if len(found) == 1 else None
+        ends = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
+        return ends.pop() if len(ends) == 1 else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusing.fused``."""
-        return fused(self.chunks[chunk], results)
+        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
+        return fuse(self.chunks[chunk], results)
 
     def on(self, device: int) -> DeviceProgram:
         """Return the part of one device, for engines whose devices exchange messages.
@@ -167,11 +159,8 @@ class Program:
 
     def __str__(self) -> str:
         count = sum(len(chunk.instructions) for chunk in self.chunks)
-        plural = "" if len(self.chunks) == 1 else "s"
-        lines = [
-            f"{self.collective} {self.algorithm}: {len(self.devices)} devices, {len(self.chunks)} chunk{plural}, "
-            f"{count} instructions"
-        ]
+        counts = f"{len(self.devices)} devices, {many(len(self.chunks), 'chunk')}, {count} instructions"
+        lines = [f"{self.collective} {self.algorithm}: {counts}"]
         for c, chunk in enumerate(self.chunks):
             for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
                 operands = " + ".join(f"v{operand}" for operand in instruction.operands)

@@ -109,7 +109,9 @@ def _words(one: CollectiveStats) -> str:
     return text + (", also in failed calls" if max(one.waiting_s, one.between_hosts_s) > one.seconds else "")
 
 
-def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1) -> tuple[int, int]:
+def kind_and_bytes(
+    text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1
+) -> tuple[int, int]:
     """Return the kind and the bytes by which a call is counted.
 
     Args:
@@ -119,7 +121,7 @@ def counted(text: bytes, collective: str = "", dtype: str = "", size: int = 0, r
       size: the elements of each rank's array.
       ranks: the number of the group's ranks.
 
-    >>> counted(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), counted(b"barrier")
+    >>> kind_and_bytes(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), kind_and_bytes(b"barrier")
     ((4, 120), (9, 0))
     """
     name = collective
@@ -185,18 +187,18 @@ def openmetrics(every: Iterable[Stats], run: str = "") -> str:
     crossreduce_calls_total{group="world",rank="0",collective="barrier"} 3
     """
     stats = list(every)
-    named = f',run="{_escaped(run)}"' if run else ""
+    named = f',run="{_escape(run)}"' if run else ""
     lines: list[str] = []
     for families, label in ((_BY_COLLECTIVE, "collective"), (_BY_STRAGGLER, "straggler")):
         for name, unit, text, value in families:
             lines += [f"# TYPE {name} counter", *([f"# UNIT {name} {unit}"] if unit else []), f"# HELP {name} {text}"]
             for each in stats:
-                found: dict[Any, Any] = each.collectives if label == "collective" else each.waits
-                for key in sorted(found):
-                    where = f'group="{_escaped(each.group)}",rank="{each.rank}"{named},{label}="{key}"'
-                    lines.append(f"{name}_total{{{where}}} {value(found[key])}")
+                values: dict[Any, Any] = each.collectives if label == "collective" else each.waits
+                for key in sorted(values):
+                    where = f'group="{_escape(each.group)}",rank="{each.rank}"{named},{label}="{key}"'
+                    lines.append(f"{name}_total{{{where}}} {value(values[key])}")
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -205,14 +205,14 @@ def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
     one, other = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
     if one is None or other is None or one["collective"] != other["collective"]:
         return [_CALL]
-    found = [aspect for aspect in ("op", "root") if one[aspect] != other[aspect]]
+    aspects = [aspect for aspect in ("op", "root") if one[aspect] != other[aspect]]
     arrays, others = _ARRAY.findall(one["arrays"]), _ARRAY.findall(other["arrays"])
     if len(arrays) != len(others):
-        return [*found, "number of tensors"]
+        return [*aspects, "number of tensors"]
     for k, aspect in enumerate(("dtype", "shape")):
         if [array[k] for array in arrays] != [array[k] for array in others]:
-            found.append(aspect)
-    return found or [_CALL]
+            aspects.append(aspect)
+    return aspects or [_CALL]
 
 
 def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) -> str:

@@ -144,7 +144,7 @@ def write(dump: Dump) -> Path | None:
         try:
             with os.fdopen(number, "w", encoding="utf-8") as file:
                 file.write(content)
-            path = _published(temporary, directory, dump.rank)
+            path = _publish(temporary, directory, dump.rank)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -163,7 +163,7 @@ def read(directory: Path) -> Found:
     Each dump has the history of its own rank. The newest dump that describes a rank without a dump has that rank's
     history, too. All others are left out, since reading them would take minutes for thousands of ranks.
     """
-    found: list[tuple[Dump, Path, tuple[int, ...]]] = []
+    entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
     try:
         paths = sorted(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
@@ -172,7 +172,7 @@ def read(directory: Path) -> Found:
     for path in paths:
         try:
             dump, described = _dump(_content(path))
-            found.append((dump, path, described))
+            entries.append((dump, path, described))
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             problems.append(f"{path.name} cannot be read: {why}.")
@@ -180,8 +180,8 @@ def read(directory: Path) -> Found:
         remedy = "the directory in the text of the CollectiveTimeout or PeerLostError"
         problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     dumps = []
-    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in found}
-    for dump, path, described in sorted(found, key=lambda each: -each[0].now_s):
+    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
+    for dump, path, described in sorted(entries, key=lambda each: -each[0].now_s):
         absent = {rank for rank in described if (dump.group, dump.token, rank) not in known}
         if absent:
             with suppress(OSError, ValueError):  # it was deleted, or one of these histories is malformed
@@ -209,7 +209,7 @@ def _directory(dump: Dump) -> Path:
     return path
 
 
-def _published(temporary: Path, directory: Path, rank: int) -> Path:
+def _publish(temporary: Path, directory: Path, rank: int) -> Path:
     """Give a complete file the first free name; a hard link, unlike a rename, never replaces an existing file."""
     k = 0
     while True:
@@ -258,9 +258,9 @@ def _has_ended(path: Path, written: float) -> bool:
 
 def _is_private(path: Path) -> bool:
     """Return whether this is a directory, and not a link, of this user that no other user can read."""
-    found = path.lstat()
-    own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no numeric user ids
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == own and not found.st_mode & 0o077
+    status = path.lstat()
+    own = getattr(os, "getuid", lambda: status.st_uid)()  # Windows has no numeric user ids
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == own and not status.st_mode & 0o077
 
 
 def _threads() -> tuple[Thread, ...]:
@@ -288,11 +288,11 @@ def version() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and crossreduce, and of NumPy, torch and mpi4py if imported."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
+    packages = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return found
+            packages[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return packages
 
 
 def _plain(value: Any) -> Any:
@@ -362,13 +362,13 @@ def _dump(found: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, 
     if found.get("version") != _VERSION:
         raise ValueError(f"its version is {found.get('version')}, not {_VERSION}")
     if not isinstance(found.get("hosts"), str):
-        raise _malformed("hosts")
+        raise _malformed_error("hosts")
     histories, own = found.get("histories"), found.get("rank")
     if not isinstance(histories, list) or not all(isinstance(each, dict) for each in histories):
-        raise _malformed("histories")
+        raise _malformed_error("histories")
     described = tuple(each.get("rank") for each in histories)
     if not all(type(rank) is int for rank in described):
-        raise _malformed("rank")
+        raise _malformed_error("rank")
     kept = [each for each, rank in zip(histories, described, strict=True) if rank == own or rank in others]
     dump: Dump = _reader(Dump, "content")({**found, "histories": kept, "hosts": []})
     hosts, ranks = _hosts(found["hosts"])
@@ -377,7 +377,7 @@ def _dump(found: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, 
     return dump._replace(hosts=hosts), described
 
 
-def _malformed(name: str) -> ValueError:
+def _malformed_error(name: str) -> ValueError:
     return ValueError(f'its "{name}" is missing or malformed')
 
 
@@ -393,9 +393,9 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         return lambda value: None if value is None else some(value)
     if form is tuple:
         item = _reader(parts[0], name)
-        return lambda value: tuple(map(item, _checked(value, type(value) is list, name)))
+        return lambda value: tuple(map(item, _require(value, type(value) is list, name)))
     if form is dict:
-        return lambda value: {str(k): str(v) for k, v in _checked(value, type(value) is dict, name).items()}
+        return lambda value: {str(k): str(v) for k, v in _require(value, type(value) is dict, name).items()}
     if kind is Op:
         return lambda line: _read_op(line, name)
     if hasattr(kind, "_fields"):
@@ -403,26 +403,26 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
         fields, kinds = [(field, _reader(of, field)) for field, of in types.items()], [*types.values()]
 
         def structure(value: Any) -> Any:
-            _checked(value, type(value) is dict, name)
+            _require(value, type(value) is dict, name)
             if kind is Frame:  # most values of a dump are in frames: check one's types at once
-                found = [*map(value.get, types)]
-                if [*map(type, found)] == kinds and found[1] >= 0:
-                    return Frame._make(found)
+                values = [*map(value.get, types)]
+                if [*map(type, values)] == kinds and values[1] >= 0:
+                    return Frame._make(values)
             return kind(*[read(value.get(field)) for field, read in fields])
 
         return structure
     if kind is float:
         # NaN is not below 1e15 either; JSON may contain numbers that a float cannot represent.
-        return lambda value: float(_checked(value, type(value) in (int, float) and abs(value) < 1e15, name))
+        return lambda value: float(_require(value, type(value) in (int, float) and abs(value) < 1e15, name))
     if kind is int:
-        return lambda value: _checked(value, type(value) is int and value >= 0, name)
+        return lambda value: _require(value, type(value) is int and value >= 0, name)
     assert kind is str
-    return lambda value: _checked(value, type(value) is str, name)
+    return lambda value: _require(value, type(value) is str, name)
 
 
-def _checked(value: Any, right: bool, name: str) -> Any:
+def _require(value: Any, right: bool, name: str) -> Any:
     if not right:
-        raise _malformed(name)
+        raise _malformed_error(name)
     return value
 
 
@@ -432,7 +432,7 @@ def _read_op(line: Any, name: str) -> Op:
         sequence, started, ended, text = line.split(" ", 3)
         op = Op(int(sequence), text, float(started), None if ended == "-" else float(ended))
     except (AttributeError, ValueError):
-        raise _malformed(name) from None
+        raise _malformed_error(name) from None
     if op.sequence < 0 or not -1e15 < op.started_s < 1e15 or not (op.ended_s is None or -1e15 < op.ended_s < 1e15):
-        raise _malformed(name)
+        raise _malformed_error(name)
     return op

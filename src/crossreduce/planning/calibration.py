@@ -29,7 +29,7 @@ from ..errors import ArgumentError, shown
 from ..schedule import Schedule, simulate
 from ..topology import Topology
 from ..topology.links import Link
-from ..topology.measured import Measurement
+from ..topology.measurements import Measurement
 from .plans import plan
 from .schedules import NAMES
 

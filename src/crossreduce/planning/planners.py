@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ..errors import PlanError
 from ..schedule import Chunk, Costs, GeneratedSchedule, Schedule, Step, live_rounds
-from ..schedule.generated import rotations
+from ..schedule.generated_schedule import rotations
 from ..topology import Topology
 from ..topology.symmetry import Symmetry, SymmetryGenerator
 from ..values import read_devices

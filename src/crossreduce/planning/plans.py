@@ -31,7 +31,7 @@ class Plan:
     """A schedule of a request, its predicted time, and its bound.
 
     A plan is a value and runs nothing: ``AllReduceCrossDeviceOps(plan.algorithm, topology=plan.topology)`` makes and
-    runs such plans for arrays, and ``crossreduce plan --export`` writes them for other tools.
+    runs such plans for arrays, and ``crossreduce export`` writes them for other tools.
     """
 
     request: Request  # its topology is not None
@@ -163,7 +163,7 @@ class Plan:
         if self.collective in ("all_reduce", "reduce", "broadcast") and not self.helpers:
             name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
             return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
-        return "export it for another tool (crossreduce plan --export)"
+        return "export it for another tool (crossreduce export)"
 
     @property
     def _reproducibility(self) -> str:

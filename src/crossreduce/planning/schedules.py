@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from ..errors import PlanError, shown
 from ..progress import steps
 from ..schedule import Pieces, Schedule, fastest_of, verify
+from ..schedule.host_queues import queues
 from ..schedule.schedule import many
-from ..schedule.traffic import queues
 from ..topology import Topology
 from . import planners
 from .planners import NO_MORE, Request, collective_between

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ..errors import PlanError
 from ..schedule import GeneratedSchedule, Route, Schedule
 from ..topology import Link, Switch, Topology
-from ..topology.automorphisms import extended
+from ..topology.automorphisms import extend_to_switches
 
 _MANY: Final = 64  # transfers per device: with more, nearly all routes of each device are needed
 
@@ -74,7 +74,7 @@ def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
     if isinstance(schedule, GeneratedSchedule):
         symmetry, nodes = schedule.symmetry, schedule.nodes
         if nodes == topology.devices:  # the switches on the routes have to move too
-            symmetry, nodes = extended(topology, symmetry), topology.nodes
+            symmetry, nodes = extend_to_switches(topology, symmetry), topology.nodes
         if symmetry is None or len(nodes) < len(topology.nodes):
             return schedule
     turned = topology.reversed()

@@ -15,7 +15,8 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..observe.counters import Stats
 from ..ops import INTEGERS, ReduceOp, require_dtype
 from ..options import CommunicationOptions
-from ..ranks.communicator import ArrayView, Communicator
+from ..ranks.array_views import ArrayView
+from ..ranks.communicator import Communicator
 from ..ranks.measurement import measure
 from ..ranks.prepared import call_name, new_calls, prepare
 from ..reduction.validation import read_op

@@ -22,7 +22,7 @@ from ..errors import ArgumentError, shown
 from ..topology import Link, Switch, Topology
 from .communicator import Communicator
 from .inter_host.exchange import wait_for
-from .inter_host.host_parts import host_names
+from .inter_host.two_level import host_names
 from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
@@ -79,18 +79,18 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         probe = _Probe(communicator.transport, leaders, own, communicator.timeout_s) if rank in leaders else None
         turns = _pairings(count)
         each_s = seconds / (2 * len(turns) + 1)
-        with communicator.aborting():
+        with communicator.calls.aborting():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if probe is not None and other is not None and communicator.has_link(own, other):
+                if probe is not None and other is not None and (own, other) in communicator.links:
                     probe.pair(other, each_s)
                 communicator.require_same("measure_topology")
         if probe is not None:
             found |= {"in": probe.bandwidth, "latency": probe.latency}
-    speeds = _gathered(communicator, found)
+    speeds = _gather_speeds(communicator, found)
     if count > 2:
         received = []
-        with communicator.aborting():
+        with communicator.calls.aborting():
             for _ in range(_ALL_AT_ONCE):
                 received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
                 communicator.require_same("measure_topology")  # all have received before any sends again
@@ -219,17 +219,17 @@ class _Probe:
         wait_for(pending, self.peers[other], self.timeout_s)
 
 
-def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
+def _gather_speeds(communicator: Communicator, found: dict[str, object]) -> Speeds:
     """Return the measured speeds of all ranks; the same on every rank, since all parse the same texts."""
     of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
     hosts = communicator.hosts
     count = len(hosts)
     incoming, latency = ([of_ranks[ranks[0]].get(key, [0.0] * count) for ranks in hosts] for key in ("in", "latency"))
     return Speeds(
-        tuple(tuple(_rounded(incoming[dst][src]) for dst in range(count)) for src in range(count)),
-        tuple(tuple(_rounded((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
+        tuple(tuple(_round(incoming[dst][src]) for dst in range(count)) for src in range(count)),
+        tuple(tuple(_round((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
         (0.0,) * count,
-        tuple(_rounded(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
+        tuple(_round(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
     )
 
 
@@ -239,11 +239,11 @@ def _cables(speeds: Speeds, received: Sequence[tuple[float, float]]) -> tuple[fl
     for dst, (share, together) in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
         # A burst may make a link look faster than its cable, which is impossible: the faster number counts.
-        cables.append(_rounded(max(together, *singly)) if share < _SHARED else 0.0)
+        cables.append(_round(max(together, *singly)) if share < _SHARED else 0.0)
     return tuple(cables)
 
 
-def _rounded(number: float) -> float:
+def _round(number: float) -> float:
     return float(f"{number:.3g}")
 
 

@@ -64,7 +64,7 @@ class Messages:
     def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
         """Return the other rank when the message is complete; if ``timeout_s`` is 0 and it is not, return ``None``.
 
-        After an error the message's memory is not written any more, and what it contains later is not received.
+        After an error the message's memory is not written any more, and its data is not received.
 
         Args:
           number: of the message.
@@ -97,12 +97,12 @@ class Messages:
         if isinstance(outcome, int) and outcome != _WAITING:
             return outcome
         if isinstance(outcome, tuple) and outcome[0] != ANY_RANK:
-            source, found = outcome
+            source, sent_nbytes = outcome
             name = self._communicator.name
             problem = (
                 f'rank {self._communicator.global_ranks[source]} of group "{name}" sent a message of another size.'
             )
-            given = f"a message of {found} bytes for a tensor of {nbytes} bytes"
+            given = f"a message of {sent_nbytes} bytes for a tensor of {nbytes} bytes"
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
         if isinstance(failure, TimeoutError):
             self._timed_out = True
@@ -146,4 +146,4 @@ class Messages:
                 self._communicator.interrupt()
 
     def _public(self, method: str, peer: int, failure: OSError) -> ReductionError:
-        return self._communicator.message_failure(method, None if peer == ANY_RANK else peer, failure)
+        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ..observe.counters import Stats
-from .watchdog import PeriodicChecks
+from .failures.watchdog import PeriodicChecks
 
 _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0
@@ -98,9 +98,9 @@ def metrics_file(group: str, rank: int) -> MetricsFile | None:
     except OSError as error:
         _LOG.warning("rank %d cannot make the folder %s (%s): %s", rank, folder, VARIABLE, error)
         return None
-    made = MetricsFile(folder / f"{run or 'crossreduce'}-{name_in_files(group)}-rank{rank}{_SUFFIX}", run)
-    made.remove_old()
-    return made
+    file = MetricsFile(folder / f"{run or 'crossreduce'}-{name_in_files(group)}-rank{rank}{_SUFFIX}", run)
+    file.remove_old()
+    return file
 
 
 def name_in_files(group: str) -> str:

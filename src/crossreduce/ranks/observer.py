@@ -151,16 +151,16 @@ def _description(text: bytes) -> dict[str, Any]:
 
 def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
     """Return a link in ``/proc`` for each group's memory, and the number of processes that cannot be searched."""
-    found: dict[tuple[int, int], Path] = {}
+    links: dict[tuple[int, int], Path] = {}
     hidden = 0
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             try:
                 for key, link in _memories(process):
-                    found.setdefault(key, link)
+                    links.setdefault(key, link)
             except PermissionError:
                 hidden += 1
-    return found, hidden
+    return links, hidden
 
 
 def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
@@ -169,18 +169,18 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
     Raises:
       PermissionError: the process belongs to another user.
     """
-    found = []
+    memories = []
     try:
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # closed just now
                 if str(link.readlink()).startswith(_LINK):
                     status = link.stat()
-                    found.append(((status.st_dev, status.st_ino), link))
+                    memories.append(((status.st_dev, status.st_ino), link))
     except PermissionError:
         raise
     except OSError:  # it has ended
         pass
-    return found
+    return memories
 
 
 def _group(key: tuple[int, int], watched: _Watched) -> GroupView:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any, Final, Protocol
 
-from ..engines.host.prepared import compiled
+from ..engines.host.prepared import compiled_module
 from ..ops import ReduceOp
-from .communicator import ArrayView, Communicator
+from .array_views import ArrayView
+from .communicator import Communicator
 from .intra_host.shared_memory import SLICE_S
 
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
@@ -48,7 +49,7 @@ NO_CALLS: Final[RankCalls] = _NoCalls()
 
 def new_calls(communicator: Communicator) -> RankCalls:
     """Return an object for the prepared calls of a group. If its ranks are on several hosts, none are prepared."""
-    module = compiled() if len(communicator.hosts) == 1 else None
+    module = compiled_module() if len(communicator.hosts) == 1 else None
     return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock, SLICE_S)
 
 
@@ -78,14 +79,14 @@ def prepare(
     """
     if calls is NO_CALLS:
         return
-    size, given, made = communicator.size, x.nbytes, result.nbytes
+    size, nbytes, result_nbytes = communicator.size, x.nbytes, result.nbytes
     whole, whole_result = [(False, 0)], [(True, 0)]
     places = {
         "all_reduce": whole + whole_result,
         "broadcast": whole if root == communicator.rank else whole_result,
-        "all_gather": whole + [(True, k * given) for k in range(size)],
-        "reduce_scatter": [(False, k * made) for k in range(size)] + whole_result,
-        "all_to_all": [(to, k * (given // size)) for to in (False, True) for k in range(size)],
+        "all_gather": whole + [(True, k * nbytes) for k in range(size)],
+        "reduce_scatter": [(False, k * result_nbytes) for k in range(size)] + whole_result,
+        "all_to_all": [(to, k * (nbytes // size)) for to in (False, True) for k in range(size)],
     }[collective]
     with communicator.lock:
         executable = communicator.executable(collective, op, array, root, exact)

@@ -1,4 +1,4 @@
-"""``CountedMember``: a rank whose calls are counted, and its file of metrics.
+"""``Statistics``: what one rank has done in a group, and its file of metrics.
 
 Input: the counters in shared memory. Output: ``Stats``, also after the group is closed.
 """
@@ -6,61 +6,50 @@ Input: the counters in shared memory. Output: ``Stats``, also after the group is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Event
 
 from ..errors import ContextError
 from ..observe.counters import Stats, rank_counts
 from . import metrics
-from .membership import Hosts, Member
-from .transports.base import Rendezvous, Transport
+from .connections.peers import Membership
+from .intra_host.shared_memory import RankMemory
 
 
-class CountedMember(Member):
-    """One rank of a group with statistics; for arguments and errors see ``Communicator``."""
+class Statistics:
+    """The statistics of one rank, which any thread may read."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        transport: Transport | Callable[[Event, Hosts], Transport] | None,
-        name: str,
-        timeout_s: float,
-        global_ranks: Sequence[int] | None,
-        overlapping: bool,
-    ) -> None:
-        self._pid = os.getpid()
+    def __init__(self, members: Membership, memory: RankMemory) -> None:
+        self._members, self._memory, self._pid = members, memory, os.getpid()
         self._final: Stats | None = None  # the statistics when the group was closed
-        super().__init__(rendezvous, transport, name, timeout_s, global_ranks, overlapping)
-        self._metrics = metrics.metrics_file(name, self.global_ranks[self.rank])
-        self._writer = None if self._metrics is None else metrics.writers.add(self._write_metrics)
+        self._file = metrics.metrics_file(members.name, members.own)
+        self._writer = None if self._file is None else metrics.writers.add(self._write)
 
-    def stats(self) -> Stats:
-        """Return what this rank has done in the group so far, or until it was closed. Any thread may call this.
+    def read(self) -> Stats:
+        """Return what the rank has done so far, or until ``close``.
 
         Raises:
           ContextError: this process was forked from the rank's.
         """
+        members = self._members
         if os.getpid() != self._pid:
-            problem = f'group "{self.name}" belongs to process {self._pid}, from which this process was forked.'
+            problem = f'group "{members.name}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "call stats() in the rank's process")
         with suppress(ValueError):  # another thread has closed the memory, and stored the final statistics before
             if self._final is None:
-                found = rank_counts(self.memory.counts())
-                waits = {self.global_ranks[self.host[place]]: wait for place, wait in found.waits.items()}
-                return Stats(self.name, self.global_ranks[self.rank], self.size, found.collectives, waits)
+                counts = rank_counts(self._memory.counts())
+                waits = {members.global_ranks[members.host[place]]: wait for place, wait in counts.waits.items()}
+                return Stats(members.name, members.own, members.size, counts.collectives, waits)
         assert self._final is not None
         return self._final
 
-    def _end_statistics(self) -> None:
-        """Store the final statistics and write the last file; called before the memory is closed."""
-        self._final = self.stats()
-        if self._writer is not None:
+    def close(self) -> None:
+        """Keep the final statistics, and write the file a last time; called before the memory is closed."""
+        self._final = self.read()
+        if self._writer is not None and self._file is not None:
             metrics.writers.remove(self._writer)
             self._writer = None
-            if self._metrics is not None:
-                self._metrics.close(self.stats)
+            self._file.close(self.read)
 
-    def _write_metrics(self) -> None:
-        if self._metrics is not None:
-            self._metrics.write(self.stats)
+    def _write(self) -> None:
+        if self._file is not None:
+            self._file.write(self.read)

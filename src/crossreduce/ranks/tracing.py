@@ -22,8 +22,8 @@ from ..observe.flight_recorder import version
 from ..observe.traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 from ..schedule import byte_count
 from ..topology import Topology
+from .connections.peers import PeerInfo
 from .intra_host.shared_memory import RankMemory
-from .peers import PeerInfo
 
 _LOG: Final = logging.getLogger("crossreduce")
 _MOST_TEXT: Final = 100
@@ -40,7 +40,7 @@ class TracedGroup(Protocol):
     rank: int
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
-    peers: list[PeerInfo]
+    peers: tuple[PeerInfo, ...]
     traced: Path | None
 
     @property
@@ -69,10 +69,10 @@ def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES)
       ArgumentError: ``nbytes`` is invalid or too small, or the directory cannot be created or written.
     """
     limit = _limit(nbytes)
-    given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
-    if not isinstance(given, str) or not given or "\0" in given:
+    name = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
         raise ArgumentError.of("this is not the name of a directory.", shown(directory), 'start("traces")')
-    path = Path(given).absolute()
+    path = Path(name).absolute()
     try:
         _make(path)
     except OSError as error:
@@ -149,7 +149,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
         _make(settings.directory)
         fd, path = _new_file(settings.directory, f"rank{rank}.{group.token}")
         try:
-            group.memory.native.trace_to(fd, facts.encoded(), settings.nbytes)
+            group.memory.native.trace_to(fd, facts.encode(), settings.nbytes)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ..autograph import unconverted
 from ..devices import canonical
@@ -21,12 +21,10 @@ from ..frameworks import Array, Sparse, framework_of
 from ..observe.profilers import PROFILERS, entry, is_outermost
 from ..observe.profilers.facts import by_replica
 from ..ops import ReduceOp
-from ..options import CommunicationOptions, algorithm_name, count
-from ..packing import Packing
-from ..topology import TopologyLike, topology_of
+from ..options import CommunicationOptions
 from ..values import DistributedValues, Mirrored, PerReplica
 from .outputs import Job, check_out, check_outs, check_overlap, write_results
-from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
+from .pipeline import broadcast_array, reduce_to_one
 from .validation import (
     check_array,
     check_pairs,
@@ -120,12 +118,12 @@ class CrossDeviceOps:
         hints = read_options(options, experimental_hints)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
         devices = device_names(destinations)
-        value.framework.require(devices)
+        value.facts.framework.require(devices)
         if out is None:
             result = self.reduce_implementation(op, value, devices, hints)
             return check_result(result, devices, "reduce_implementation")
         arrays = check_out(out, value, devices)
-        jobs = [(value.with_out(arrays, fresh=value is not per_replica_value), devices)]
+        jobs = [(value.with_out(arrays), devices)]
         given = jobs[0][0] if self._writes_out(jobs) else jobs[0][0].with_out(None)
         result = self.reduce_implementation(op, given, devices, hints)
         return write_results([check_result(result, devices, "reduce_implementation")], jobs)[0]
@@ -179,10 +177,10 @@ class CrossDeviceOps:
                 checked = check_value(op, per_replica(value)).with_out(None)
                 devices = checked.devices if destinations is value else device_names(destinations)
                 if devices is not checked.devices:
-                    checked.framework.require(devices)
+                    checked.facts.framework.require(devices)
                 if out is not None:
                     arrays = check_out(outs[number], checked, devices)
-                    checked = checked.with_out(arrays, fresh=checked is not value)
+                    checked = checked.with_out(arrays)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
@@ -256,8 +254,8 @@ class CrossDeviceOps:
         hints = read_options(options)
         value = check_value(None, per_replica(per_replica_value), axis=axis)
         devices = device_names(destinations)
-        value.framework.require(devices)
-        result = self.gather_implementation(value, devices, value.axis, hints)
+        value.facts.framework.require(devices)
+        result = self.gather_implementation(value, devices, value.facts.axis, hints)
         return check_result(result, devices, "gather_implementation")
 
     def reduce_prepared(
@@ -283,13 +281,8 @@ class CrossDeviceOps:
         A custom implementation does not receive ``out``, since it may read a value again after it has reduced it.
         Errors in ``out`` are found before anything is written: here, or in ``reduce_batch``.
         """
-        kind = type(self)
-        batch = getattr(kind, "batch_reduce_implementation", None)
-        ours = kind.reduce_implementation is _BatchReducing.reduce_implementation
-        if ours and batch is AllReduceCrossDeviceOps.batch_reduce_implementation:
-            return True
         check_overlap(jobs)
-        return ours and batch is ReductionToOneDevice.batch_reduce_implementation
+        return False
 
     def reduce_implementation(
         self,
@@ -324,25 +317,30 @@ class CrossDeviceOps:
     ) -> Mirrored:
         """Concatenate validated components along a non-negative axis; by default on the first destination."""
         value = check_value(None, per_replica_value, axis=axis)
-        framework, main = value.framework, destinations[0]
-        joined = framework.concat([framework.to_device(x, main) for x in value.arrays], axis)
+        framework, main = value.facts.framework, destinations[0]
+        joined = framework.concat([framework.to_device(x, main) for x in value.facts.arrays], axis)
         return self.broadcast_implementation(joined, destinations)
 
 
-class _BatchReducing(CrossDeviceOps):
-    """An op that reduces one value as a batch of one."""
+class BatchReducingOps(CrossDeviceOps):
+    """An op of this library: it reduces one value as a batch of one, and writes into ``out``."""
 
-    def _prepared(self, ours: type[_BatchReducing]) -> Calls | None:
-        """Return where to add a call, so that later ones run in compiled code.
+    own_class: ClassVar[type[BatchReducingOps]]  # the class of this library whose methods reduce
 
-        ``None``: nothing can be prepared, as on a subclass that has replaced a method of the class ``ours``.
-        """
-        if self._calls is None and all(
-            getattr(type(self), name, None) is getattr(ours, name, None)
-            for name in ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
-        ):
+    def _is_own(self) -> bool:
+        """Return whether a subclass has replaced no method that reduces."""
+        kind, own = type(self), self.own_class
+        names = ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
+        return kind is own or all(getattr(kind, name, None) is getattr(own, name, None) for name in names)
+
+    def _prepared_calls(self) -> Calls | None:
+        """Return where to add a call, so that later ones run in compiled code; ``None``: none can be prepared."""
+        if self._calls is None and self._is_own():
             object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
         return self._calls
+
+    def _writes_out(self, jobs: list[Job]) -> bool:
+        return self._is_own() or super()._writes_out(jobs)
 
     def reduce_implementation(
         self,
@@ -354,7 +352,7 @@ class _BatchReducing(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
 
-class ReductionToOneDevice(_BatchReducing):
+class ReductionToOneDevice(BatchReducingOps):
     """Copies all components to one device, reduces them there, and copies the result to the destinations.
 
     Args:
@@ -395,9 +393,9 @@ class ReductionToOneDevice(_BatchReducing):
         jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         if self._root is not None:
             for job in jobs:
-                job[0].framework.require((self._root,))
+                job[0].facts.framework.require((self._root,))
         if self._accumulate is None:
-            return reduce_to_one(jobs, self._root, self._prepared(ReductionToOneDevice), options)
+            return reduce_to_one(jobs, self._root, self._prepared_calls(), options)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
             raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
@@ -405,13 +403,18 @@ class ReductionToOneDevice(_BatchReducing):
             problem = "accumulation_fn replaces the sum, so the sum cannot be made exact."
             raise ArgumentError.of(problem, "exact=True", "ReductionToOneDevice() without accumulation_fn")
         return [
-            reduce_to_one([job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job) for job in jobs
+            reduce_to_one([job], self._root)[0] if job[0].facts.sparse else self._reduce_by_function(reduce_op, job)
+            for job in jobs
         ]
 
-    def _accumulated(self, op: ReduceOp, job: Job) -> Mirrored:
+    def _writes_out(self, jobs: list[Job]) -> bool:
+        check_overlap(jobs)  # of the whole batch, which is reduced on several roots
+        return self._is_own()
+
+    def _reduce_by_function(self, op: ReduceOp, job: Job) -> Mirrored:
         """Reduce one value with the caller's function."""
         assert self._accumulate is not None
-        value, destinations = job
+        value, destinations = job[0].facts, job[1]
         framework, root = value.framework, self._root or destinations[0]
         total = self._accumulate([framework.clone(framework.to_device(x, root)) for x in value.arrays])
         if framework_of(total) is not framework:
@@ -423,113 +426,10 @@ class ReductionToOneDevice(_BatchReducing):
             problem = "accumulation_fn must return one array of the components' shape."
             raise MismatchError.of(problem, given, f"an array like {value.spec}")
         dtype = framework.spec(total).dtype
-        numbers = framework.numbers(op, dtype, len(value))
+        numbers = framework.numbers(op, dtype, len(value.arrays))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         finished = framework.finish(total, numbers._replace(result=result))
         return broadcast_array(finished, destinations, "one_device", None)
 
 
-class AllReduceCrossDeviceOps(_BatchReducing):
-    """Reduces along a planned schedule, with tensors packed into few large buffers.
-
-    Args:
-      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
-        "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, as with a ``topology``, and logs
-        the reason once, at INFO).
-      num_packs: the number of packs into which the tensors of each dtype are joined and cut; if the
-        algorithm has roots, those of the packs rotate. 0: no packing.
-      agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
-        joined. 0: none are.
-      agg_small_grads_max_group: the largest number of tensors that are joined in this way.
-      topology: the links that dense values may use: a ``Topology``, a machine's name or a file's path. Schedules are
-        planned on it for the size of the values. ``None``: any links. Its devices are those of the values, or, if none
-        of the names agree, are matched by position. Sparse values and gathers are sent directly.
-    Raises:
-      ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
-
-    >>> import numpy as np
-    >>> value = PerReplica([np.full(3, 2.0**k) for k in range(3)])
-    >>> AllReduceCrossDeviceOps("ring", num_packs=2).reduce("sum", value, value)[2]
-    array([7., 7., 7.])
-    """
-
-    def __init__(
-        self,
-        all_reduce_alg: str = "nccl",
-        num_packs: int = 1,
-        agg_small_grads_max_bytes: int = 0,
-        agg_small_grads_max_group: int = 10,
-        topology: TopologyLike | None = None,
-    ) -> None:
-        self._algorithm = algorithm_name(all_reduce_alg)
-        self._packing = Packing(
-            count("num_packs", num_packs, "0 switches packing off"),
-            0,
-            count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
-            count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
-        )
-        self._topology = None if topology is None else topology_of(topology)
-
-    def __repr__(self) -> str:
-        named = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
-        wiring = "" if self._topology is None else f", topology={self._topology!r}"
-        return f"{type(self).__name__}({named}num_packs={self._packing.num_packs}{wiring})"
-
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
-    ) -> list[Mirrored]:
-        jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
-        packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
-        calls = self._prepared(AllReduceCrossDeviceOps)
-        return reduce_batch(jobs, packing, self._planner(options), self._topology, None, calls, options)
-
-    def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
-        return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
-
-    def _planner(self, options: CommunicationOptions) -> str:
-        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm unless it is "auto"."""
-        chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
-        if chosen == "auto":
-            chosen = self._algorithm
-        if chosen == "nccl" and self._topology is not None:
-            log_once('"nccl" plans "auto": NCCL does not plan on the topology of an op')
-            return "auto"
-        return chosen
-
-
-class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
-    """Reduces inside groups of devices, then between the groups, and copies back the same way.
-
-    It works for any number of devices, including odd ones. With a topology, the groups follow from its links, and the
-    simulated time is never above that of ``one_device``; without a topology, the groups are two halves of the devices
-    (``crossreduce.planning.hierarchical_copy``).
-
-    Args:
-      num_packs: the number of trees that share the load; their roots rotate. 0: one tree per tensor, no packing.
-      topology: as for ``AllReduceCrossDeviceOps``.
-    Raises:
-      ArgumentError: ``num_packs`` is negative or not an integer.
-
-    >>> import numpy as np
-    >>> value = PerReplica([np.float32(2**k) for k in range(9)])
-    >>> HierarchicalCopyAllReduce(num_packs=4).reduce("sum", value, "cpu:0")[0]
-    array(511., dtype=float32)
-    """
-
-    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
-        super().__init__("hierarchical_copy", num_packs, topology=topology)
-
-
-class NcclAllReduce(AllReduceCrossDeviceOps):
-    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
-
-    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. An
-    ``implementation`` other than "auto" and "nccl" in the call's options replaces it. If NCCL fails, the call raises a
-    ``BackendError``, and the content of ``out`` is undefined.
-
-    Args:
-      num_packs: as for ``AllReduceCrossDeviceOps``; NCCL ignores it.
-    """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        super().__init__("nccl", num_packs)
+ReductionToOneDevice.own_class = ReductionToOneDevice

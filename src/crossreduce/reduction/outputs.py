@@ -43,7 +43,8 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
       MismatchError: its components differ from the result in framework, shape or dtype.
       UnsupportedError: they cannot be written into, or the result is sparse.
     """
-    if value.sparse:
+    facts = value.facts
+    if facts.sparse:
         given = f"out for {describe(value[0])}"
         problem = "out cannot be used for a sparse result, whose size is not known in advance."
         raise UnsupportedError.of(problem, given, "omit out=")
@@ -51,7 +52,7 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
         given = f"out on {', '.join(out.devices)}" if isinstance(out, DistributedValues) else f"a {type(out).__name__}"
         problem = "out must be a PerReplica or Mirrored on the destinations, in their order."
         raise ArgumentError.of(problem, given, f"PerReplica([array, ...], devices={list(destinations)})")
-    framework, spec = value.framework, TensorSpec(value.spec.shape, value.numbers.result)
+    framework, spec = facts.framework, TensorSpec(facts.spec.shape, facts.numbers.result)
     if framework.uniform(out.values) != spec:
         found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
         specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
@@ -59,8 +60,8 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
         if wrong:
             given = "; ".join(f"component {k} of out: {name} {found_spec}" for k, name, found_spec in wrong)
             remedy = f"arrays that are {framework.name} {spec}"
-            if spec.dtype != value.spec.dtype:
-                remedy += f", the dtype of the {value.op.value if value.op else 'result'} of {value.spec.dtype}"
+            if spec.dtype != facts.spec.dtype:
+                remedy += f", the dtype of the {facts.op.value if facts.op else 'result'} of {facts.spec.dtype}"
             problem = "the arrays of out must have the framework, shape and dtype of the result."
             raise MismatchError.of(problem, given, remedy)
     return out
@@ -78,24 +79,25 @@ def check_overlap(jobs: Sequence[Job]) -> None:
     """
     extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out; -1: an input)
     for pair, (value, destinations) in enumerate(jobs):
-        if value.out is None:
+        facts = value.facts
+        if facts.out is None:
             continue
-        framework = value.framework
+        framework = facts.framework
         try:
-            targets = [framework.writable_array(x, device) for x, device in zip(value.out, destinations, strict=True)]
+            targets = [framework.writable_array(x, device) for x, device in zip(facts.out, destinations, strict=True)]
         except ReductionError as error:
-            raise in_pair(error, pair, len(jobs)) from None
+            raise name_pair(error, pair, len(jobs)) from None
         results = [framework.memory_range(x) for x in targets]
         extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(results))
-        arrays = list(value.arrays)
-        if value.mixed:  # sparse components were replaced by dense copies: check the originals
+        arrays = list(facts.arrays)
+        if facts.mixed:  # sparse components were replaced by dense copies: check the originals
             given = [framework.array(x) for x in value.values]
             arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
         inputs = [framework.memory_range(x) for x in arrays]
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
     found = find_overlap(extents)
     if found is not None:
-        raise in_pair(overlap_error(found[1]), found[0], len(jobs))
+        raise name_pair(overlap_error(found[1]), found[0], len(jobs))
 
 
 def overlap_error(number: int) -> ArgumentError:
@@ -105,7 +107,7 @@ def overlap_error(number: int) -> ArgumentError:
     return ArgumentError.of(problem, given, "separate arrays, or exactly the value's own components")
 
 
-def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
+def name_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
     """Put the number of the pair in front of the error's text if there are several pairs, and return the error."""
     if pairs > 1:
         error.prefix(f"pair {pair}", pair)
@@ -120,20 +122,20 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
     """
     copies = []
     for pair, (result, (value, devices)) in enumerate(zip(results, jobs, strict=True)):
-        out = value.out
+        out, framework = value.facts.out, value.facts.framework
         assert out is not None
         if all(x is target for x, target in zip(result, out, strict=True)):
             continue
         for x, target, device in zip(result, out, devices, strict=True):
-            taken = value.framework.writable_array(target, device)
-            given = value.framework.array(x) if framework_of(x) is value.framework else None
-            spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
-            if spec != value.framework.spec(taken):
-                wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
+            taken = framework.writable_array(target, device)
+            given = framework.array(x) if framework_of(x) is framework else None
+            spec = None if given is None or isinstance(given, Sparse) else framework.spec(given)
+            if spec != framework.spec(taken):
+                wanted = f"an array like out's, {framework.name} {framework.spec(taken)}"
                 problem = "a result differs from its array of out in framework, shape or dtype."
                 error = MismatchError.of(problem, describe(x), wanted)
-                raise in_pair(error, pair, len(jobs))
-            copies.append((value.framework, taken, given))
+                raise name_pair(error, pair, len(jobs))
+            copies.append((framework, taken, given))
     for framework, taken, given in copies:
         framework.write(taken, given)
-    return [Mirrored.on(value.out.values, devices) for value, devices in jobs if value.out is not None]
+    return [Mirrored.on(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None]

@@ -30,14 +30,14 @@ from ..errors import ReductionError, UnsupportedError
 from ..frameworks import Array, Framework, Sparse, framework_of
 from ..lowering import lower
 from ..observe.profilers import PROFILERS
-from ..ops import Numbers, copying
+from ..ops import Numbers, copy_numbers
 from ..options import DEFAULT, CommunicationOptions
 from ..packing import Buffer, Packing, itemsize, layout
 from ..planning import REGISTRY, Request, choose, schedule_for
 from ..topology import Topology
 from ..values import Mirrored, PerReplica, TensorSpec, locate
-from .outputs import Job, check_overlap, in_pair, overlap_error
-from .validation import Checked
+from .outputs import Job, check_overlap, name_pair, overlap_error
+from .validation import Checked, ValueFacts
 
 if TYPE_CHECKING:
     from ..engines.host._calls import Calls
@@ -69,26 +69,32 @@ def reduce_batch(
     routes: dict[tuple[Framework, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
     last: Any = None
     for number, (value, destinations) in enumerate(jobs):
-        if not value.sparse:
-            route = value.framework, value.devices, destinations, value.mixed
+        facts = value.facts
+        if not facts.sparse:
+            route = facts.framework, value.devices, destinations, facts.mixed
             if route != last:  # a shortcut: mostly, these four are those of the previous pair
                 last, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
     for (framework, sources, destinations, mixed), members in routes.items():
-        specs = tuple(jobs[number][0].spec for number in members)
+        specs = tuple(jobs[number][0].facts.spec for number in members)
         made = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)
         runs.extend((each, [members[tensor] for tensor in each.tensors]) for each in made)
-    with_out = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
+    outs = [value.facts.out for value, _ in jobs]
+    with_out = bool(jobs) and all(
+        out is not None and out.devices == job[1] for out, job in zip(outs, jobs, strict=True)
+    )
     if len(runs) > 1:
         if with_out:
             check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
         kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
         for each, numbers in runs:
-            if jobs[numbers[0]][0].numbers.exact:
-                select(each, [jobs[number][0].arrays for number in numbers], exact=True)  # raises if there is no engine
+            if jobs[numbers[0]][0].facts.numbers.exact:
+                select(
+                    each, [jobs[number][0].facts.arrays for number in numbers], exact=True
+                )  # raises if no engine can
     results: list[Any] = [
-        _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
+        _reduce_sparse(value.facts, destinations, root) if value.facts.sparse else None for value, destinations in jobs
     ]
     executables: list[tuple[Any, list[int]]] = []
     for each, numbers in runs:
@@ -98,22 +104,23 @@ def reduce_batch(
             results[number] = Mirrored.on(tuple(components), jobs[number][1])
     if calls is not None and len(routes) == 1 and _is_preparable(jobs, with_out, executables):
         (first, destinations), rows = jobs[0], [value.values for value, _ in jobs]
-        assert first.op is not None
+        op = first.facts.op
+        assert op is not None
         components = [result.values for result in results]
-        prepare(calls, first.op, options, (first.devices, destinations), rows, components, with_out, executables)
+        prepare(calls, op, options, (first.devices, destinations), rows, components, with_out, executables)
     return results
 
 
 def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
     """Return whether a batch of one framework, with the same devices, can be recognised by ``Calls``."""
     return all(executable.prepared is not None for executable, _ in executables) and all(
-        not value.sparse
-        and (value.out is not None) is with_out
-        and all(map(operator.is_, value.arrays, value.values))
+        not facts.sparse
+        and (facts.out is not None) is with_out
+        and all(map(operator.is_, facts.arrays, value.values))
         # In torch, the mean of integers has the default dtype, which may change.
-        and (value.framework.name == "numpy" or value.numbers.result == value.spec.dtype)
-        and value.framework.name in FRAMEWORKS
-        for value, _ in jobs
+        and (facts.framework.name == "numpy" or facts.numbers.result == facts.spec.dtype)
+        and facts.framework.name in FRAMEWORKS
+        for value, facts in ((value, value.facts) for value, _ in jobs)
     )
 
 
@@ -143,7 +150,7 @@ def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
         try:
             made.append((value.exactly(), destinations))
         except ReductionError as error:
-            raise in_pair(error, number, len(jobs)) from None
+            raise name_pair(error, number, len(jobs)) from None
     return made
 
 
@@ -246,7 +253,7 @@ def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: N
 
 
 @lru_cache(maxsize=1024)
-def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
+def _compile(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
     return engine.compile(layout, numbers, with_out)
 
 
@@ -255,26 +262,27 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
 
     Returns the executable, and for each value the result's components: the arrays of its ``out`` if ``with_out``.
     """
-    values = [value for value, _ in jobs]
-    arrays = [value.arrays for value in values]
-    numbers = values[0].numbers
+    arrays = [value.facts.arrays for value, _ in jobs]
+    numbers = jobs[0][0].facts.numbers
     operands = _nccl_operands(layout, arrays, numbers) if layout.prefers_nccl and not numbers.exact else None
     engine, operands = select(layout, arrays, numbers.exact) if operands is None else (NCCL, operands)
-    executable = _compiled(engine, layout, numbers, with_out)
+    executable = _compile(engine, layout, numbers, with_out)
     if not with_out:
         return executable, executable.run(operands, None)
     if not engine.checks_overlap:
         check_overlap(jobs)
     try:
-        return executable, executable.run(operands, [value.out.values for value in values if value.out is not None])
+        return executable, executable.run(
+            operands, [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
+        )
     except OverlapError as overlap:
-        raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
+        raise name_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
         check_overlap(jobs)  # raises an error that names an array of out and its fault, if one has a fault
         raise
 
 
-def _reduce_sparse(value: Checked, destinations: tuple[str, ...], root: str | None) -> Mirrored:
+def _reduce_sparse(value: ValueFacts, destinations: tuple[str, ...], root: str | None) -> Mirrored:
     """Concatenate all replicas' slices on one device and copy them to the destinations."""
     framework, main = value.framework, root or destinations[0]
     parts: list[Sparse] = [x for x in value.arrays if isinstance(x, Sparse)]
@@ -305,11 +313,9 @@ def broadcast_array(
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
-    value = Checked.on((tensor,), source)
-    value.framework, value.arrays, value.spec = framework, [x], framework.spec(x)
-    value.sparse, value.mixed, value.out = False, False, None
-    value.numbers = copying(value.spec.dtype)
-    (only,) = layouts(framework, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
+    spec = framework.spec(x)
+    value = Checked.from_facts((tensor,), source, ValueFacts(None, framework, [x], spec, copy_numbers(spec.dtype)))
+    (only,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
     _, (components,) = _run(only, [(value, destinations)], False)
     return Mirrored.on(tuple(components), destinations)
 

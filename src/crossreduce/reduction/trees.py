@@ -18,7 +18,8 @@ from ..observe.profilers import PROFILERS, entry, is_outermost
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..values import DistributedValues, PerReplica, read_devices
-from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from .all_reduce_ops import AllReduceCrossDeviceOps
+from .cross_device_ops import CrossDeviceOps
 from .validation import read_op, uniform_value
 
 _NAMESPACE = "crossreduce"
@@ -57,7 +58,7 @@ def all_reduce(
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
         and all replicas are named.
-      ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
+      ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid.
       UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
     >>> import numpy as np
@@ -146,7 +147,7 @@ def _each_in_a_list(trees: Any) -> Any:
     return [[tree] for tree in trees] if type(trees) is list else trees
 
 
-def _listed(out: Any, replicas: int) -> list[Any]:
+def _list_outs(out: Any, replicas: int) -> list[Any]:
     """Return ``out`` as a list of one tree per replica."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     if hasattr(out, "shape") or len(given) != replicas:
@@ -158,7 +159,7 @@ def _listed(out: Any, replicas: int) -> list[Any]:
 
 def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
     """Return for each replica the leaves of its tree of ``out``."""
-    leaves, found = flatten_trees(_listed(out, replicas))
+    leaves, found = flatten_trees(_list_outs(out, replicas))
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"

@@ -1,59 +1,80 @@
 """Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
 
-Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states what was
-given and what to do.
+Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states the given
+value and a remedy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..devices import canonical
 from ..errors import ArgumentError, MismatchError, UnsupportedError, shown
 from ..frameworks import KNOWN, Array, Framework, Sparse, framework_of
-from ..ops import HALVES, Numbers, ReduceOp, require_dtype
+from ..ops import HALVES, Numbers, ReduceOp, copy_numbers, require_dtype
 from ..options import DEFAULT, CommunicationOptions
 from ..values import DistributedValues, IndexedSlices, Mirrored, PerReplica, TensorSpec, describe, host_devices
 
 
-class Checked(PerReplica):
-    """A validated ``PerReplica``, with the facts that the validation found.
+class ValueFacts(NamedTuple):
+    """What the validation of a value has found.
 
-    ``arrays`` are the components as the framework computes with them: all of them sparse (``sparse``), or all dense.
-    A value that is sparse on only some replicas has been made dense. ``spec`` is the spec of a component (of its
-    slices, if it is sparse). ``mixed``: sparse components were made dense, perhaps in a wider dtype. ``out`` are the
-    arrays that the result will be written into, if the caller gave them.
+    Args:
+      op: the reduction that the value was validated for; ``None``: it is gathered or broadcast.
+      framework: of the components.
+      arrays: the components as the framework computes with them: all of them sparse, or all dense. A value that is
+        sparse on only some replicas has been made dense.
+      spec: of a component, or of its slices if it is sparse.
+      numbers: how the reduction is computed.
+      axis: the axis of a gather.
+      sparse: whether all components are sparse.
+      mixed: whether some components were sparse and have been made dense, perhaps in a wider dtype.
+      out: the arrays that the result will be written into, if the caller gave them.
     """
 
-    __slots__ = ("arrays", "axis", "framework", "mixed", "numbers", "op", "out", "sparse", "spec")
-    arrays: list[Array | Sparse]
-    axis: int
-    framework: Framework
-    mixed: bool
-    numbers: Numbers
     op: ReduceOp | None
-    out: DistributedValues | None
-    sparse: bool
+    framework: Framework
+    arrays: Sequence[Any]
     spec: TensorSpec
+    numbers: Numbers
+    axis: int = 0
+    sparse: bool = False
+    mixed: bool = False
+    out: DistributedValues | None = None
+
+
+class Checked(PerReplica):
+    """A validated ``PerReplica``, with what the validation has found. It is complete when it is made, and immutable."""
+
+    __slots__ = ("facts",)
+    facts: ValueFacts
+
+    @classmethod
+    def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: ValueFacts) -> Checked:
+        """Return a validated value made of valid parts; nothing is checked."""
+        made = cls.__new__(cls)
+        _store_values(made, values)
+        _store_devices(made, devices)
+        _store_facts(made, facts)
+        return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a validated value is immutable, so {name} cannot be set")
+
+    def __reduce__(self) -> tuple[type[PerReplica], tuple[Any, ...]]:
+        return PerReplica, (self.values, self.devices)  # a copy is not validated
 
     def __repr__(self) -> str:
         return repr(PerReplica.on(self.values, self.devices))
 
-    def with_out(self, out: DistributedValues | None, fresh: bool = False) -> Checked:
-        """Return the same value with another ``out``: this object if it is ``fresh`` (nothing else refers to it)."""
-        if self.out is out:
-            return self
-        if not fresh:
-            other = Checked.on(self.values, self.devices)
-            for name in Checked.__slots__:
-                setattr(other, name, getattr(self, name))
-            return other.with_out(out, fresh=True)
-        self.out = out
-        return self
+    def with_out(self, out: DistributedValues | None) -> Checked:
+        """Return the same value with another ``out``."""
+        facts = self.facts
+        return self if facts.out is out else Checked.from_facts(self.values, self.devices, facts._replace(out=out))
 
     def exactly(self) -> Checked:
         """Return the same value, to be reduced exactly.
@@ -61,14 +82,16 @@ class Checked(PerReplica):
         Raises:
           UnsupportedError: the op has no exact form.
         """
-        numbers = self.numbers.exactly()
-        if numbers == self.numbers or self.sparse:  # sparse values are concatenated
+        facts = self.facts
+        numbers = facts.numbers.exactly()
+        if numbers == facts.numbers or facts.sparse:  # sparse values are concatenated
             return self
-        other = Checked.on(self.values, self.devices)
-        for name in Checked.__slots__:
-            setattr(other, name, getattr(self, name))
-        other.numbers = numbers
-        return other
+        return Checked.from_facts(self.values, self.devices, facts._replace(numbers=numbers))
+
+
+# The slots of ``Checked``, which its own ``__setattr__`` protects.
+_store_values, _store_devices = (vars(DistributedValues)[name].__set__ for name in ("_values", "_devices"))
+_store_facts = vars(Checked)["facts"].__set__
 
 
 def read_op(op: object) -> ReduceOp:
@@ -203,12 +226,11 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
     spec = None if framework is None else framework.uniform(values)
     if framework is None or spec is None:
         return None
-    checked = Checked.on(values, host_devices(len(values)) if devices is None else devices)
-    framework.require(checked.devices)
-    checked.op, checked.framework, checked.axis, checked.out = op, framework, 0, None
-    checked.arrays, checked.spec, checked.sparse, checked.mixed = list(values), spec, False, False
-    checked.numbers = framework.numbers(op, spec.dtype, len(values))
-    return checked
+    devices = host_devices(len(values)) if devices is None else devices
+    framework.require(devices)
+    return Checked.from_facts(
+        values, devices, ValueFacts(op, framework, values, spec, framework.numbers(op, spec.dtype, len(values)))
+    )
 
 
 def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
@@ -223,7 +245,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
       UnsupportedError: ``op`` is not defined for the dtype, or not for sparse values.
       ArgumentError: a component is not an array, or the axis does not exist.
     """
-    if type(value) is Checked and value.op is op and (op is not None or value.axis == axis):
+    if type(value) is Checked and value.facts.op is op and (op is not None or value.facts.axis == axis):
         return value
     values = value.values
     if op is not None and (quick := uniform_value(op, values, value.devices)) is not None:
@@ -236,34 +258,27 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
             raise _mismatch(value, "are of different frameworks", [framework_of(v).name for v in values])
     framework.require(value.devices)
     arrays: list[Any] = [framework.array(component) for component in values]
-    checked = Checked.on(values, value.devices)
-    checked.op, checked.framework, checked.arrays, checked.axis, checked.out = op, framework, arrays, 0, None
-    kinds = [type(x) is Sparse for x in arrays]
-    checked.sparse = all(kinds) and op is not None
-    checked.mixed = any(kinds) and not checked.sparse
     if op is None:
-        _check_gather(checked, axis)
-        return checked
+        return Checked.from_facts(values, value.devices, _gather_facts(value, framework, arrays, axis))
+    kinds = [type(x) is Sparse for x in arrays]
+    sparse = all(kinds)
     if any(kinds):
-        checked.spec = _sparse_spec(op, value, framework, arrays)
+        spec = _sparse_spec(op, value, framework, arrays)
     else:
-        shape, dtype = arrays[0].shape, arrays[0].dtype
-        agree = all(x.shape == shape and x.dtype == dtype for x in arrays)
-        if agree:
-            spec = framework.spec(arrays[0])
-        else:
+        spec, agree = framework.spec(arrays[0]), all(x.dtype == arrays[0].dtype for x in arrays)
+        if not agree or any(x.shape != arrays[0].shape for x in arrays):
             specs = [framework.spec(x) for x in arrays]
             common = _common(specs)
             if common is None:
                 raise _mismatch(value, "differ in shape or dtype", specs)
-            spec = common
-        checked.spec = spec
+            spec, agree = common, False
         if not agree or None in spec.shape:  # sizes are unknown while tracing: check them at run time
-            checked.arrays = framework.require_alike(arrays, spec)
-    checked.numbers = framework.numbers(op, checked.spec.dtype, len(values))
-    if any(kinds) and not checked.sparse:
-        checked.arrays = [_dense(framework, x, checked.spec, checked.numbers.accumulator) for x in arrays]
-    return checked
+            arrays = framework.require_alike(arrays, spec)
+    numbers = framework.numbers(op, spec.dtype, len(values))
+    if any(kinds) and not sparse:
+        arrays = [_dense(framework, x, spec, numbers.accumulator) for x in arrays]
+    facts = ValueFacts(op, framework, arrays, spec, numbers, 0, sparse, any(kinds) and not sparse)
+    return Checked.from_facts(values, value.devices, facts)
 
 
 def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
@@ -354,8 +369,9 @@ def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
     return TensorSpec((*rows, *slices.shape[1:]), slices.dtype)
 
 
-def _check_gather(checked: Checked, axis: Any) -> None:
-    specs = [_dense_spec(checked.framework, x) for x in checked.arrays]
+def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], axis: Any) -> ValueFacts:
+    """Check that components can be concatenated along an axis; make sparse ones dense."""
+    specs = [_dense_spec(framework, x) for x in arrays]
     for spec in specs:
         require_dtype(spec.dtype)
     ndim = len(specs[0].shape)
@@ -367,20 +383,18 @@ def _check_gather(checked: Checked, axis: Any) -> None:
         problem = "axis must be an integer." if number is None else "the components do not have this axis."
         remedy = f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0"
         raise ArgumentError.of(problem, f"axis={axis!r}, components such as {specs[0]}", remedy)
-    checked.axis = number % ndim
-    others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
+    number %= ndim
+    others = [spec._replace(shape=spec.shape[:number] + spec.shape[number + 1 :]) for spec in specs]
     if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
-        same = f"dtype, and the same shape except along axis {checked.axis},"
-        raise _mismatch(checked, f"differ in dtype, or in an axis other than {checked.axis}", specs, same)
-    checked.spec = specs[0]
-    framework, dtype = checked.framework, checked.spec.dtype
-    if any(isinstance(x, Sparse) for x in checked.arrays):
-        wide = "float32" if dtype in HALVES else dtype
-        numbers = Numbers(ReduceOp.SUM, dtype, wide, dtype, 1)
-        checked.arrays = [
-            framework.finish(_dense(framework, x, spec, wide), numbers)
-            for x, spec in zip(checked.arrays, specs, strict=True)
-        ]
+        same = f"dtype, and the same shape except along axis {number},"
+        raise _mismatch(value, f"differ in dtype, or in an axis other than {number}", specs, same)
+    dtype = specs[0].dtype
+    numbers = copy_numbers(dtype)
+    if any(isinstance(x, Sparse) for x in arrays):
+        wide = numbers._replace(accumulator="float32" if dtype in HALVES else dtype)
+        dense = [_dense(framework, x, spec, wide.accumulator) for x, spec in zip(arrays, specs, strict=True)]
+        arrays = [framework.finish(x, wide) for x in dense]
+    return ValueFacts(None, framework, arrays, specs[0], numbers, number)
 
 
 def _mismatch(

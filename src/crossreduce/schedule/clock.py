@@ -101,7 +101,7 @@ class EventClock:
             for number in active:
                 for k, seconds in loads.uses[number]:
                     load[k] += seconds * nbytes + loads.per_message[k]
-            occupied, found = list(free), []
+            occupied, served_reads = list(free), []
             for number in active:
                 read = reads[number]
                 piece = t - read.round
@@ -118,9 +118,9 @@ class EventClock:
                 place = read.step, piece
                 ready[place] = max(ready.get(place, 0.0), end)
                 time = max(time, end)
-                found.append((number, start, end))
+                served_reads.append((number, start, end))
             free = occupied
-            yield t, found, time
+            yield t, served_reads, time
 
 
 @lru_cache(maxsize=1)
@@ -170,8 +170,8 @@ class _Arrays:
 
     def load(self, first: int, last: int, nbytes: float) -> Any:
         """Return the seconds of each resource for so many bytes in each of the rounds from ``first`` to ``last``."""
-        found = (self.transfers[last + 1] - self.transfers[first]) * nbytes
-        return found + self.messages[last + 1] - self.messages[first]
+        seconds = (self.transfers[last + 1] - self.transfers[first]) * nbytes
+        return seconds + self.messages[last + 1] - self.messages[first]
 
     @cached_property
     def bounds(self) -> tuple[Any, Any]:

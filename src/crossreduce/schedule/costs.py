@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from ..topology.formats.json_format import listed, load, typed
+from ..topology.formats.json_format import check_list, check_type, load
 
 FORMAT: Final = "crossreduce.costs/1"
 
@@ -104,8 +104,8 @@ class Costs:
                 raise ValueError(f"it has an unknown part, {unknown[0]}")  # noqa: TRY301 - as load's errors
             parts: dict[str, Any] = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
             parts["shared"] = tuple(
-                (speed, tuple(listed(str, typed(list, pair)) for pair in typed(list, links)))
-                for speed, links in listed(list, read.get("shared", []))
+                (speed, tuple(check_list(str, check_type(list, pair)) for pair in check_type(list, links)))
+                for speed, links in check_list(list, read.get("shared", []))
             )
             return cls(**parts)
         except ArgumentError:
@@ -138,8 +138,8 @@ def both_directions(
     16
     """
     chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
-    found = {frozenset(pair): pair for pair in chosen}
-    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in found.values())
+    by_ends = {frozenset(pair): pair for pair in chosen}
+    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in by_ends.values())
 
 
 def between_hosts(src: str, dst: str) -> bool:

@@ -12,7 +12,8 @@ import math
 from collections import defaultdict, deque
 from functools import cached_property
 
-from .traffic import Queue, Traffic
+from .host_queues import Queue
+from .traffic import Traffic
 
 Load = tuple[float, float]  # the seconds per byte of the buffer, and those for the messages of each piece
 
@@ -43,8 +44,8 @@ class Loads:
     @cached_property
     def different(self) -> list[dict[int, Load]]:
         """The loads of the resources by round, each only once: many links are always equally busy."""
-        found = {tuple((r, (a, b)) for r, (a, b) in load.items()) for load in self.by_round if load}
-        return [dict(load) for load in sorted(found)]
+        loads = {tuple((r, (a, b)) for r, (a, b) in load.items()) for load in self.by_round if load}
+        return [dict(load) for load in sorted(loads)]
 
     @cached_property
     def sums(self) -> list[Load]:
@@ -123,7 +124,7 @@ class LockStep:
         deep = self.rounds
         tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
         latency, loads, queued = self.loads.windows(deep)
-        busiest = [self.nbytes * max((each for each, _ in found), default=0.0) for found in loads]
+        busiest = [self.nbytes * max((each for each, _ in loads_of_tick), default=0.0) for loads_of_tick in loads]
         if latency[deep - 1]:
             best = math.sqrt(max(math.fsum(busiest) - deep * busiest[deep - 1], 0.0) / latency[deep - 1])
             tried |= {math.floor(best), math.ceil(best)}
@@ -135,7 +136,7 @@ class LockStep:
 
 def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
     """Return the greatest value of each window of up to ``width`` neighbours that slides over all values."""
-    found: list[float] = []
+    greatest: list[float] = []
     falling: deque[int] = deque()  # positions of values that may still be the greatest
     for t in range(len(values) + width - 1):
         if t < len(values):
@@ -144,5 +145,5 @@ def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
             falling.append(t)
         if falling[0] <= t - width:
             falling.popleft()
-        found.append(values[falling[0]])
-    return found
+        greatest.append(values[falling[0]])
+    return greatest

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import ArgumentError, ScheduleError, shown
-from ..topology.formats.json_format import listed, load, typed
+from ..topology.formats.json_format import check_list, check_type, load
 
 FORMAT: Final = "crossreduce.schedule/1"
 GENERATED_FORMAT: Final = "crossreduce.schedule/2"  # with a symmetry that generates the other chunks
@@ -101,19 +101,19 @@ class Schedule:
     pieces: int = 1
     routes: tuple[Route, ...] = ()
 
-    # Reads a schedule of a base and of the JSON of its symmetry; ``generated.py``, which is above this file, sets it.
+    # Reads a schedule of a base and of the JSON of its symmetry; ``generated_schedule.py``, above this file, sets it.
     generated: ClassVar[Callable[[Schedule, Any], Schedule] | None] = None
 
     def __post_init__(self) -> None:
         # Lists are copied to tuples, since they could be changed after the schedule was made.
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
-        steps_of = (tuple([_frozen(step) for step in steps]) for steps in self.rounds)
+        steps_of = (tuple([_freeze(step) for step in steps]) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
         n = len(self.devices)
         for route in self.routes:
             if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would split it into letters
-                raise _malformed("a route", route, _ROUTE, n)
+                raise _malformed_error("a route", route, _ROUTE, n)
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         if len(set(self.devices)) != n:
@@ -121,9 +121,9 @@ class Schedule:
             problem = "each device may appear only once in a schedule."
             raise ScheduleError.of(problem, f"{', '.join(twice)} more than once", "each device once")
         for number, chunk in enumerate(self.chunks):
-            if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
+            if chunk.share < 0 or not _are_positions(chunk.sources, n) or not _are_positions(chunk.destinations, n):
                 remedy = "a share of 0 or more; at least one source and one destination, none of them twice"
-                raise _malformed(f"chunk {number}", chunk, remedy, n)
+                raise _malformed_error(f"chunk {number}", chunk, remedy, n)
         if sum(count * share for share, count in Counter(chunk.share for chunk in self.chunks).items()) != 1:
             given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
             raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
@@ -134,13 +134,13 @@ class Schedule:
                 in_range = 0 <= c < count and 0 <= dst < n
                 if not in_range or not srcs or min(srcs) < 0 or max(srcs) >= n:
                     remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
-                    raise _malformed(f"round {r}, step {s}", step, remedy, n)
+                    raise _malformed_error(f"round {r}, step {s}", step, remedy, n)
         for route in self.routes:
             known = route.round is None or 0 <= route.round < len(self.rounds)
             ends = (route.src, route.dst)
             named = route.through and all(isinstance(node, str) for node in route.through)
-            if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
-                raise _malformed("a route", route, _ROUTE, n)
+            if not (0 <= route.chunk < len(self.chunks) and _are_positions(ends, n) and named and known):
+                raise _malformed_error("a route", route, _ROUTE, n)
         seen: dict[tuple[int, int, int, int | None], Route] = {}
         for route in self.routes:
             key = (*route[:3], route.round)
@@ -262,19 +262,21 @@ class Schedule:
         if not isinstance(text, (str, bytes)):
             raise ArgumentError.of("a schedule in JSON must be text.", shown(text), "Path(...).read_text()")
         try:
-            formats = FORMAT, GENERATED_FORMAT
-            read = load(text, formats, "collective", "algorithm", "devices", "chunks", "rounds", "pieces")
-            chunks = [Chunk(_share(share), listed(int, s), listed(int, d)) for share, s, d in read["chunks"]]
+            number = partial(check_type, int)
+            read = load(
+                text, (FORMAT, GENERATED_FORMAT), "collective", "algorithm", "devices", "chunks", "rounds", "pieces"
+            )
+            chunks = [Chunk(_share(share), check_list(int, s), check_list(int, d)) for share, s, d in read["chunks"]]
             rounds = [
-                tuple(Step(typed(int, chunk), typed(int, dst), listed(int, srcs)) for chunk, dst, srcs in steps)
+                tuple(Step(number(c), number(dst), check_list(int, srcs)) for c, dst, srcs in steps)
                 for steps in read["rounds"]
             ]
             routes = [
-                Route(typed(int, chunk), typed(int, src), typed(int, dst), listed(str, through), *listed(int, when))
-                for chunk, src, dst, through, *when in listed(list, read.get("routes", []))
+                Route(number(c), number(src), number(dst), check_list(str, through), *check_list(int, when))
+                for c, src, dst, through, *when in check_list(list, read.get("routes", []))
             ]
-            collective, algorithm = typed(str, read["collective"]), typed(str, read["algorithm"])
-            devices, pieces = listed(str, read["devices"]), typed(int, read["pieces"])
+            collective, algorithm = check_type(str, read["collective"]), check_type(str, read["algorithm"])
+            devices, pieces = check_list(str, read["devices"]), check_type(int, read["pieces"])
             made = Schedule(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
             if read["format"] == FORMAT:
                 return made
@@ -342,7 +344,7 @@ def live_rounds(schedule: Schedule) -> list[list[Step]]:
 _ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]) with an existing chunk and round"
 
 
-def _frozen(step: Step) -> Step:
+def _freeze(step: Step) -> Step:
     """Return a step in tuples."""
     if type(step) is Step and type(step[2]) is tuple:
         return step
@@ -350,19 +352,22 @@ def _frozen(step: Step) -> Step:
     return Step(chunk, dst, tuple(srcs))
 
 
-def _positions(numbers: Iterable[int], n: int) -> bool:
-    listed = tuple(numbers)
-    return bool(listed) and len(set(listed)) == len(listed) and all(0 <= number < n for number in listed)
+def _are_positions(numbers: Iterable[int], n: int) -> bool:
+    """Return whether there are numbers, all different, and each the position of one of n devices."""
+    positions = tuple(numbers)
+    return bool(positions) and len(set(positions)) == len(positions) and all(0 <= k < n for k in positions)
 
 
-def _malformed(what: str, given: object, remedy: str, n: int) -> ScheduleError:
+def _malformed_error(what: str, given: object, remedy: str, n: int) -> ScheduleError:
     return ScheduleError.of(f"{what} is malformed.", shown(given), f"{remedy}; device numbers from 0 to {n - 1}")
 
 
 def _share(value: object) -> Fraction:
-    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # converting "1e99999999" takes minutes
+    if not re.fullmatch(
+        r"[0-9]{1,100}(/[0-9]{1,100})?", check_type(str, value)
+    ):  # converting "1e99999999" takes minutes
         raise ValueError(f'{value!r} is not the share of a chunk, such as "1/3"')
-    return Fraction(typed(str, value))
+    return Fraction(check_type(str, value))
 
 
 def many(count: int, noun: str) -> str:

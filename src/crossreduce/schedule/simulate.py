@@ -36,10 +36,11 @@ from ..progress import steps
 from ..topology import Topology, TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .generated import GeneratedSchedule
+from .generated_schedule import GeneratedSchedule
+from .host_queues import operation_count, queues
 from .lock_step import Loads, LockStep
 from .schedule import Schedule
-from .traffic import operations, queues, shares_of_links, traffic
+from .traffic import shares_of_links, traffic
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
@@ -128,18 +129,18 @@ def simulate(
     topology, nbytes = topology_of(topology), byte_count(nbytes)
     elements = _elements(nbytes, itemsize)
     timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
-    found = timing.loads.traffic
+    used_links = timing.loads.traffic
     busy = timing.busy(schedule.pieces)
-    by_pair = {pair: busy[number] for pair, number in found.link_numbers.items()}
-    if found.orbits is not None:
-        shares = shares_of_links(schedule, found)
+    by_pair = {pair: busy[number] for pair, number in used_links.link_numbers.items()}
+    if used_links.orbits is not None:
+        shares = shares_of_links(schedule, used_links)
         carried = {pair: itemsize * round(elements * share) for pair, share in shares.items()}
-        by_pair = {pair: by_pair[one] for pair, one in found.used.items()}
+        by_pair = {pair: by_pair[one] for pair, one in used_links.used.items()}
     else:
         spans = schedule.spans(elements)
         carried = {
             pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
-            for pair, by_round in found.links.items()
+            for pair, by_round in used_links.links.items()
         }
     if not nbytes or not schedule.round_count:
         return Simulation(0.0, by_pair, carried, ())
@@ -148,7 +149,7 @@ def simulate(
     limits = [(name, load / (seconds or 1.0)) for name, load in zip(timing.names, busy, strict=True)]
     listed = tuple(chain.from_iterable(repeat(tick, count) for tick, count in ticks))
     return Simulation(
-        seconds, by_pair, carried, listed, operations(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
+        seconds, by_pair, carried, listed, operation_count(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
     )
 
 
@@ -160,12 +161,7 @@ class Pieces(NamedTuple):
 
 
 def pipelined(
-    schedule: Schedule,
-    topology: Topology,
-    nbytes: int,
-    operation_s: float | None = None,
-    *,
-    costs: Costs | None = None,
+    schedule: Schedule, topology: Topology, nbytes: int, operation_s: float | None = None, *, costs: Costs | None = None
 ) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
@@ -294,12 +290,12 @@ class _Timing:
 
     def busy(self, pieces: int) -> list[float]:
         """Return the seconds in which each resource is busy, and then those of each host's queue."""
-        found = [transfer * self.nbytes + each * pieces for transfer, each in self.loads.sums]
+        busy = [transfer * self.nbytes + each * pieces for transfer, each in self.loads.sums]
         width = min(pieces, self.loads.rounds)
         for queue in self.loads.queues.values():
             queued = self.loads.queued(queue, width)
-            found.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])
-        return found
+            busy.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])
+        return busy
 
     @property
     def names(self) -> list[str]:
@@ -326,26 +322,26 @@ class _Timing:
             before = 0
             while before != best:
                 before = best
-                best = self._better([best, math.ceil(best * factor), math.floor(best / factor)])
+                best = self._fastest_pieces([best, math.ceil(best * factor), math.floor(best / factor)])
         if not self.loads.queues:
             return best
         # Queues make the least time sharp.
         low, high = math.floor(best / _FACTORS[-1]), min(math.ceil(best * _FACTORS[-1]), self.most)
         while high - low > 2:
             middle = (low + high) // 2
-            if self._better([middle, middle + 1]) == middle:
+            if self._fastest_pieces([middle, middle + 1]) == middle:
                 high = middle + 1
             else:
                 low = middle
-        return self._fewest(self._better([best, *range(low, high + 1)]))
+        return self._fewest_pieces(self._fastest_pieces([best, *range(low, high + 1)]))
 
-    def _fewest(self, best: int) -> int:
+    def _fewest_pieces(self, best: int) -> int:
         """Return the fewest of some numbers of pieces up to ``best`` that take at most ``LONGER`` times as long."""
         longest = LONGER * self.seconds(best)
         fewer = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
         return fewer[bisect_left(fewer, True, key=lambda pieces: self.seconds(pieces) <= longest)]
 
-    def _better(self, tried: Iterable[int]) -> int:
+    def _fastest_pieces(self, tried: Iterable[int]) -> int:
         allowed = (pieces for pieces in tried if 1 <= pieces <= self.most)
         return min(allowed, key=lambda pieces: (self.seconds(pieces), pieces))
 

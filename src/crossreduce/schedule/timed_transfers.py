@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..topology import TopologyLike, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
-from .generated import GeneratedSchedule
+from .generated_schedule import GeneratedSchedule
 from .schedule import Schedule
 from .simulate import byte_count, loads_of
 from .traffic import Read
@@ -62,10 +62,10 @@ def timeline(
         if not read.pairs:
             continue
         if images is not None:
-            found = images.of(k, read)
+            moved = images.images(k, read)
         else:
-            found = [(read.chunk, schedule.devices[read.src], schedule.devices[read.dst], read.pairs)]
-        for chunk, src, dst, links in found:
+            moved = [(read.chunk, schedule.devices[read.src], schedule.devices[read.dst], read.pairs)]
+        for chunk, src, dst, links in moved:
             if node is None or any(node in link for link in links):
                 yield TimedTransfer(read.round, t - read.round, chunk, src, dst, links, read.latency_s, start, end)
 
@@ -86,13 +86,13 @@ class _ReadImages:
                 self.elements[origin].append(element)
         self.known: dict[int, list[_Moved]] = {}
 
-    def of(self, number: int, read: Read) -> list[_Moved]:
+    def images(self, number: int, read: Read) -> list[_Moved]:
         """Return the images of a read, given its number."""
         if number not in self.known:
-            self.known[number] = self._made(read)
+            self.known[number] = self._make(read)
         return self.known[number]
 
-    def _made(self, read: Read) -> list[_Moved]:
+    def _make(self, read: Read) -> list[_Moved]:
         base, names, symmetry = self.schedule.base, self.schedule.nodes, self.schedule.symmetry
         through = base.through(read.round, read.chunk, read.src, read.dst) or ()
         route = [read.src, *(self.position[name] for name in through), read.dst]
@@ -100,10 +100,10 @@ class _ReadImages:
             moved = zip(*map(symmetry.images, route), strict=True)
             nodes = dict(enumerate(moved))
         else:
-            found = (element for origin in dict.fromkeys(route) for element in self.elements[origin])
-            nodes = {element: tuple([symmetry.image(element, k) for k in route]) for element in found}
-        made = []
+            elements = (element for origin in dict.fromkeys(route) for element in self.elements[origin])
+            nodes = {element: tuple([symmetry.image(element, k) for k in route]) for element in elements}
+        moved_chunks = []
         for element, passed in nodes.items():
             path = [names[k] for k in passed]
-            made.append((self.number[element, read.chunk], path[0], path[-1], tuple(pairwise(path))))
-        return made
+            moved_chunks.append((self.number[element, read.chunk], path[0], path[-1], tuple(pairwise(path))))
+        return moved_chunks

@@ -1,4 +1,4 @@
-"""What a schedule does to a topology: the links that it uses in each round, its exact rate, and the queued operations.
+"""What a schedule does to a topology: the links that it uses in each round, and its exact rate.
 
 Input: a ``Schedule``, a ``Topology``, ``Costs``. Output: values that do not depend on the number of bytes or pieces;
 ``lock_step.py`` and ``clock.py`` compute times from them.
@@ -17,13 +17,13 @@ from itertools import pairwise
 from math import lcm
 from typing import Final, NamedTuple
 
-from ..devices import parse
 from ..errors import PlanError
 from ..topology import Topology
-from ..topology.symmetry import joined
-from .costs import OPERATION_S, Costs, Pair, between_hosts
-from .generated import GeneratedSchedule
-from .schedule import Chunk, Schedule, live_rounds
+from ..topology.symmetry import orbit_minima
+from .costs import Costs, Pair, between_hosts
+from .generated_schedule import GeneratedSchedule
+from .host_queues import queue_name
+from .schedule import Chunk, Schedule
 
 NO_COSTS: Final = Costs(operation_s=0)
 
@@ -111,10 +111,10 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
                     return None
     if schedule.nodes != names:
         symmetry = symmetry.renumbered(schedule.nodes, names)
-    found = symmetry.links(topology)
-    if found is None:
+    link_orbits = symmetry.links(topology)
+    if link_orbits is None:
         return None
-    least, counts = found
+    least, counts = link_orbits
     pairs = [(link.src, link.dst) for link in topology.links]
     number = {name: k for k, name in enumerate(names)}
     sets = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
@@ -128,7 +128,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
         if len(at) < len(sets) or any(one not in at for one in moved_sets):
             return None
         images.append([at[one] for one in moved_sets])
-    limit = joined(images, len(sets))
+    limit = orbit_minima(images, len(sets))
     limits = Counter(limit)
     return Orbits(
         order=symmetry.order,
@@ -166,7 +166,7 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
     orbits = orbits_of(schedule, topology, costs) if isinstance(schedule, GeneratedSchedule) else None
     if isinstance(schedule, GeneratedSchedule) and orbits is not None:
         schedule = schedule.base
-    devices, made = schedule.devices, _Resources(topology, costs, orbits)
+    devices, resources = schedule.devices, _Resources(topology, costs, orbits)
     paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
     latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     reads: list[Read] = []
@@ -176,16 +176,16 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         longest, written = 0.0, {}
         for chunk, dst, srcs in steps:
             done.append(0.0)
-            combining = made.combining(devices[dst], len(srcs))
+            combining = resources.combining(devices[dst], len(srcs))
             for src in srcs:
                 path, uses = NO_PATH, combining
                 if src != dst:
                     if schedule.routes:
                         through = schedule.through(r, chunk, src, dst)
-                    found = paths.get((src, dst, through))
-                    if found is None:
-                        found = paths[src, dst, through] = made.path(devices[src], devices[dst], through)
-                    path = found
+                    known = paths.get((src, dst, through))
+                    if known is None:
+                        known = paths[src, dst, through] = resources.path(devices[src], devices[dst], through)
+                    path = known
                     uses = path.uses + combining if combining else path.uses
                     for by_round in path.links:
                         by_round.setdefault(r, []).append(chunk)
@@ -198,15 +198,15 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         latest.update(written)
         latencies.append(longest)
     shares = tuple(float(chunk.share) for chunk in schedule.chunks)
-    host_of = [_host(device) for device in devices]
+    host_of = [queue_name(device) for device in devices]
     hosts = tuple("" if srcs == (dst,) else host_of[dst] for steps in schedule.rounds for _, dst, srcs in steps)
-    numbers = {pair: made.numbers[pair] for pair in made.links}
+    numbers = {pair: resources.numbers[pair] for pair in resources.links}
     return Traffic(
         shares=shares,
         rounds=len(latencies),
         reads=tuple(reads),
-        resources=tuple(made.found),
-        links=made.links,
+        resources=tuple(resources.listed),
+        links=resources.links,
         link_numbers=numbers,
         latency_s=tuple(latencies),
         longest_s=max(done, default=0.0),
@@ -220,7 +220,7 @@ class _Resources:
 
     def __init__(self, topology: Topology, costs: Costs, orbits: Orbits | None) -> None:
         self.topology, self.costs, self.orbits = topology, costs, orbits
-        self.found: list[Resource] = []
+        self.listed: list[Resource] = []
         self.links: dict[Pair, dict[int, list[int]]] = {}
         self.numbers: dict[object, int] = {}
         self.of_link: dict[Pair, list[tuple[int, float]]] = {}
@@ -231,8 +231,8 @@ class _Resources:
 
     def number(self, key: object, resource: Resource) -> int:
         if key not in self.numbers:
-            self.numbers[key] = len(self.found)
-            self.found.append(resource)
+            self.numbers[key] = len(self.listed)
+            self.listed.append(resource)
         return self.numbers[key]
 
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
@@ -279,14 +279,6 @@ class _Resources:
         return ((number, (operands + 1) / operands / copies),)
 
 
-def _host(device: str) -> str:
-    """Return the name of the queue of a device's operations: its host and kind; "": it has none."""
-    if ":" not in device:  # a switch combines without operations
-        return ""
-    parsed = parse(device)
-    return f"{parsed.host}/{parsed.kind}"
-
-
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     """Return the rate in GB/s that a schedule approaches as its buffer grows: that of its busiest link.
 
@@ -296,18 +288,18 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
     Fraction(50, 3)
     """
-    found = traffic(schedule, topology)
-    listed = counted_chunks(schedule, found)
+    flows = traffic(schedule, topology)
+    listed = counted_chunks(schedule, flows)
     equal = len({chunk.share for chunk in listed}) == 1
     shares: dict[int | tuple[int, ...], Fraction] = {}
     rates = []
-    for pair, by_round in found.links.items():
+    for pair, by_round in flows.links.items():
         chunks = [chunk for chunks in by_round.values() for chunk in chunks]
         amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
         if amount not in shares:
             shares[amount] = sum((listed[chunk].share for chunk in chunks), Fraction(0))
         if shares[amount]:
-            rates.append((topology.by_ends[pair].bandwidth, shares[amount] / found.copies(pair)))
+            rates.append((topology.by_ends[pair].bandwidth, shares[amount] / flows.copies(pair)))
     return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
 
 
@@ -322,19 +314,19 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
     return shares_of_links(schedule, traffic(schedule, topology))
 
 
-def shares_of_links(schedule: Schedule, found: Traffic) -> dict[Pair, Fraction]:
+def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
     """Return what ``link_shares`` does, given the traffic of the schedule."""
-    listed = counted_chunks(schedule, found)
+    listed = counted_chunks(schedule, flows)
     shares = {
         pair: sum((listed[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
-        for pair, by_round in found.links.items()
+        for pair, by_round in flows.links.items()
     }
-    return {pair: shares[one] / found.copies(one) for pair, one in found.used.items()}
+    return {pair: shares[one] / flows.copies(one) for pair, one in flows.used.items()}
 
 
-def counted_chunks(schedule: Schedule, found: Traffic) -> tuple[Chunk, ...]:
+def counted_chunks(schedule: Schedule, flows: Traffic) -> tuple[Chunk, ...]:
     """Return the chunks that the traffic of a schedule counts: all, or those of its base."""
-    return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and found.orbits else schedule.chunks
+    return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and flows.orbits else schedule.chunks
 
 
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
@@ -345,13 +337,13 @@ def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fractio
     >>> carried_chunks(one_device(topology.devices), topology)[0]
     (Fraction(25, 1), Counter({0: 1}))
     """
-    found = []
+    carried = []
     if isinstance(schedule, GeneratedSchedule):
         schedule = schedule.explicit
     for pair, by_round in traffic(schedule, topology).links.items():
         counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
-        found.append((topology.by_ends[pair].bandwidth, counts))
-    return found
+        carried.append((topology.by_ends[pair].bandwidth, counts))
+    return carried
 
 
 def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
@@ -390,76 +382,3 @@ def _latencies(topology: Topology) -> tuple[dict[Pair, int], int]:
 @lru_cache(maxsize=64)
 def _seconds_per_byte(topology: Topology) -> dict[Pair, float]:
     return {pair: 1 / (float(link.bandwidth) * 1e9) for pair, link in topology.by_ends.items()}
-
-
-class QueuedOperation(NamedTuple):
-    """A device's operations with the same number of operands: one in every tick with one of these rounds."""
-
-    rounds: tuple[int, ...]
-    number: int  # of such operations, on devices of the same host and kind
-
-
-def launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    """Return the operations of a schedule by queue, as in ``Traffic.hosts``."""
-    return _launches(schedule.cut_into(1))
-
-
-@lru_cache(maxsize=256)
-def _launches(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    base, orbits = schedule, tuple(range(len(schedule.devices)))
-    if isinstance(schedule, GeneratedSchedule):  # every device of an orbit has the operations of all others
-        base, orbits = schedule.base, schedule.symmetry.orbits[: len(schedule.devices)]
-    of_orbit: dict[tuple[int, int], dict[int, None]] = {}
-    for r, steps in enumerate(live_rounds(base)):
-        for _, dst, srcs in steps:
-            of_orbit.setdefault((orbits[dst], len(srcs)), {})[r] = None
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for device, orbit in enumerate(orbits):
-        members[orbit].append(device)
-    rounds_of = {(device, count): rounds for (orbit, count), rounds in of_orbit.items() for device in members[orbit]}
-    found: dict[str, Counter[tuple[int, ...]]] = {}
-    for (dst, _), rounds in rounds_of.items():
-        if where := _host(schedule.devices[dst]):
-            found.setdefault(where, Counter())[tuple(rounds)] += 1
-    return {where: tuple(QueuedOperation(*one) for one in counts.items()) for where, counts in found.items()}
-
-
-def operations(schedule: Schedule) -> int:
-    """Return the number of operations in all ticks."""
-    pieces = schedule.pieces
-    return sum(
-        launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
-        for found in launches(schedule).values()
-        for launch in found
-    )
-
-
-class Queue(NamedTuple):
-    """The operations that one host queues, one after another, and the seconds in which it queues each kind once."""
-
-    steps: frozenset[str]  # the entries of ``Traffic.hosts`` whose operations it queues
-    launches: tuple[tuple[QueuedOperation, float], ...]
-
-
-def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
-    """Return the queue of each host whose operations cost time, by the host's name."""
-    found: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
-    if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
-        return {}  # without costs, the operations need not be counted
-    for where, every in launches(schedule).items():
-        host, _, kind = where.rpartition("/")
-        cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
-        if cost:
-            found[host] += [(where, launch, launch.number * cost) for launch in every]
-    if isinstance(schedule, GeneratedSchedule):  # hosts with the same operations have the same times: one is enough
-        alike: dict[tuple[tuple[QueuedOperation, float], ...], list[str]] = {}
-        for host, entries in found.items():
-            alike.setdefault(tuple((launch, cost) for _, launch, cost in entries), []).append(host)
-        return {
-            hosts[0]: Queue(frozenset(where for host in hosts for where, *_ in found[host]), launches)
-            for launches, hosts in alike.items()
-        }
-    return {
-        host: Queue(frozenset(where for where, *_ in entries), tuple((launch, cost) for _, launch, cost in entries))
-        for host, entries in found.items()
-    }

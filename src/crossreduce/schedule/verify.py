@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import ScheduleError, shown
-from .generated import GeneratedSchedule
+from .generated_schedule import GeneratedSchedule
 from .schedule import Schedule, Step
 
 
@@ -51,7 +51,7 @@ def verify(schedule: Schedule) -> None:
     if "_is_proved" in schedule.__dict__ or _is_plainly_right(schedule):
         schedule.__dict__["_is_proved"] = True  # of this very object, which does not change
         return
-    cells = _initial(schedule)
+    cells = _initial_cells(schedule)
     for _ in _evaluate(schedule, cells):
         pass
     for c, chunk in enumerate(schedule.chunks):
@@ -89,7 +89,7 @@ def _is_plainly_right(schedule: Schedule) -> bool:
     return True
 
 
-def _initial(schedule: Schedule) -> _Cells:
+def _initial_cells(schedule: Schedule) -> _Cells:
     return {(c, s): _Contributions(1 << s, 0, None) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
 
 
@@ -123,7 +123,7 @@ def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
 
 def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
     """Return the text of an error about the value at a destination: the contribution, and the step that caused it."""
-    cells = _initial(schedule)
+    cells = _initial_cells(schedule)
     history = {at: (step, made, read) for at, step, made, read in _evaluate(schedule, cells)}
     device = schedule.devices[dst]
     value = cells.get((c, dst))

@@ -202,7 +202,7 @@ class ReplicaContext:
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
         """Reduce a tree's leaves. Backward passes call this directly, possibly in a thread of the framework."""
-        recorded, in_caller = _recorded(leaves, structure)
+        recorded, in_caller = _gradient_facts(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = f"an all-reduce by {op.value} has no gradient."
@@ -229,8 +229,8 @@ class ReplicaContext:
                 return self._all_reduce(op, list(grads), flatten_tree(list(grads))[1], hints)
 
             own = [leaves[k] for k in backward]
-            made = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
-            for k, result in zip(backward, made, strict=True):
+            outputs = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
+            for k, result in zip(backward, outputs, strict=True):
                 results[k] = result
         return results
 
@@ -250,7 +250,7 @@ class ReplicaContext:
         self._require_current("all_gather")
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        recorded, in_caller = _recorded(leaves, structure)
+        recorded, in_caller = _gradient_facts(leaves, structure)
         strategy = self._strategy
 
         def description() -> str:
@@ -346,7 +346,7 @@ class ReplicaContext:
             raise ContextError.of(problem, given, "get_replica_context() inside the function that run() calls")
 
 
-def _recorded(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
+def _gradient_facts(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
     """Return for each leaf of a tree whether its framework records operations on it for a gradient; and whether one of
     the frameworks has settings per thread, so that only the caller of ``run`` can reduce the leaves."""
     if all(map(_is_numpy, leaves)):

@@ -238,8 +238,8 @@ class MirroredStrategy(Strategy):
         """
         n = self.num_replicas_in_sync
         with cross_replica_context(self, "distribute_values_from_function", "create the value in the replica"):
-            made = [value_fn(ValueContext(k, n, device)) for k, device in enumerate(self._devices)]
-        return regroup(made, self._devices)
+            components = [value_fn(ValueContext(k, n, device)) for k, device in enumerate(self._devices)]
+        return regroup(components, self._devices)
 
     def replicate(self, value: Any) -> Any:
         """Return copies of a value, one per replica, each on the replica's device.
@@ -333,8 +333,8 @@ def _default_replica() -> ReplicaContext:
 
 def _loaded_frameworks() -> list[ReplicaFramework]:
     """Return the frameworks that are imported and have settings per thread."""
-    found = [get(name) for name in FRAMEWORKS_WITH_SETTINGS if sys.modules.get(name) is not None]
-    return [framework for framework in found if isinstance(framework, ReplicaFramework)]
+    frameworks = [get(name) for name in FRAMEWORKS_WITH_SETTINGS if sys.modules.get(name) is not None]
+    return [framework for framework in frameworks if isinstance(framework, ReplicaFramework)]
 
 
 def _accelerators() -> tuple[str, ...]:

@@ -121,19 +121,19 @@ def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
       ArgumentError: the tree contains itself.
     """
     leaves, structure = flatten_tree(tree)
-    made = map_leaves(leaves, structure, function)
-    if all(new is old for new, old in zip(made, leaves, strict=True)):
+    mapped = map_leaves(leaves, structure, function)
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return tree
-    return unflatten_tree(structure, made)
+    return unflatten_tree(structure, mapped)
 
 
 def map_leaves(leaves: Iterable[Any], structure: Any, function: Callable[[Any], Any]) -> list[Any]:
     """Return a function's result for each leaf of a tree. Its errors name the leaf."""
-    made = []
+    merged = []
     for number, leaf in enumerate(leaves):
         try:
-            made.append(function(leaf))
+            merged.append(function(leaf))
         except ReductionError as error:
             name_leaf(error, structure, number)
             raise
-    return made
+    return merged

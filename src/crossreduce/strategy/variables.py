@@ -222,7 +222,7 @@ class Variable(_Assignable, DistributedVariable):
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
           ContextError: inside a strategy that does not own the variable.
         """
-        here = self._here()
+        here = self._check_context()
         if here is not None and here.replica is not None and self._strategy is not None:
             return self._components[here.replica.replica_id_in_sync_group]
         combined = self.synchronization is VariableSynchronization.ON_READ and len(self._components) > 1
@@ -241,7 +241,7 @@ class Variable(_Assignable, DistributedVariable):
     def _ops(self) -> CrossDeviceOps:
         return check_ops(None) if self._strategy is None else self._strategy.cross_device_ops
 
-    def _here(self) -> Current | None:
+    def _check_context(self) -> Current | None:
         """Return the current context; raise if it belongs to a strategy that does not own the variable."""
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
@@ -251,7 +251,7 @@ class Variable(_Assignable, DistributedVariable):
         return here
 
     def _assign(self, how: str, value: Any) -> Self:
-        here = self._here()
+        here = self._check_context()
         mirrored = self.synchronization is VariableSynchronization.ON_WRITE
         if here is None or here.replica is None:
             self._assign_all(how, value, mirrored)
@@ -262,7 +262,7 @@ class Variable(_Assignable, DistributedVariable):
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
         value = value.value() if isinstance(value, Variable) else localize(value, k, n)
         if not mirrored:
-            self._put(k, self._changed(how, k, value))
+            self._store_component(k, self._new_component(how, k, value))
             return self
         self._require_aggregation(f"{how} of {self} in {here.replica}")
 
@@ -296,7 +296,7 @@ class Variable(_Assignable, DistributedVariable):
             given = f"{how} of {self} in the cross-replica context"
             raise ContextError.of(problem, given, f"assign, or {how} in the replicas")
         others = zip(self._components[1:], self._devices[1:], strict=True)
-        self._put_all("assign", [value, *(_filled(self._framework, x, device, 0) for x, device in others)])
+        self._put_all("assign", [value, *(_fill(self._framework, x, device, 0) for x, device in others)])
 
     def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
@@ -312,12 +312,12 @@ class Variable(_Assignable, DistributedVariable):
             raise ArgumentError.of(problem, f"{self} in the cross-replica context", remedy)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return [values[0]] * len(values)
-        given = per_replica_on(self._devices, values)
-        combined = self._ops.reduce(_OPS[self._aggregation], given, given)
+        value_per_replica = per_replica_on(self._devices, values)
+        combined = self._ops.reduce(_OPS[self._aggregation], value_per_replica, value_per_replica)
         numbers = all(isinstance(value, _NUMBERS) for value in values)
         return [x.item() for x in combined] if numbers else list(combined)
 
-    def _changed(self, how: str, k: int, value: Any) -> Array:
+    def _new_component(self, how: str, k: int, value: Any) -> Array:
         """Return a component's new value, checked."""
         old = self._components[k]
         if how != "assign":
@@ -326,8 +326,8 @@ class Variable(_Assignable, DistributedVariable):
             with _computing_on(self._framework, self._devices[k]):
                 new = plain + number if how == "assign_add" else plain - number
             return self._on_device(new, k)
-        if isinstance(value, _NUMBERS) and self._spec.shape == () and _fits(value, self._spec.dtype):
-            return _filled(self._framework, self._framework.array(old), self._devices[k], value)
+        if isinstance(value, _NUMBERS) and self._spec.shape == () and _can_represent(value, self._spec.dtype):
+            return _fill(self._framework, self._framework.array(old), self._devices[k], value)
         return self._on_device(value, k)
 
     def _on_device(self, value: Any, k: int) -> Array:
@@ -342,11 +342,13 @@ class Variable(_Assignable, DistributedVariable):
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
         with _WRITING:
-            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # raises before any is changed
+            changed = [
+                self._new_component(how, k, value) for k, value in enumerate(values)
+            ]  # raises before any is changed
             for k, new in enumerate(changed):
-                self._put(k, new)
+                self._store_component(k, new)
 
-    def _put(self, k: int, new: Array) -> None:
+    def _store_component(self, k: int, new: Array) -> None:
         self._components[k] = self._framework.variable_value(self._components[k], new, self._devices[k])
 
 
@@ -370,11 +372,11 @@ class Component(_Assignable):
         return self._variable[self._replica]
 
     def _assign(self, how: str, value: Any) -> Self:
-        self._variable._put(self._replica, self._variable._changed(how, self._replica, value))
+        self._variable._store_component(self._replica, self._variable._new_component(how, self._replica, value))
         return self
 
 
-def _fits(number: complex, dtype: str) -> bool:
+def _can_represent(number: complex, dtype: str) -> bool:
     """Return whether a dtype can represent numbers of this kind: an integer dtype cannot represent floats."""
     kind = next(k for k, types in enumerate(_NUMBERS) if isinstance(number, types))
     return any(dtype in dtypes for dtypes in _DTYPES[kind:])
@@ -385,11 +387,11 @@ def _computing_on(framework: ReplicaFramework, device: str) -> AbstractContextMa
     return nullcontext() if device.startswith("cpu:") else framework.thread_modes()(device)
 
 
-def _filled(framework: ReplicaFramework, x: Array, device: str, number: Any) -> Array:
+def _fill(framework: ReplicaFramework, x: Array, device: str, number: Any) -> Array:
     """Return an array of the shape, dtype and device of another, filled with a number."""
     if isinstance(framework, Immutable):
         return x.at[...].set(number)
-    made = framework.clone(framework.array(x))
+    filled = framework.clone(framework.array(x))
     with _computing_on(framework, device):
-        made[...] = number
-    return made
+        filled[...] = number
+    return filled

@@ -14,12 +14,12 @@ individualisation).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import Any, Final
 
-from .symmetry import Symmetry, SymmetryGenerator, joined
+from .symmetry import Symmetry, SymmetryGenerator, orbit_minima
 from .topology import Topology
 
 _MOST_TRIES: Final = 400  # refinements in the search for one permutation
@@ -43,73 +43,56 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     search = _PermutationSearch(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
-    for nearest, greatest_order in ((_by_number, False), (_by_few, False), (_by_number, True), (_by_many, False)):
-        made = _greedy(search, topology, nearest, greatest_order=greatest_order)
-        orbits = len({orbit for orbit in made.orbits if orbit < count})
+    # Nodes in their order; those of small orbits first; the greatest orders; those of large orbits first.
+    for sign, greatest_order in ((0, False), (1, False), (0, True), (-1, False)):
+        symmetry = _greedy(search, topology, sign, greatest_order=greatest_order)
+        orbits = len({orbit for orbit in symmetry.orbits if orbit < count})
         if best is None or orbits < best[0]:
-            best = orbits, made
+            best = orbits, symmetry
         if orbits == len([cell for cell in search.cells(search.start) if cell[0] < count]):
             break
     assert best is not None
     return best[1] if best[1].links(topology) is not None else Symmetry((), len(topology.nodes))
 
 
-def extended(topology: Topology, moved: Symmetry) -> Symmetry | None:
+def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
     """Return the symmetry that moves devices as another one does, and switches with them; ``None``: there is none.
 
-    >>> extended(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
+    >>> extend_to_switches(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
     """
     search = _PermutationSearch(topology, ())
-    found: list[SymmetryGenerator] = []
+    generators: list[SymmetryGenerator] = []
     for moves, order in moved.generators:
-        matching = _PermutationMatching(search, 0, moves[0], found)
-        if not matching.matched(list(enumerate(moves))) or not matching.finished():
+        matching = _PermutationMatching(search, 0, moves[0], generators)
+        if not matching.match(list(enumerate(moves))) or not matching.complete():
             return None
-        found.append(SymmetryGenerator(tuple(matching.image), order))
-    made = Symmetry(tuple(found), len(topology.nodes))
-    return None if made.problem() or made.links(topology) is None else made
+        generators.append(SymmetryGenerator(tuple(matching.image), order))
+    symmetry = Symmetry(tuple(generators), len(topology.nodes))
+    return None if symmetry.problem() or symmetry.links(topology) is None else symmetry
 
 
-def _by_number(_: int, node: int) -> tuple[int, ...]:
-    return (node,)
-
-
-def _by_few(size: int, node: int) -> tuple[int, ...]:
-    return size, node
-
-
-def _by_many(size: int, node: int) -> tuple[int, ...]:
-    return -size, node
-
-
-def _greedy(
-    search: _PermutationSearch,
-    topology: Topology,
-    nearest: Callable[[int, int], tuple[int, ...]],
-    *,
-    greatest_order: bool,
-) -> Symmetry:
+def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greatest_order: bool) -> Symmetry:
     """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
-    found: list[SymmetryGenerator] = []
+    generators: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
     for cell in sorted((cell for cell in cells if cell[0] < devices and len(cell) > 1), key=lambda c: (-len(c), c[0])):
         limit = devices  # products of powers beyond the number of devices would only repeat chunks
         while True:
-            orbits = joined([moves for moves, _ in found], len(topology.nodes))
+            orbits = orbit_minima([moves for moves, _ in generators], len(topology.nodes))
             sizes = Counter(orbits)
             if sizes[orbits[cell[0]]] == len(cell):
                 break
             order = 1
-            for generator in found:
+            for generator in generators:
                 order *= generator.order
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            another = search.generator(cell[0], others, found, nearest, limit // order, greatest_order=greatest_order)
+            another = search.generator(cell[0], others, generators, sign, limit // order, greatest_order=greatest_order)
             if another is None:
                 break
-            found.append(another)
-    return Symmetry(tuple(found), len(topology.nodes))
+            generators.append(another)
+    return Symmetry(tuple(generators), len(topology.nodes))
 
 
 class _PermutationSearch:
@@ -129,17 +112,17 @@ class _PermutationSearch:
         for way, (near, far) in enumerate(((src, dst), (dst, src))):
             order = np.argsort(near, kind="stable")
             starts = np.searchsorted(near[order], np.arange(self.n + 1))
-            self.ways.append((far[order], _mixed(kind[order] * np.uint64(2) + np.uint64(way)), starts))
+            self.ways.append((far[order], _hashes(kind[order] * np.uint64(2) + np.uint64(way)), starts))
         colours = np.zeros(self.n, np.int64)
         for k, switch in enumerate(topology.switches, start=self.devices):
             colours[k] = 2 if switch.reduces else 1
         for k, name in enumerate(fixed):
             colours[number[name]] = 3 + k
-        refined = self.refined(np.stack([colours, colours]))
-        assert refined is not None
-        self.start = refined[0]
+        both = self.refine(np.stack([colours, colours]))
+        assert both is not None
+        self.start = both[0]
 
-    def refined(self, pair: Any) -> Any:
+    def refine(self, pair: Any) -> Any:
         """Return both colourings, refined until links tell no two nodes of a colour apart; ``None``: they differ."""
         import numpy as np
 
@@ -152,12 +135,12 @@ class _PermutationSearch:
             if here == count:
                 return colours
             count = here
-            hashed = _mixed(colours.astype(np.uint64))
+            hashed = _hashes(colours.astype(np.uint64))
             total = hashed * np.uint64(3)
             for way, (far, kind, starts) in enumerate(self.ways):
                 sums = np.zeros((2, len(far) + 1), np.uint64)
-                np.cumsum(_mixed(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
-                total += _mixed(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(way + 1))
+                np.cumsum(_hashes(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
+                total += _hashes(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(way + 1))
             # Nodes that had different colours keep different ones.
             order = np.lexsort((total.ravel(), colours.ravel()))
             flat, old = total.ravel()[order], colours.ravel()[order]
@@ -178,46 +161,38 @@ class _PermutationSearch:
         self,
         first: int,
         others: list[int],
-        found: Sequence[SymmetryGenerator],
-        nearest: Callable[[int, int], tuple[int, ...]],
+        generators: Sequence[SymmetryGenerator],
+        sign: int,
         most: int,
         *,
         greatest_order: bool,
     ) -> SymmetryGenerator | None:
         """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
 
-        Of the nodes with the same relation to it, only the first one is tried. The order of the tries is that of
-        ``nearest``, from the number of such nodes and the first of them.
-
-        Args:
-          first: the node that is moved.
-          others: the nodes that it may be moved to.
-          found: the generators that the permutation must commute with.
-          nearest: returns the key by which the tries are sorted.
-          most: the greatest order that the permutation may have.
-          greatest_order: whether to return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries;
-            else the first one that is found.
+        Of the nodes with the same relation to it, only the first one is tried. The tries are sorted by ``sign`` times
+        the number of such nodes, and then by the first of them. The order is at most ``most``. ``greatest_order``:
+        return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries; else the first one.
         """
         import numpy as np
 
         marked = self.start.copy()
         marked[first] = self.n
-        seen = self.refined(np.stack([marked, marked]))
+        seen = self.refine(np.stack([marked, marked]))
         assert seen is not None
         colours = seen[0]
         sizes = np.bincount(colours)
         firsts: dict[int, int] = {}
         for node in others:
             firsts.setdefault(int(colours[node]), node)
-        targets = sorted(firsts.values(), key=lambda node: nearest(int(sizes[colours[node]]), node))
+        targets = sorted(firsts.values(), key=lambda node: (sign * int(sizes[colours[node]]), node))
         best: SymmetryGenerator | None = None
         for target in targets[:_MOST_TARGETS]:
-            made = _PermutationMatching(self, first, target, found).run()
-            if made is not None and made.order > most:
+            permutation = _PermutationMatching(self, first, target, generators).run()
+            if permutation is not None and permutation.order > most:
                 continue
-            if made is not None and (best is None or made.order > best.order):
-                best = made
-            if made is not None and not greatest_order:
+            if permutation is not None and (best is None or permutation.order > best.order):
+                best = permutation
+            if permutation is not None and not greatest_order:
                 break
         return best
 
@@ -225,10 +200,12 @@ class _PermutationSearch:
 class _PermutationMatching:
     """One search for a permutation that moves ``first`` to ``target``."""
 
-    def __init__(self, search: _PermutationSearch, first: int, target: int, found: Sequence[SymmetryGenerator]) -> None:
+    def __init__(
+        self, search: _PermutationSearch, first: int, target: int, generators: Sequence[SymmetryGenerator]
+    ) -> None:
         import numpy as np
 
-        self.search, self.first, self.target, self.found = search, first, target, found
+        self.search, self.first, self.target, self.generators = search, first, target, generators
         self.image = [-1] * search.n
         self.origin = [-1] * search.n
         self.pair = np.stack([search.start, search.start])
@@ -236,7 +213,7 @@ class _PermutationMatching:
 
     def run(self) -> SymmetryGenerator | None:
         """Return the permutation; ``None``: none was found."""
-        if not self.matched([(self.first, self.target)]) or not self.finished():
+        if not self.match([(self.first, self.target)]) or not self.complete():
             return None
         moves = tuple(self.image)
         order = _order(moves)
@@ -244,12 +221,12 @@ class _PermutationMatching:
         node = self.target
         while node != self.first:
             node, length = moves[node], length + 1
-        made = SymmetryGenerator(moves, order)
-        if order != length or Symmetry((*self.found, made), len(moves)).problem():
+        permutation = SymmetryGenerator(moves, order)
+        if order != length or Symmetry((*self.generators, permutation), len(moves)).problem():
             return None
-        return made if Symmetry((made,), len(moves)).links(self.search.topology) is not None else None
+        return permutation if Symmetry((permutation,), len(moves)).links(self.search.topology) is not None else None
 
-    def finished(self) -> bool:
+    def complete(self) -> bool:
         """Give all other nodes images by guesses; return whether that contradicts nothing."""
         rounds = 0
         while True:
@@ -257,14 +234,14 @@ class _PermutationMatching:
             if cell is None:
                 return True
             rounds += 1
-            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.matched(self.all_guesses()):
+            if rounds >= _MANY_CELLS and rounds & (rounds - 1) == 0 and self.match(self.all_guesses()):
                 continue
-            if rounds >= _SOME_CELLS and self.matched(self.all_guesses(cell[0])):
+            if rounds >= _SOME_CELLS and self.match(self.all_guesses(cell[0])):
                 continue
-            if not any(self.matched(guess) for guess in self.guesses(*cell)):
+            if not any(self.match(guess) for guess in self.guesses(*cell)):
                 return False
 
-    def matched(self, pairs: Iterable[tuple[int, int]]) -> bool:
+    def match(self, pairs: Iterable[tuple[int, int]]) -> bool:
         """Give each node an image, and to all nodes what follows; return whether this contradicts nothing."""
         self.tries += 1
         if self.tries > _MOST_TRIES:
@@ -280,27 +257,27 @@ class _PermutationMatching:
             if known >= 0 or origin.get(y, self.origin[y]) >= 0:
                 return False
             image[x], origin[y] = y, x
-            left += [(moves[x], moves[y]) for moves, _ in self.found]
+            left += [(moves[x], moves[y]) for moves, _ in self.generators]
         pair = self.pair.copy()
         for k, (x, y) in enumerate(image.items()):
             if pair[0, x] != pair[1, y]:
                 return False
             pair[0, x] = pair[1, y] = self.search.n + k
-        refined = self.search.refined(pair)
-        if refined is None:
+        both = self.search.refine(pair)
+        if both is None:
             return False
-        self.pair = refined
+        self.pair = both
         for x, y in image.items():
             self.image[x], self.origin[y] = y, x
         # A cell of one node has its image.
         import numpy as np
 
-        counts = np.bincount(refined[0])
-        single = counts[refined[0]] == 1
+        counts = np.bincount(both[0])
+        single = counts[both[0]] == 1
         where = np.empty(len(counts), np.int64)
-        where[refined[1]] = np.arange(self.search.n)
+        where[both[1]] = np.arange(self.search.n)
         for x in np.flatnonzero(single).tolist():
-            y = int(where[refined[0][x]])
+            y = int(where[both[0][x]])
             self.image[x], self.origin[y] = y, x
         return True
 
@@ -325,12 +302,12 @@ class _PermutationMatching:
 
     def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Return the first guess for each cell with several nodes, or for each one ``like`` another one."""
-        kinds, found = self.search.start, list[tuple[int, int]]()
+        kinds, guesses = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
             if len(xs) > 1 and (not like or (len(xs) == len(like) and kinds[xs[0]] == kinds[like[0]])):
-                found += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
-        return found
+                guesses += next(iter(self.guesses(xs, of_image[int(self.pair[0][xs[0]])])))
+        return guesses
 
     def guesses(self, xs: list[int], ys: list[int]) -> Iterable[list[tuple[int, int]]]:
         """Yield guesses of images for all of ``xs``, and then for one of them alone."""
@@ -406,7 +383,7 @@ def _order(moves: Sequence[int]) -> int:
     return order
 
 
-def _mixed(values: Any) -> Any:
+def _hashes(values: Any) -> Any:
     """Return hashes of 64-bit integers (Steele, Lea & Flood, Fast splittable pseudorandom numbers, OOPSLA 2014)."""
     import numpy as np
 

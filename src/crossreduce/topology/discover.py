@@ -14,8 +14,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .formats.nvidia_smi import Slot, wired
-from .kinds import kind, nvlink
+from .formats.nvidia_smi import Slot, gpu_wiring
+from .link_kinds import kind, nvlink
 from .links import Link, Wiring
 from .nvml import LIBRARY, MAX_LINKS, Nvml
 
@@ -58,25 +58,25 @@ def discover(library: str = LIBRARY) -> Discovery:
       library: the file of NVML, which is part of NVIDIA's driver.
     """
     try:
-        return _gpus(library)
+        return _call_nvml(library)
     except OSError as error:
         reason = f"no GPUs were found: {error}"
-    wiring = _numa(NODES)
+    wiring = _numa_wiring(NODES)
     count = len(wiring.devices)
     return Discovery(wiring, (reason, f"{count} NUMA nodes" if count > 1 else "one device, as there is one NUMA node"))
 
 
-def _gpus(library: str) -> Discovery:
+def _call_nvml(library: str) -> Discovery:
     """Return the wiring of the GPUs; OSError: there is none, or NVML fails."""
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:
-        return _found(nvml)
+        return _discover_gpus(nvml)
     finally:
         _query(None, nvml, "nvmlShutdown")
 
 
-def _found(nvml: Any) -> Discovery:
+def _discover_gpus(nvml: Any) -> Discovery:
     count = nvml.call("nvmlDeviceGetCount_v2")
     handles = [nvml.call("nvmlDeviceGetHandleByIndex_v2", k) for k in range(count)]
     gpus = [
@@ -93,7 +93,7 @@ def _found(nvml: Any) -> Discovery:
     if len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append(f"the GPUs differ: {_ORDER}")
     is_part = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip().startswith("MIG-")
-    chosen = [] if is_part else _visible(nvml, gpus)
+    chosen = [] if is_part else _visible_gpus(nvml, gpus)
     if not chosen and not is_part:
         raise OSError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} selects none of {len(gpus)} GPUs")
     seen = [gpu for gpu in chosen if _query((0, 0), nvml, "nvmlDeviceGetMigMode", gpu.handle)[0] != 1]
@@ -102,11 +102,11 @@ def _found(nvml: Any) -> Discovery:
     if len(seen) < len(chosen):
         notes.append(f"{len(chosen) - len(seen)} GPUs that are divided into parts (MIG) are left out")
     names = ", ".join(f"{number} x {name}" for name, number in Counter(gpu.name for gpu in seen).items())
-    wiring, more = _wiring(nvml, seen)
+    wiring, more = _wire_gpus(nvml, seen)
     return Discovery(wiring, (f"{names}, from NVML, driver {version}", *notes, *more))
 
 
-def _wiring(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str]]:
+def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str]]:
     devices = [f"cuda:{k}" for k in range(len(gpus))]
     buses = [gpu.bus for gpu in gpus]
     fast: list[Link] = []
@@ -137,7 +137,7 @@ def _wiring(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str]]:
             return "NODE" if cpus[0] == cpus[1] else "SYS"
         return _LEVELS.get(level, "SYS")
 
-    return wired(devices, fast, len(devices), near, [_slot(nvml, gpu.handle) for gpu in gpus]), notes
+    return gpu_wiring(devices, fast, len(devices), near, [_slot(nvml, gpu.handle) for gpu in gpus]), notes
 
 
 def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]:
@@ -158,8 +158,8 @@ def _capability(nvml: Any, handle: Any) -> int:
     """Return a GPU's compute capability times ten, or if it is not reported the least with its version of NVLink."""
     major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     versions = () if major else range(MAX_LINKS)
-    found = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
-    return 10 * int(major) + int(minor) or next((_VERSIONS[version] for version in found if version in _VERSIONS), 0)
+    reported = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
+    return 10 * int(major) + int(minor) or next((_VERSIONS[version] for version in reported if version in _VERSIONS), 0)
 
 
 def _slot(nvml: Any, handle: Any) -> Slot:
@@ -168,7 +168,7 @@ def _slot(nvml: Any, handle: Any) -> Slot:
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), f"pcie{min(max(generation, 1), 6)}"
 
 
-def _visible(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
+def _visible_gpus(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -177,14 +177,14 @@ def _visible(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
     for word in value.split(","):
         name = word.strip()
         if name.startswith("GPU-"):
-            found = [gpu for gpu in gpus if _query("", nvml, "nvmlDeviceGetUUID", gpu.handle).startswith(name)]
+            selected = [gpu for gpu in gpus if _query("", nvml, "nvmlDeviceGetUUID", gpu.handle).startswith(name)]
         else:
-            found = gpus[int(name) : int(name) + 1] if name.isdecimal() else []
-        if found and found[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
+            selected = gpus[int(name) : int(name) + 1] if name.isdecimal() else []
+        if selected and selected[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
             return []
-        if len(found) != 1:  # CUDA also ignores what follows an invalid entry
+        if len(selected) != 1:  # CUDA also ignores what follows an invalid entry
             break
-        chosen += found
+        chosen += selected
     return chosen
 
 
@@ -196,7 +196,7 @@ def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
         return default
 
 
-def _numa(root: Path) -> Wiring:
+def _numa_wiring(root: Path) -> Wiring:
     try:
         nodes = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*"))
         distances = [[int(word) for word in (root / f"node{n}" / "distance").read_text("ascii").split()] for n in nodes]

@@ -1,17 +1,22 @@
-"""The parts of a topology: links, switches, and exact numbers. ``Topology`` checks names."""
+"""The parts of a topology: links, switches, and exact numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, Final, NamedTuple
 
+from ..devices import canonical
 from ..errors import ArgumentError, shown
 
 _MOST: Final = 10**12  # GB/s or seconds; so far below the limits of floats that calculated times and rates are in range
 _LEAST: Final = Fraction(1, _MOST)
+_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # without a colon, which each name of a device has
 
 
 class Switch(NamedTuple):
@@ -65,3 +70,36 @@ def exact(what: str, value: object) -> Fraction:
 def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple[Link, Link]:
     """Return two equal links, one in each direction."""
     return Link(a, b, bandwidth, latency_s), Link(b, a, bandwidth, latency_s)
+
+
+def read_switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
+    """Return the switches of a list of switches and names; ArgumentError: a switch is invalid or is listed twice."""
+    entry: Any = given
+    switches = []
+    try:
+        if isinstance(given, str):
+            raise TypeError(given)  # noqa: TRY301 - each of its letters would be a switch
+        for entry in given:
+            switches.append(Switch(entry) if isinstance(entry, str) else Switch(*entry))
+    except TypeError as error:
+        problem = "switches must be a list of Switches or names."
+        raise ArgumentError.of(problem, shown(entry), '[Switch("nvswitch")]') from error
+    count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
+    for name, reduces in switches:
+        if not isinstance(name, str) or not _SWITCH.fullmatch(name):
+            problem = "the name of a switch must be ASCII letters, digits, . _ / # -, the first a letter or digit."
+            raise ArgumentError.of(problem, shown(name), '"nvswitch", "host0/nic3"')
+        if _is_device(name):
+            raise ArgumentError.of("a switch cannot have a device's name.", shown(name), '"nvswitch", "host0/nic3"')
+        if count[name] > 1:
+            raise ArgumentError.of("each switch may be listed only once.", f"{name!r} {count[name]} times", repr(name))
+        if not isinstance(reduces, bool):
+            problem = "Switch.reduces must be True or False."
+            raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
+    return tuple(switches)
+
+
+def _is_device(name: str) -> bool:
+    with suppress(ArgumentError):
+        return bool(canonical(name))
+    return False

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, shown
-from .kinds import check_speeds, kind, read_data
+from .link_kinds import check_speeds, kind, read_data
 from .links import Link, Switch, Wiring
 from .shapes import grid
 
@@ -61,7 +61,7 @@ def machine(
     check_speeds(speeds)
     if not isinstance(hosts, int) or isinstance(hosts, bool) or hosts < 1:
         raise ArgumentError.of("hosts must be an int of at least 1.", shown(hosts), "hosts=1")
-    return _built(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
+    return _build(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
 
 
 def machine_names() -> tuple[tuple[str, str], ...]:
@@ -130,7 +130,7 @@ def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str,
     return network
 
 
-def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Wiring:
+def _build(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Wiring:
     device, number = content["devices"]
 
     def place(node: int | str, host: int) -> str:
@@ -138,7 +138,7 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
             node = f"{device}:{node}"
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
-    box, net = list(_box(content)), list(_wires(network.get("links", ())))
+    box, net = list(_host_wires(content)), list(_wires(network.get("links", ())))
     # Whether each switch can combine: ``own`` has those that exist once per host, ``shared`` the rest.
     own = dict.fromkeys(_switches(box), content.get("reduces", False))
     own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
@@ -155,7 +155,7 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
     return Wiring(devices, tuple(links), tuple(switches))
 
 
-def _box(content: dict[str, Any]) -> Iterator[_Wire]:
+def _host_wires(content: dict[str, Any]) -> Iterator[_Wire]:
     """Yield the links within one host."""
     for of, rows in content.get("matrix", {}).items():
         for i, row in enumerate(rows):
@@ -170,13 +170,13 @@ def _box(content: dict[str, Any]) -> Iterator[_Wire]:
 
 def _wires(lines: Iterable[list[Any]]) -> Iterator[_Wire]:
     for a, b, count, of in lines:
-        for x in _nodes(a):
-            for y in _nodes(b):
+        for x in _nodes_of_text(a):
+            for y in _nodes_of_text(b):
                 if a != b or isinstance(x, str) or isinstance(y, str) or x < y:
                     yield _Wire(x, y.replace("*", str(x)) if isinstance(y, str) else y, count, of)
 
 
-def _nodes(text: str) -> tuple[int | str, ...]:
+def _nodes_of_text(text: str) -> tuple[int | str, ...]:
     """Return the devices of a text such as "0-7/2" or "0,2", or the switch that it names."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",")]
     if not all(parts):

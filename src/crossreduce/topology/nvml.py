@@ -81,9 +81,9 @@ class Nvml:
           OSError: the library lacks the function, or it returns an error.
         """
         types, results = _FUNCTIONS[function]
-        found = [result() for result in results]
+        outputs = [result() for result in results]
         passed: list[Any] = []
-        for result in found:
+        for result in outputs:
             if isinstance(result, _Mask):
                 passed += [c_uint(len(result)), result]
             elif isinstance(result, _Text):
@@ -94,7 +94,7 @@ class Nvml:
         code = called(*(of(argument) for of, argument in zip(types, arguments, strict=True)), *passed)
         if code:
             raise OSError(f"{function}: {self._explained(code)}")
-        values = [_value(result) for result in found]
+        values = [_value(result) for result in outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
     def _function(self, name: str) -> Any:

@@ -27,7 +27,7 @@ class RoutesFrom:
         """Prepare the search; the first ``devices`` nodes are devices, and ``neighbours`` are the links out of each."""
         self.src, self.nodes, self.devices = src, nodes, devices
         self.neighbours, self.order, self.speeds = neighbours, order, speeds
-        self.found: dict[str, tuple[str, ...]] = {}
+        self.routes: dict[str, tuple[str, ...]] = {}
         self.lock = threading.Lock()  # threads that plan on one topology search the same routes
         # Entries: the number of devices that the route passes, the number of its links, its least bandwidth with the
         # sign reversed, and the positions of its nodes. The least entry is the best route.
@@ -36,24 +36,24 @@ class RoutesFrom:
 
     def to(self, dst: str) -> tuple[str, ...] | None:
         """Return the nodes of the route to a node; ``None``: there is none."""
-        if dst not in self.found:
+        if dst not in self.routes:
             with self.lock:
                 self._search(dst)
-        return self.found.get(dst)
+        return self.routes.get(dst)
 
     def _search(self, dst: str) -> None:
         """Find routes until there is one to a node, or none is left; the lock is held."""
-        found, nodes, order, speeds, queue = self.found, self.nodes, self.order, self.speeds, self.queue
-        while queue and dst not in found:
+        routes, nodes, order, speeds, queue = self.routes, self.nodes, self.order, self.speeds, self.queue
+        while queue and dst not in routes:
             passed, hops, narrow, numbers = heapq.heappop(queue)
             here = nodes[numbers[-1]]
-            if here in found:
+            if here in routes:
                 continue
-            found[here] = tuple(nodes[number] for number in numbers)
+            routes[here] = tuple(nodes[number] for number in numbers)
             passed += here != self.src and numbers[-1] < self.devices
             for link in self.neighbours.get(here, ()):
                 node = link.dst
-                if node not in found:
+                if node not in routes:
                     entry = (passed, hops + 1, max(narrow, -speeds[here, node]), (*numbers, order[node]))
                     heapq.heappush(queue, entry)
 
@@ -73,17 +73,17 @@ def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
 
     for a, b in pairs:
         leader[find(b)] = find(a)
-    found: dict[T, list[T]] = {}
+    members: dict[T, list[T]] = {}
     for item in leader:
-        found.setdefault(find(item), []).append(item)
-    return list(found.values())
+        members.setdefault(find(item), []).append(item)
+    return list(members.values())
 
 
-def joined(devices: Sequence[str], links: Sequence[Link]) -> bool:
+def is_connected(devices: Sequence[str], links: Sequence[Link]) -> bool:
     """Return whether links, used in both directions, connect all devices.
 
     >>> a_b = Link("cpu:0", "cpu:1", 25)
-    >>> joined(["cpu:0", "cpu:1"], [a_b]), joined(["cpu:0", "cpu:1", "cpu:2"], [a_b])
+    >>> is_connected(["cpu:0", "cpu:1"], [a_b]), is_connected(["cpu:0", "cpu:1", "cpu:2"], [a_b])
     (True, False)
     """
     pairs = [(link.src, link.dst) for link in links]

@@ -46,20 +46,20 @@ def matrix(gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None, 
 def full_mesh(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
     """Return the wiring of a full mesh: see ``Topology.full_mesh``."""
     names = _names(devices)
-    return _symmetric(names, ((a, b, gb_per_s) for a in names for b in names if a < b), latency_s)
+    return _two_way_wiring(names, ((a, b, gb_per_s) for a in names for b in names if a < b), latency_s)
 
 
 def ring(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
     """Return the wiring of a ring: see ``Topology.ring``."""
     names = _names(devices)
     pairs = {frozenset((names[i - 1], names[i])) for i in range(len(names))} if len(names) > 1 else set()
-    return _symmetric(names, ((a, b, gb_per_s) for a, b in map(sorted, pairs)), latency_s)
+    return _two_way_wiring(names, ((a, b, gb_per_s) for a, b in map(sorted, pairs)), latency_s)
 
 
 def star(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
     """Return the wiring of devices around one switch: see ``Topology.star``."""
     names = _names(devices)
-    return _symmetric(names, ((name, "switch", gb_per_s) for name in names), latency_s, ("switch",))
+    return _two_way_wiring(names, ((name, "switch", gb_per_s) for name in names), latency_s, ("switch",))
 
 
 def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool) -> Wiring:
@@ -80,10 +80,10 @@ def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool)
                 neighbour = names[number + ((place + 1) % length - place) * stride]
                 pairs.setdefault(frozenset((name, neighbour)), (name, neighbour, speed))
         stride *= length
-    return _symmetric(names, pairs.values(), latency_s)
+    return _two_way_wiring(names, pairs.values(), latency_s)
 
 
-def _symmetric(
+def _two_way_wiring(
     names: tuple[str, ...], pairs: Iterable[tuple[str, str, Any]], latency_s: Number, switches: tuple[str, ...] = ()
 ) -> Wiring:
     latency = exact("latency", latency_s)

@@ -60,7 +60,7 @@ class Symmetry:
     @cached_property
     def orbits(self) -> tuple[int, ...]:
         """For each node the least node to which the generators can move it."""
-        return tuple(joined([generator.moves for generator in self.generators], self.nodes))
+        return tuple(orbit_minima([generator.moves for generator in self.generators], self.nodes))
 
     @cached_property
     def sizes(self) -> dict[int, int]:
@@ -76,30 +76,24 @@ class Symmetry:
         old = {name: k for k, name in enumerate(before)}
         of_old = tuple(old[name] for name in after)
         to_new = inverse(of_old)
-        moved = [
-            SymmetryGenerator(composed(composed(of_old, moves), to_new), order) for moves, order in self.generators
-        ]
+        moved = [SymmetryGenerator(compose(compose(of_old, moves), to_new), order) for moves, order in self.generators]
         return Symmetry(tuple(moved), self.nodes)
 
     def images(self, node: int) -> Iterator[int]:
         """Yield what each element of the group makes of a node; the powers of the last generator change fastest."""
-        yield from spread(node, self.generators)
+        yield from orbit_images(node, self.generators)
 
     def origins(self, node: int) -> Iterator[int]:
         """Yield for each element the node which it moves to ``node``, in the order of ``images``."""
-        yield from spread(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
+        yield from orbit_images(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """Yield the permutation of each element, in the order of ``images``."""
-        yield from _products(tuple(range(self.nodes)), self.generators)
+        yield from zip(*map(self.images, range(self.nodes)), strict=True)
 
     def image(self, element: int, node: int) -> int:
         """Return the image of a node under one element of the group, numbered as in ``images``."""
-        for order, cycles in self._cycles:
-            element, times = divmod(element, order)
-            cycle, at = cycles[node]
-            node = cycle[(at + times) % len(cycle)]
-        return node
+        return self._turn(element, node, 1)
 
     def origin(self, element: int, node: int) -> int:
         """Return the node that one element of the group moves to ``node``.
@@ -108,16 +102,19 @@ class Symmetry:
         >>> turn.image(3, 2), turn.origin(3, 1)
         (1, 2)
         """
+        return self._turn(element, node, -1)
+
+    def _turn(self, element: int, node: int, direction: int) -> int:
         for order, cycles in self._cycles:
             element, times = divmod(element, order)
             cycle, at = cycles[node]
-            node = cycle[(at - times) % len(cycle)]
+            node = cycle[(at + direction * times) % len(cycle)]
         return node
 
     @cached_property
     def _cycles(self) -> list[tuple[int, list[tuple[tuple[int, ...], int]]]]:
         """The order of each generator, from the last to the first, and for each node its cycle and position in it."""
-        found = []
+        cycles = []
         for moves, order in reversed(self.generators):
             places: list[tuple[tuple[int, ...], int]] = [((), 0)] * self.nodes
             for first in range(self.nodes):
@@ -127,8 +124,8 @@ class Symmetry:
                         cycle.append(moves[cycle[-1]])
                     for at, node in enumerate(cycle):
                         places[node] = tuple(cycle), at
-            found.append((order, places))
-        return found
+            cycles.append((order, places))
+        return cycles
 
     def links(self, topology: Topology) -> tuple[tuple[int, ...], dict[int, int]] | None:
         """Return the least link of the orbit of each link, and how many links each of these orbits has.
@@ -152,65 +149,55 @@ class Symmetry:
                 if image < 0 or topology.links[image][2:] != link[2:]:
                     return None
             moved.append(images)
-        found = joined(moved, len(ends))
-        return tuple(found), Counter(found)
+        minima = orbit_minima(moved, len(ends))
+        return tuple(minima), Counter(minima)
 
 
-def _products(start: tuple[int, ...], generators: Sequence[SymmetryGenerator]) -> Iterator[tuple[int, ...]]:
-    """Yield ``start``, followed by each product of powers of the generators; see ``Symmetry.images``."""
-    if not generators:
-        yield start
-        return
-    for _ in range(generators[0].order):
-        yield from _products(start, generators[1:])
-        start = composed(start, generators[0].moves)
-
-
-def spread(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
+def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
     """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
-    found = [node]
+    images = [node]
     for moves, order in reversed(generators):  # the first generator changes slowest
-        layers = [found]
+        layers = [images]
         for _ in range(order - 1):
             layers.append([moves[k] for k in layers[-1]])
-        found = [k for layer in layers for k in layer]
-    return found
+        images = [k for layer in layers for k in layer]
+    return images
 
 
 def inverse(moves: Sequence[int]) -> tuple[int, ...]:
     """Return the permutation that undoes another one."""
-    found = [0] * len(moves)
+    origins = [0] * len(moves)
     for node, image in enumerate(moves):
-        found[image] = node
-    return tuple(found)
+        origins[image] = node
+    return tuple(origins)
 
 
-def composed(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
+def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
     """Return the permutation that applies ``first`` and then ``then``."""
     return tuple([then[k] for k in first])
 
 
 def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
     """Return a permutation that is applied several times."""
-    found, square = tuple(range(len(moves))), tuple(moves)
+    result, square = tuple(range(len(moves))), tuple(moves)
     while times:
         if times & 1:
-            found = composed(found, square)
-        square, times = composed(square, square), times >> 1
-    return found
+            result = compose(result, square)
+        square, times = compose(square, square), times >> 1
+    return result
 
 
-def joined(moved: Sequence[Sequence[int]], count: int) -> list[int]:
+def orbit_minima(moved: Sequence[Sequence[int]], count: int) -> list[int]:
     """Return for each of 0, 1, ... the least number that permutations can move it to."""
-    found = [-1] * count
+    minima = [-1] * count
     for first in range(count):
-        if found[first] < 0:
-            found[first] = first
+        if minima[first] < 0:
+            minima[first] = first
             left = [first]
             while left:
                 node = left.pop()
                 for moves in moved:
-                    if found[moves[node]] < 0:
-                        found[moves[node]] = first
+                    if minima[moves[node]] < 0:
+                        minima[moves[node]] = first
                         left.append(moves[node])
-    return found
+    return minima

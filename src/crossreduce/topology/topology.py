@@ -5,10 +5,7 @@ Bandwidths are exact (``Fraction``) in GB/s, 1e9 bytes per second, per direction
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -20,12 +17,11 @@ from ..errors import ArgumentError, DeviceError, shown
 from ..values import read_devices
 from . import shapes
 from .formats.json_format import read_json, write_json
-from .links import Link, Switch, exact
+from .links import Link, Switch, exact, read_switches
 from .routes import RoutesFrom, groups
 from .shapes import Number
 
 _SHOWN: Final = 16  # devices in a topology's repr
-_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon, so it is no canonical name of a device
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,18 @@ class Topology:
         object.__setattr__(self, "devices", read_devices(self.devices))
         if not self.devices:
             raise ArgumentError.of("a topology needs at least one device.", "none", 'Topology.ring(["cpu:0"])')
-        object.__setattr__(self, "switches", _switches(self.switches))
+        object.__setattr__(self, "switches", read_switches(self.switches))
         entry: Any = self.links
-        given = []
+        listed = []
         try:
             for entry in self.links:
-                given.append(Link(*entry))
+                listed.append(Link(*entry))
         except TypeError as error:
             problem = "links must be a list of Links, or of tuples of the same fields."
             raise ArgumentError.of(problem, shown(entry), '[Link("cpu:0", "cpu:1", bandwidth=25)]') from error
         links = [
             Link(self.node(src), self.node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
-            for src, dst, bandwidth, latency in given
+            for src, dst, bandwidth, latency in listed
         ]
         seen = set()
         for link in links:
@@ -87,10 +83,10 @@ class Topology:
     @classmethod
     def unchecked(cls, devices: tuple[str, ...], links: Iterable[Link], switches: tuple[Switch, ...] = ()) -> Topology:
         """Return a topology of valid parts with canonical names; nothing is checked."""
-        made = object.__new__(cls)
-        made.__dict__.update(devices=devices, switches=switches)
-        made.__dict__["links"] = made._sorted(links)
-        return made
+        topology = object.__new__(cls)
+        topology.__dict__.update(devices=devices, switches=switches)
+        topology.__dict__["links"] = topology._sorted(links)
+        return topology
 
     def _sorted(self, links: Iterable[Link]) -> tuple[Link, ...]:
         order = self._order
@@ -380,8 +376,8 @@ class Topology:
         (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
         """
         fastest = max((link.bandwidth for link in self.links), default=0)
-        found = groups(self.nodes, [(link.src, link.dst) for link in self.links if link.bandwidth == fastest])
-        inside = [tuple(node for node in group if self._order[node] < len(self.devices)) for group in found]
+        joined_nodes = groups(self.nodes, [(link.src, link.dst) for link in self.links if link.bandwidth == fastest])
+        inside = [tuple(node for node in group if self._order[node] < len(self.devices)) for group in joined_nodes]
         return tuple(group for group in inside if group)
 
     @cached_property
@@ -442,35 +438,3 @@ class Topology:
           ArgumentError: the text is not JSON, has another format, or lacks a part.
         """
         return cls(*read_json(text))
-
-
-def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
-    entry: Any = given
-    switches = []
-    try:
-        if isinstance(given, str):
-            raise TypeError(given)  # noqa: TRY301 - each of its letters would be a switch
-        for entry in given:
-            switches.append(Switch(entry) if isinstance(entry, str) else Switch(*entry))
-    except TypeError as error:
-        problem = "switches must be a list of Switches or names."
-        raise ArgumentError.of(problem, shown(entry), '[Switch("nvswitch")]') from error
-    count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
-    for name, reduces in switches:
-        if not isinstance(name, str) or not _SWITCH.fullmatch(name):
-            problem = "the name of a switch must be ASCII letters, digits, . _ / # -, the first a letter or digit."
-            raise ArgumentError.of(problem, shown(name), '"nvswitch", "host0/nic3"')
-        if _is_device(name):
-            raise ArgumentError.of("a switch cannot have a device's name.", shown(name), '"nvswitch", "host0/nic3"')
-        if count[name] > 1:
-            raise ArgumentError.of("each switch may be listed only once.", f"{name!r} {count[name]} times", repr(name))
-        if not isinstance(reduces, bool):
-            problem = "Switch.reduces must be True or False."
-            raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
-    return tuple(switches)
-
-
-def _is_device(name: str) -> bool:
-    with suppress(ArgumentError):
-        return bool(canonical(name))
-    return False

@@ -18,9 +18,9 @@ from typing import Any, Final
 try:
     import torch.distributed  # noqa: F401 - the modules below need it
 except ImportError as error:
-    from ..frameworks import missing
+    from ..frameworks import missing_framework
 
-    raise missing("crossreduce.torch needs PyTorch, but", "torch", error) from error
+    raise missing_framework("crossreduce.torch needs PyTorch, but", "torch", error) from error
 
 from _crossreduce_torch import register
 
@@ -28,10 +28,10 @@ from ..observe.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
 from ..ranks.survival.survivors import Reformed
 from ..topology import Topology
-from .group import BACKEND, Group, given_group
+from .elastic import agree, committed, grow, invitation, join, shrink
+from .group import BACKEND, Group, find_group
 from .hook import HookState, all_reduce_hook
 from .options import Options
-from .reforming import agree, committed, grow, invitation, join, shrink
 
 __all__ = [
     "NAME",
@@ -71,7 +71,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: there is no default group, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
-    found = given_group(group, HookState)
+    found = find_group(group, HookState)
     measured: list[Topology] = []
     found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
     return measured[0]
@@ -87,7 +87,7 @@ def stats(group: Any = None) -> Stats:
     Raises:
       ArgumentError: there is no default group, or the group has another backend.
     """
-    found: Stats = given_group(group, HookState).communicator.stats()
+    found: Stats = find_group(group, HookState).communicator.stats()
     return found
 
 

@@ -2,8 +2,7 @@
 
 Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for reductions
 that the communicator does not support, and for all-to-alls of unequal parts. Tensors that are not contiguous are
-copied; dtypes that cannot be reduced are
-moved as bytes. All functions block.
+copied; dtypes that cannot be reduced are moved as bytes. All functions block.
 
 An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
 rank, is the result, or the result's part from this rank. In all-to-alls it is always copied, since other ranks may read
@@ -26,18 +25,18 @@ from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
-from .inner_gloo import InnerGloo
+from .inner_gloo import InnerGloo, name_of
 from .memory import (
     NAMES,
     are_apart,
     copy_back,
     copy_back_all,
+    copy_overlapping,
     equal_parts,
     is_plain,
     memory,
     raw,
     readable,
-    separated,
     share_memory,
     tensors_in,
     writable,
@@ -128,7 +127,7 @@ class Collectives(InnerGloo):
             return
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
-            sources = separated(sources, [written], {self._rank: written.data_ptr()})
+            sources = copy_overlapping(sources, [written], {self._rank: written.data_ptr()})
         self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written), self._exact)
         copy_back(output, written)
 
@@ -148,7 +147,7 @@ class Collectives(InnerGloo):
             return
         written = writable(output)
         if not apart:  # the output may be this rank's part of the input
-            (source,) = separated([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
+            (source,) = copy_overlapping([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
         array = memory(written)
         self._communicator.reduce_scatter(op, equal_parts(source, self._size), array, self._exact)
         copy_back(output, written)
@@ -185,9 +184,8 @@ class Collectives(InnerGloo):
         self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
         apart = self._are_apart("all_gather", results, [tensor])
         if len(set(sizes)) > 1:
-            self._communicator.require_same(
-                f"all_gather {_name(tensor)} of sizes {sizes}"
-            )  # every rank's list has all sizes
+            # Every rank's list has all sizes.
+            self._communicator.require_same(f"all_gather {name_of(tensor)} of sizes {sizes}")
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
@@ -198,7 +196,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart:
-            (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
+            (source,) = copy_overlapping([source], written, {0: written[self._rank].data_ptr()})
         self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
 
@@ -212,7 +210,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if not apart:  # the input may be this rank's part of the output
-            (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
+            (source,) = copy_overlapping([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
         array = memory(source)
         self._communicator.all_gather(array, equal_parts(written, self._size))
         if source is tensor and written is output and tensor.dtype in NAMES:
@@ -225,7 +223,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart and root == self._rank:
-            (source,) = separated([source], written, {0: written[root].data_ptr()})
+            (source,) = copy_overlapping([source], written, {0: written[root].data_ptr()})
         places = [memory(x) for x in written] if root == self._rank else None
         self._communicator.gather(memory(source), places, root)
         copy_back_all(results, written)
@@ -236,7 +234,7 @@ class Collectives(InnerGloo):
         self._agree_on_bytes("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
-            sources = separated(sources, [written], {root: written.data_ptr()})
+            sources = copy_overlapping(sources, [written], {root: written.data_ptr()})
         places = [memory(x) for x in sources] if root == self._rank else None
         self._communicator.scatter(places, memory(written), root)
         copy_back(output, written)
@@ -253,7 +251,7 @@ class Collectives(InnerGloo):
         if even:
             self._agree_on_bytes("all_to_all", inputs[0])
             if not apart:
-                sources = separated(sources, written)
+                sources = copy_overlapping(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
             room = inputs[0].new_empty(sum(rooms))
@@ -275,7 +273,7 @@ class Collectives(InnerGloo):
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if not apart:
-            (source,) = separated([source], [written])
+            (source,) = copy_overlapping([source], [written])
         if even:
             self._agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
@@ -287,7 +285,7 @@ class Collectives(InnerGloo):
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
         options = self._options(c10d.AllToAllOptions)
-        text = f"all_to_all {_name(source)}"
+        text = f"all_to_all {name_of(source)}"
         self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
@@ -301,7 +299,7 @@ class Collectives(InnerGloo):
         Raises:
           MismatchError: a rank sends more or less than the receiver expects; raised on all ranks.
         """
-        self._communicator.require_same(f"all_to_all {_name(tensor)}")
+        self._communicator.require_same(f"all_to_all {name_of(tensor)}")
         own = torch.tensor([*sizes, *rooms])
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
@@ -345,8 +343,8 @@ class Collectives(InnerGloo):
             results = self._without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)
         if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
-            copies = iter(separated(read, written))
-            sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
+            copies = iter(copy_overlapping(read, written))
+            sources = tuple([_take_next(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
@@ -375,7 +373,7 @@ class Collectives(InnerGloo):
             reduction_numbers(op, name, self._size, self._exact)  # raises an error if the op is not defined
         if exact:
             problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
-            raise UnsupportedError.of(problem, f"{collective} of {_name(tensor)}", "a group without exact=True")
+            raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}", "a group without exact=True")
         return None
 
     def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
@@ -384,7 +382,7 @@ class Collectives(InnerGloo):
             self._agree(collective, None, tensor, root)
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
-        self._communicator.require_same(call_text(collective, op, root, _name(tensor), tensor.shape))
+        self._communicator.require_same(call_text(collective, op, root, name_of(tensor), tensor.shape))
 
     def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
         expected = [tensor.numel()] * self._size if root == self._rank else []
@@ -402,10 +400,10 @@ class Collectives(InnerGloo):
         """
         if fits:
             return
-        call = call_text(collective, None, None, _name(tensors[0]), tensors[0].shape)
+        call = call_text(collective, None, None, name_of(tensors[0]), tensors[0].shape)
         self._communicator.require_same(f"{call} with {list(sizes)}")
         if not _alike(tensors):
-            found = ", ".join(sorted({f"{_name(x)} on {x.device}" for x in tensors}))
+            found = ", ".join(sorted({f"{name_of(x)} on {x.device}" for x in tensors}))
             problem = f"the tensors of this {collective} differ in dtype, or are not all on the CPU."
             raise ArgumentError.of(problem, found, "CPU tensors of one dtype")
         problem = f"the tensors of this {collective} do not match in number or size."
@@ -420,35 +418,16 @@ class Collectives(InnerGloo):
         if are_apart([*results, *sources]):
             return True
         if share_memory(results):
-            call = call_text(collective, None, None, _name(results[0]), results[0].shape)
+            call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
             self._communicator.require_same(f"{call} with results that share memory")
             problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
             raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
         return False
 
-    def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
-        dense = tensor.layout is torch.strided
-        plain = readable(tensor) if dense else tensor
-        given = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
-        op = options.reduceOp.op.name.lower()
-        text = call_text(collective, op, root, _name(tensor), tensor.shape)
-        self._run_in_gloo(text, function, [given], options)
-        if dense:
-            copy_back(tensor, plain)
-        else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
-            with torch.no_grad():
-                tensor.copy_(given)
 
-
-def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
+def _take_next(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
     return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
-
-
-def _name(tensor: Any) -> str:
-    """Return a tensor's dtype, and its layout unless it is strided, as text. Ranks must agree on both."""
-    name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-    return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
 def _alike(tensors: Sequence[Any]) -> bool:

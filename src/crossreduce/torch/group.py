@@ -23,29 +23,23 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..ranks.communicator import Communicator
-from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
-from ..ranks.membership import shared_failure
+from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
-from ..ranks.transports.base import Transport
-from ..ranks.transports.gloo import BesideGloo, lazy_options, translated
+from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
+from .connections import close, connect
 from .memory import copy_back_all, readable, tensors_in, writable
 from .messages import HostMessage
-from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile
-from .options import is_exact
-from .profiling import entry, is_profiled, lasting
-from .rendezvous import CancellableStore, TorchRendezvous, reaching
-from .subclasses import has_wrapper, unwrapped
+from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
+from .profiling import begin_entry, entry, is_profiled
+from .rendezvous import lost_store_errors
+from .subclasses import call_unwrapped, has_wrapper
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
-_LEAVE_S: Final = 1.0  # the same for a group that is garbage collected, or whose process ends
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
-
-
 BACKEND: Final = "crossreduce"
 READY: Final[list[Group]] = []  # a group for which torch is to make its tables
 
@@ -84,7 +78,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
-        with reaching(store):
+        with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -150,7 +144,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceCoalescedOptions)
-        function = partial(self._collectives.run_each, self._collectives.all_reduce, [opts.reduceOp], tensors)
+        function = self._each("all_reduce", [opts.reduceOp], tensors)
         return self._run("allreduce_coalesced", (tensors, opts), tensors, function)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
@@ -163,9 +157,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
-        function = partial(
-            self._collectives.run_one, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
-        )
+        function = self._one("reduce_scatter", [opts.reduceOp], outputs, inputs)
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
@@ -175,10 +167,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions)
-        function = partial(
-            self._collectives.run_each, self._collectives.reduce_scatter_single, [opts.reduceOp], outputs, inputs
-        )
+        function = self._each("reduce_scatter_single", [opts.reduceOp], outputs, inputs)
         return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
+
+    def _one(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
+        return partial(self._collectives.run_one, getattr(self._collectives, method), options, *lists)
+
+    def _each(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
+        return partial(self._collectives.run_each, getattr(self._collectives, method), options, *lists)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +194,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
         lists = [list(results) for results in zip(*outputs, strict=True)]
-        function = partial(self._collectives.run_each, self._collectives.all_gather, [], lists, inputs)
+        function = self._each("all_gather", [], lists, inputs)
         return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
@@ -208,7 +204,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
-        function = partial(self._collectives.run_each, self._collectives.all_gather_single, [], outputs, inputs)
+        function = self._each("all_gather_single", [], outputs, inputs)
         return self._run("allgather_into_tensor_coalesced", (outputs, inputs, opts), inputs, function, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
@@ -216,18 +212,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             outputs = [outputs] if outputs else []
         inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
         results = outputs[0] if outputs else []
-        function = partial(
-            self._collectives.run_one, self._collectives.gather, [opts.rootRank], outputs or [[]], inputs
-        )
+        function = self._one("gather", [opts.rootRank], outputs or [[]], inputs)
         return self._run("gather", (outputs, inputs, opts), inputs, function, results)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
         outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
-        function = partial(
-            self._collectives.run_one, self._collectives.scatter, [opts.rootRank], outputs, inputs or [[]]
-        )
+        function = self._one("scatter", [opts.rootRank], outputs, inputs or [[]])
         return self._run("scatter", (outputs, inputs, opts), outputs, function)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -283,7 +275,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < self.size():  # gloo would crash
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
-        self.communicator.require_link(method, peer)
+        self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
@@ -331,8 +323,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
         """Return the error to raise for one of gloo, which it is itself if it is not about connections."""
-        found = translated(error)
-        return error if found is None else self.communicator.message_failure(method, peer, found)
+        found = connection_error(error)
+        return error if found is None else self.communicator.detector.message_failure(method, peer, found)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -381,7 +373,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         written = tensors if results is None else results
         if is_profiled():
             with entry(self, inner, tensors, written):
-                function = lasting(inner, function) if opts.asyncOp else function
+                function = begin_entry(inner, function) if opts.asyncOp else function
                 work = self.queue.run(function, written, opts.asyncOp)
         else:
             work = self.queue.run(function, written, opts.asyncOp)
@@ -391,7 +383,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
-        return Works(unwrapped(getattr(self, method), arguments), results)
+        return Works(call_unwrapped(getattr(self, method), arguments), results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s
@@ -413,7 +405,7 @@ Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
 
 
-def given_group(group: Any, *others: type) -> Any:
+def find_group(group: Any, *others: type) -> Any:
     """Return a group of this backend, or an object of one of the classes ``others``; ``None``: the default group.
 
     Raises:
@@ -424,65 +416,9 @@ def given_group(group: Any, *others: type) -> Any:
         remedy = f'torch.distributed.init_process_group("{BACKEND}")'
         raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
     if not isinstance(found, (Group, *others)):
-        remedy = "".join(
-            [f'a process group of the backend "{BACKEND}"', *(f", or a {kind.__name__}" for kind in others)]
-        )
+        remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
     return found
-
-
-def connect(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    name: str,
-    global_ranks: Sequence[int],
-    options: Any,
-    origin: Origin = NEW,
-) -> tuple[Any, Communicator, bool]:
-    """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
-
-    Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
-    ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
-    rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
-    when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty: the
-    group is the world. ``options``: see ``is_exact``; if they are wrong on one rank, all ranks raise its error.
-    """
-    seconds, made = timeout.total_seconds(), []
-
-    def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
-        sockets, unreached = places.connect(hosts)
-        lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
-        inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
-        if lazy:
-            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
-        else:
-            made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
-        return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
-
-    own = dist.PrefixStore("crossreduce/", store)
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
-    try:
-        exact = is_exact(options)
-    except ArgumentError as error:
-        where = f"rank {global_ranks[rank] if global_ranks else rank}"
-        raise shared_failure(rendezvous, error, where, alone=True) from error
-    communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
-    return made[0], communicator, exact
-
-
-def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:
-    """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
-    if messages is not None and not messages.is_forked and not messages.close(0):  # the main thread still waits
-        communicator.interrupt()
-        messages.close(_LEAVE_S)
-    if not queue.is_forked and queue.close(_LEAVE_S):
-        communicator.close()
-    elif not queue.is_forked:
-        communicator.abort()
-        queue.close(_LEAVE_S)
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
@@ -500,15 +436,6 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
         if value is not None:
             setattr(made, name, value)
     return tensors, made
-
-
-def wait_in_backward(work: Any) -> None:
-    """Wait for work at the end of the current backward pass, in the thread that called it.
-
-    DDP, in C++, would wait for a future, which Ctrl-C does not end and which loses the class of an error. A callback
-    that is queued here runs before the one that DDP queues after its last bucket.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(work.wait)
 
 
 def _is_called_by_backward() -> bool:

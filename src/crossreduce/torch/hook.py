@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from .collectives import Collectives
-from .group import close, connect, wait_in_backward
-from .op_queue import OpQueue
+from .connections import close, connect
+from .op_queue import OpQueue, wait_in_backward
 from .options import Options
 
 Hook = Callable[[Any, Any], Any]

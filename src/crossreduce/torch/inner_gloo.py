@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
+
+from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
 from ..ranks.transports.gloo import GlooCollective
-from .memory import tensors_in
+from .memory import NAMES, copy_back, readable, tensors_in
 
 _GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
@@ -44,6 +47,19 @@ class InnerGloo:
             while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
+    def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
+        dense = tensor.layout is torch.strided
+        plain = readable(tensor) if dense else tensor
+        given = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
+        op = options.reduceOp.op.name.lower()
+        text = call_text(collective, op, root, name_of(tensor), tensor.shape)
+        self._run_in_gloo(text, function, [given], options)
+        if dense:
+            copy_back(tensor, plain)
+        else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
+            with torch.no_grad():
+                tensor.copy_(given)
+
     def _options(self, kind: Any, **fields: Any) -> Any:
         """Return options of class ``kind`` for a call of gloo."""
         made = kind()
@@ -51,6 +67,12 @@ class InnerGloo:
         for name, value in fields.items():
             setattr(made, name, value)
         return made
+
+
+def name_of(tensor: Any) -> str:
+    """Return a tensor's dtype, and its layout unless it is strided, as text. Ranks must agree on both."""
+    name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

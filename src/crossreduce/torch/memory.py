@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..ops import DTYPES
-from ..ranks.communicator import ArrayView
+from ..ranks.array_views import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
@@ -98,7 +98,9 @@ def share_memory(tensors: Sequence[Any]) -> bool:
     return not _disjoint(list(map(_extent, dense))) and any(starmap(np.shares_memory, combinations(arrays, 2)))
 
 
-def separated(sources: Sequence[Any], results: Sequence[Any], same: Mapping[int, int] | None = None) -> list[Any]:
+def copy_overlapping(
+    sources: Sequence[Any], results: Sequence[Any], same: Mapping[int, int] | None = None
+) -> list[Any]:
     """Return the sources; those that may overlap a result are replaced by copies.
 
     ``same``: source k is not copied if it begins at the address ``same[k]``, where it is exactly its rank's own part.

@@ -357,6 +357,15 @@ class OpQueue:
         self._refusal = _FORKED
 
 
+def wait_in_backward(work: Any) -> None:
+    """Wait for work at the end of the current backward pass, in the thread that called it.
+
+    DDP, in C++, would wait for a future, which Ctrl-C does not end and which loses the class of an error. A callback
+    that is queued here runs before the one that DDP queues after its last bucket.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+
+
 _FORKED: Final = "a process group cannot be used in a process that was forked from the one that made it."
 _QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
 

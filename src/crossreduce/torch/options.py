@@ -49,9 +49,8 @@ def is_exact(options: Any) -> bool:
     if isinstance(options, Options):
         return options.exact
     if options is not None and not isinstance(options, _OTHERS):
-        raise ArgumentError.of(
-            "these are not the options of a process group.", shown(options), "pg_options=crossreduce.torch.Options()"
-        )
+        problem, remedy = "these are not the options of a process group.", "pg_options=crossreduce.torch.Options()"
+        raise ArgumentError.of(problem, shown(options), remedy)
     value = os.environ.get("CROSSREDUCE_EXACT") or "0"
     if value not in ("0", "1"):
         raise ArgumentError.of("CROSSREDUCE_EXACT must be 0 or 1.", shown(value), "CROSSREDUCE_EXACT=1")

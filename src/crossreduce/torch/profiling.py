@@ -52,7 +52,7 @@ def entry(group: Any, method: str, tensors: Sequence[Any], results: Sequence[Any
     return _RecordFunctionFast(_name(method), [*tensors] or [*results], facts)
 
 
-def lasting(method: str, function: Callable[[], None]) -> Callable[[], None]:
+def begin_entry(method: str, function: Callable[[], None]) -> Callable[[], None]:
     """Begin the entry of an asynchronous call; return a function that calls ``function`` and ends it, in any thread."""
     operators, ended = torch.ops.profiler, torch.futures.Future()
     handle = operators._record_function_enter_new(_name(method), None)

@@ -37,7 +37,7 @@ class TorchRendezvous(StoreRendezvous):
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """Use ``store`` (a ``PrefixStore`` of its own); for the other arguments see ``StoreRendezvous``."""
-        with reaching(store):
+        with lost_store_errors(store):
             own, self._connection = _with_own_connection(store, timeout_s)
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
@@ -52,8 +52,8 @@ class TorchRendezvous(StoreRendezvous):
     def _limit_waits(self, seconds: float) -> None:
         _limit_waits(self._connection, seconds)
 
-    def _reaching(self) -> AbstractContextManager[None]:
-        return reaching(self._store)
+    def _store_errors(self) -> AbstractContextManager[None]:
+        return lost_store_errors(self._store)
 
 
 def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
@@ -148,8 +148,8 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
         rendezvous.wait(self._store, keys, self._cancelled)
 
 
-def reaching(store: Any) -> AbstractContextManager[None]:
+def lost_store_errors(store: Any) -> AbstractContextManager[None]:
     """Return a context that raises a ``PeerLostError`` if ``store`` cannot be reached."""
     if _owner(store) == 0:
-        return rendezvous.reaching("rank 0, which runs it,", [0])
-    return rendezvous.reaching("torchrun, which runs it," if _has_launcher() else "the process that runs it")
+        return rendezvous.lost_store_errors("rank 0, which runs it,", [0])
+    return rendezvous.lost_store_errors("torchrun, which runs it," if _has_launcher() else "the process that runs it")

@@ -29,7 +29,7 @@ def has_wrapper(tensors: Sequence[Any]) -> bool:
     return any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
 
 
-def unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     """Call ``function`` with the tensors that the ones in ``arguments`` wrap; return what each call returned."""
     returned: list[Any] = []
     key = next(_KEYS)

@@ -17,7 +17,7 @@ import crossreduce as cr
 from crossreduce.errors import ArgumentError
 from crossreduce.planning.calibration import calibrate
 from crossreduce.topology import Link, Topology
-from crossreduce.topology.measured import LARGEST, Measurement, read_measurements
+from crossreduce.topology.measurements import LARGEST, Measurement, read_measurements
 
 SIZES = [1 << power for power in range(10, 31, 2)]
 STAR = Topology.star(8, 450, 7e-7)
@@ -314,8 +314,8 @@ def files(tmp_path):
 
 
 def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
-    """``topology --measured`` prints the fit, and its bounds, JSON and export are of the fitted topology."""
-    line = ["topology", "hgx-h100", "--measured", files[0], "--measured", files[1]]
+    """``calibrate`` prints the fit, and writes the fitted topology, whose bounds ``topology`` prints."""
+    line = ["calibrate", "hgx-h100", *files]
     h100 = Topology.machine("hgx-h100")
     measured = [one for file in files for one in read_measurements(file.read_bytes(), h100)]
     found = calibrate(h100, measured)
@@ -331,22 +331,23 @@ def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
     assert [text[:3] for text in rows] == [[m.collective, "8", "ring"] for m in measured]
     assert [float(text[-2]) for text in rows] == [pytest.approx(100 * r, abs=0.051) for r in found.residuals]
     assert Topology.load(tmp_path / "fitted.json") == found.topology
-    content = json.loads(printed(*line, "--json"))
+    content = json.loads(printed("topology", tmp_path / "fitted.json", "--json"))
     assert content["bounds"]["all_reduce"]["algbw"]["exact"] == str(cr.bound(found.topology, "all_reduce").algbw)
+    content = json.loads(printed(*line, "--json"))
     assert content["measured"]["rms"] == found.rms
     assert [entry["residual"] for entry in content["measured"]["results"]] == list(found.residuals)
 
 
 def test_plan_says_how_sure_it_is(printed, files):
-    """``plan --measured`` plans with the fitted speeds, and prints the interval and what is not identified."""
-    line = ["plan", "hgx-h100", "--hosts", 2, "--nbytes", "256M", "--operation-us", 0, "--algorithm", "ring"]
-    line += ["--measured", files[0], "--measured", files[1]]
+    """``calibrate`` plans with the fitted speeds, and prints the interval and what is not identified."""
+    line = ["calibrate", "hgx-h100", *files, "--hosts", 2, "--nbytes", "256M", "--operation-us", 0]
+    line += ["--algorithm", "ring"]
     two = Topology.machine("hgx-h100", hosts=2)
     found = calibrate(two, [one for file in files for one in read_measurements(file.read_bytes(), two)])
     plan = cr.plan(found.topology, "all_reduce", "256M", "ring", operation_s=0)
     low, high = found.interval(plan.seconds)
     out = printed(*line)
-    assert out.startswith(plan.explain())
+    assert plan.explain() in out
     last = out.splitlines()[-2:]
     overhead = f"{float(found.overhead.value) * 1e6:.2f} us per call"
     how = f"+- {200 * found.rms:.2g} %, twice the rms of 22 results"
@@ -373,7 +374,7 @@ def test_results_of_our_own_benchmark(printed, tmp_path):
     assert [(one.algorithm, one.nbytes) for one in measured] == [(row["algorithm"], row["size"]) for row in rows]
     assert {one.algorithm for one in measured} == {"ring", "direct"}
     assert measured[0].seconds == pytest.approx(rows[0]["out_of_place"]["time"] / 1e6)
-    out = printed("topology", ring, "--measured", file)
+    out = printed("calibrate", ring, file)
     assert "speeds fitted to 6 results" in out
     assert "predicted as" not in out
 
@@ -381,12 +382,10 @@ def test_results_of_our_own_benchmark(printed, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("topology hgx-h100 --measured none.json", "--measured none.json cannot be read: No such file or directory."),
-        ("topology --measured none.json", "all options except --json require a machine"),
-        ("plan hgx-h100 --measured-algorithm forest", "--measured-algorithm requires results: add --measured FILE."),
-        ("plan hgx-h100 --measured x.json --measured-algorithm tree", "--measured-algorithm must be one of"),
-        ("topology dgx-1v --measured BAD", "BAD: this is not a report of nccl-tests (-J FILE) or of crossreduce bench"),
-        ("plan dgx-1v --devices 0-3 --measured BAD", "BAD: this is not a report"),
+        ("calibrate hgx-h100 none.json", "none.json cannot be read: No such file or directory."),
+        ("calibrate hgx-h100 x.json --assume tree", "--assume must be one of"),
+        ("calibrate hgx-h100 x.json --export fit.xml", "--export must be a .json file, not fit.xml."),
+        ("calibrate dgx-1v BAD", "BAD: this is not a report of nccl-tests (-J FILE) or of crossreduce bench"),
     ],
 )
 def test_wrong_command_lines(crossreduce, tmp_path, monkeypatch, line, words):

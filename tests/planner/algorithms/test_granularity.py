@@ -117,7 +117,7 @@ def test_shares_stay_exact_where_none_fit():
 
 def test_the_command_line(printed, crossreduce, tmp_path):
     """An exported file has a map of its ranks beside it; sizes that do not fit are reported there and by ``verify``."""
-    line = ("plan", "dgx-1v", "--collective", "broadcast", "--root", "cuda:7", "--export", tmp_path / "a.xml")
+    line = ("export", "dgx-1v", tmp_path / "a.xml", "--collective", "broadcast", "--root", "cuda:7")
     text = printed(*line)
     assert "  ranks     0 cuda:0, 1 cuda:1," in text
     about = json.loads((tmp_path / "a.xml.ranks.json").read_text())
@@ -131,5 +131,5 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     warning = re.search("multiple of ([0-9]+), WHICH IS NOT A POWER OF TWO", text)
     assert not is_power_of_two(int(warning[1]))
     assert warning[0] in printed("verify", tmp_path / "a.xml")
-    code, _, error = crossreduce("plan", "dgx-1v", "--granularity", "-1")
+    code, _, error = crossreduce("export", "dgx-1v", "a.xml", "--granularity", "-1")
     assert (code, "--granularity must be a percentage" in error) == (2, True)

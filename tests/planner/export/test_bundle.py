@@ -42,7 +42,8 @@ def test_each_size_has_one_file(small, name):
 
 
 @pytest.mark.parametrize(
-    ("machine", "collective", "root"), [("ncv4", "all_reduce", None), ("dgx-1v", "broadcast", "cuda:7")]
+    ("machine", "collective", "root"),
+    [("ncv4", "all_reduce", None), pytest.param("dgx-1v", "broadcast", "cuda:7", marks=pytest.mark.slow)],
 )
 def test_the_plan_of_each_range_is_fast_at_all_its_sizes(machine, collective, root):
     """At each power of two in its range, a plan takes at most 2 % longer than the best plan, both without queues."""
@@ -98,15 +99,15 @@ def test_a_request_without_any_file_is_refused():
 
 
 def test_the_command_line(printed, crossreduce, tmp_path):
-    """``plan --bundle`` writes a new folder that ``verify`` proves, and never adds to a folder with files."""
+    """``bundle`` writes a new folder that ``verify`` proves, and never adds to a folder with files."""
     folder = tmp_path / "made"
-    text = printed("plan", "ncv4", "--bundle", folder)
+    text = printed("bundle", "ncv4", folder)
     assert f"all_reduce on ncv4: {len(list(folder.glob('*/*')))} files in {folder}" in text
     assert "ranks     0 cuda:0, 1 cuda:1, 2 cuda:2, 3 cuda:3" in text
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "msccl", "mscclpp", "ranks.json"]
     assert "files are right, each for its own sizes." in printed("verify", folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    code, _, error = crossreduce("plan", "ncv4", "--bundle", folder)
+    code, _, error = crossreduce("bundle", "ncv4", folder)
     assert (code, "it is not an empty or a new folder" in error) == (2, True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
@@ -114,7 +115,7 @@ def test_the_command_line(printed, crossreduce, tmp_path):
 
 def test_one_format_as_json(printed, tmp_path):
     """``--format`` chooses one of the formats; ``--json`` prints the list of ``ranks.json``."""
-    report = json.loads(printed("plan", "ncv4", "--bundle", tmp_path / "a", "--format", "mscclpp", "--json"))
+    report = json.loads(printed("bundle", "ncv4", tmp_path / "a", "--format", "mscclpp", "--json"))
     assert {entry["format"] for entry in report["files"]} == {"mscclpp"}
     assert report["left_out"] == []
     assert not (tmp_path / "a" / "msccl").exists()
@@ -124,16 +125,14 @@ def test_one_format_as_json(printed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--nbytes", "1M"], "so --nbytes cannot be given with it"),
-        (["--algorithm", "ring"], "so --algorithm cannot be given with it"),
-        (["--steps"], "so --steps cannot be given with it"),
-        (["--format", "chakra"], "--format with --bundle must be one of msccl, mscclpp"),
-        (["--root", "1"], "so --root of an all-reduce cannot be given with it"),
+        (["--nbytes", "1M"], "No such option: --nbytes"),
+        (["--format", "chakra"], "--format must be one of msccl, mscclpp"),
+        (["--root", "1"], "--root: a bundle of all_reduce has no root"),
     ],
 )
 def test_wrong_options(crossreduce, tmp_path, options, text):
     """Options that do not suit a bundle are refused before anything is planned or written."""
-    code, out, error = crossreduce("plan", "ncv4", "--bundle", tmp_path / "a", *options)
+    code, out, error = crossreduce("bundle", "ncv4", tmp_path / "a", *options)
     assert (code, out) == (2, "")
     assert text in " ".join(error.split())
     assert not (tmp_path / "a").exists()
@@ -143,72 +142,48 @@ def test_a_folder_that_cannot_be_written(crossreduce, tmp_path):
     """A folder in a missing folder, and a file of that name, are refused."""
     (tmp_path / "file").write_text("")
     for path, text in ((tmp_path / "no" / "a", "there is no folder"), (tmp_path / "file", "not an empty or a new")):
-        code, _, error = crossreduce("plan", "ncv4", "--bundle", path)
+        code, _, error = crossreduce("bundle", "ncv4", path)
         assert (code, text in error) == (2, True)
     assert (tmp_path / "file").read_text() == ""
 
 
-def changed_range(folder):
-    path = folder / "msccl" / "all_reduce_0.xml"
-    path.write_text(path.read_text().replace('minBytes="0"', 'minBytes="8"'))
-
-
-def changed_order(folder):
-    path = folder / "msccl" / "all_reduce_0.xml"
-    text = path.read_text()
-    path.write_text(text.replace('type="rrc"', 'type="r"', 1))
-
-
-def overlapping(folder):
-    path = folder / "ranks.json"
-    about = json.loads(path.read_text())
-    about["files"] = about["files"][1::-1] + about["files"][2:]
-    path.write_text(json.dumps(about))
-
-
-def further_file(folder):
-    (folder / "msccl" / "notes.txt").write_text("notes")
-
-
-def missing_file(folder):
-    (folder / "mscclpp" / "all_reduce_0.json").unlink()
-
-
-def no_list(folder):
-    (folder / "ranks.json").write_text("{}")
-
-
-def deep_list(folder):
-    (folder / "ranks.json").write_text("[" * 200_000)
+def edit(path, change):
+    """Return a function that replaces the text of a file by what ``change`` returns."""
+    return lambda folder: (folder / path).write_text(change((folder / path).read_text()))
 
 
 def listed(change):
     """Return a function that changes the content of ranks.json."""
 
-    def damage(folder):
-        path = folder / "ranks.json"
-        about = json.loads(path.read_text())
+    def changed(text):
+        about = json.loads(text)
         change(about)
-        path.write_text(json.dumps(about))
+        return json.dumps(about)
 
-    return damage
+    return edit("ranks.json", changed)
 
 
-def with_another_file(text):
-    """Return a function that replaces the first MSCCL++ file."""
-    return lambda folder: (folder / "mscclpp" / "all_reduce_0.json").write_text(text)
+XML, JSON = "msccl/all_reduce_0.xml", "mscclpp/all_reduce_0.json"
 
 
 @pytest.mark.parametrize(
     ("damage", "code", "text"),
     [
-        (changed_range, 1, "its least_bytes is 8, unlike in ranks.json"),
-        (changed_order, 1, "all_reduce_0.xml is wrong"),
-        (overlapping, 1, "another file is for its sizes"),
-        (further_file, 2, "msccl/notes.txt is not in ranks.json; runtimes would read it, too"),
-        (missing_file, 2, "No such file"),
-        (no_list, 2, "is not the list of a bundle"),
-        (deep_list, 2, "is not the list of a bundle"),
+        (
+            edit(XML, lambda text: text.replace('minBytes="0"', 'minBytes="8"')),
+            1,
+            "its least_bytes is 8, unlike in ranks.json",
+        ),
+        (edit(XML, lambda text: text.replace('type="rrc"', 'type="r"', 1)), 1, "all_reduce_0.xml is wrong"),
+        (listed(lambda about: about["files"].insert(0, about["files"].pop(1))), 1, "another file is for its sizes"),
+        (
+            lambda folder: (folder / "msccl" / "notes.txt").write_text("notes"),
+            2,
+            "msccl/notes.txt is not in ranks.json; runtimes would read it, too",
+        ),
+        (lambda folder: (folder / JSON).unlink(), 2, "No such file"),
+        (edit("ranks.json", lambda _: "{}"), 2, "is not the list of a bundle"),
+        (edit("ranks.json", lambda _: "[" * 200_000), 2, "is not the list of a bundle"),
         (listed(lambda about: about["files"][0].update(format="foo")), 2, "which is not a file of its format"),
         (listed(lambda about: about["files"][0].update(file="../all_reduce_0.xml")), 2, "which is not a file of its"),
         (listed(lambda about: about["files"][0].update(file=["a"])), 2, "is not the list of a bundle"),
@@ -217,7 +192,7 @@ def with_another_file(text):
         (listed(lambda about: about.update(collective="broadcast")), 1, "its collective is all_reduce, unlike"),
         (listed(lambda about: about["ranks"].pop()), 1, "its ranks is 4, unlike in ranks.json"),
         (listed(lambda about: about.update(files=[])), 2, "it must list ranks and files"),
-        (with_another_file(cr.Schedule.to_json(NCV4_PLAN)), 2, "all_reduce_0.json"),
+        (edit(JSON, lambda _: NCV4_PLAN.to_json()), 2, "all_reduce_0.json"),
     ],
 )
 def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code, text):
@@ -244,15 +219,16 @@ def test_an_existing_folder_stays(printed, tmp_path, monkeypatch):
     folder.mkdir(mode=0o700)
     monkeypatch.chdir(folder)
     before = folder.stat()
-    printed("plan", "ncv4", "--bundle", ".")
+    printed("bundle", "ncv4", ".", "--format", "msccl")
     after = folder.stat()
     assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
     assert "files are right" in printed("verify", ".")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_hosts():
+def test_hosts(monkeypatch):
     """Files for several hosts are proved, in MSCCL++ with port channels."""
+    monkeypatch.setattr("crossreduce.export.bundle.SIZES", SIZES[::20])
     made = bundle(cr.Topology.machine("ncv4", 2), formats=["mscclpp"])
     for path, text in made.files.items():
         if path.endswith(".json") and "/" in path:

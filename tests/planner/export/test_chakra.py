@@ -1,5 +1,6 @@
 """Chakra traces: the format, the messages and results, and the time on links that are FIFOs."""
 
+import itertools
 import json
 import random
 import sys
@@ -8,25 +9,26 @@ import chakra_reader
 import exports
 import pytest
 from budget import examples
+from chakra_reader import COMP, RECEIVE, SEND, WITHIN, replay
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import pairs
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, BackendError, PlanError
 from crossreduce.export.formats import chakra
 from crossreduce.export.formats.chakra import format as chakra_format
-from crossreduce.export.formats.chakra import replay, to_chakra, writer
-from crossreduce.export.formats.chakra.format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
-from crossreduce.export.formats.chakra.replay import replay_nodes
+from crossreduce.export.formats.chakra import to_chakra, writer
+from crossreduce.export.formats.chakra.format import TraceNode, encode
 from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
 from crossreduce.schedule import GeneratedSchedule
 
 LATENCY_S = 7e-7
-WITHIN = 0.02  # the greatest difference between predictions and replays
 SHAPES = {"ring": cr.Topology.ring, "mesh": cr.Topology.full_mesh, "star": cr.Topology.star}
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+ALGORITHMS = ("auto", "ring", "direct", "forest")
 TWO_HOSTS = cr.Topology.machine("dgx-a100", hosts=2).subset([0, 1, 8, 9])
 
 
@@ -46,22 +48,17 @@ def test_a_trace_has_metadata_and_then_nodes_each_after_its_length():
     assert (received.kind, combined.kind, sent.kind) == (6, 4, 5)
     assert (received.deps, combined.deps, sent.deps) == ([], [received.id], [combined.id])
     # is_cpu_op is a bool_val (field 27), comm_size an int64_val (9), the others are int32_val (7).
-    assert sent.attributes == {
-        "is_cpu_op": (27, 0),
-        "comm_src": (7, 0),
-        "comm_dst": (7, 1),
-        "comm_size": (9, 1000),
-        "comm_tag": (7, 0),
-    }
+    numbers = {"src": (7, 0), "dst": (7, 1), "size": (9, 1000), "tag": (7, 0)}
+    assert sent.attributes == {"is_cpu_op": (27, 0)} | {f"comm_{name}": value for name, value in numbers.items()}
     assert combined.attributes == {"is_cpu_op": (27, 0)}
 
 
 def test_decoding_returns_what_was_encoded():
     """``decode`` returns the nodes and texts that ``encode`` wrote."""
     nodes = [
-        TraceNode(0, COMM_RECV_NODE, "in", (), 3, 1, 1 << 40, 7),
-        TraceNode(1, COMP_NODE, "add", (0,), duration_micros=5),
-        TraceNode(300, COMM_SEND_NODE, "out", (0, 1), 1, 3, 5, 0, ("cpu:2", "switch")),
+        TraceNode(0, RECEIVE, "in", (), 3, 1, 1 << 40, 7),
+        TraceNode(1, COMP, "add", (0,), duration_micros=5),
+        TraceNode(300, SEND, "out", (0, 1), 1, 3, 5, 0, ("cpu:2", "switch")),
     ]
     trace = chakra_format.decode(encode(nodes, {"a": "b"}))
     assert (trace.nodes, trace.about) == (nodes, {"a": "b"})
@@ -88,14 +85,17 @@ def test_bytes_that_are_no_trace(data):
         chakra_format.decode(data)
 
 
-def test_without_protobuf(monkeypatch):
-    """Without protobuf, an export and a replay raise a BackendError that names the extra."""
+def test_without_protobuf(crossreduce, tmp_path, monkeypatch):
+    """Without protobuf, an export raises a BackendError that names the extra; the command creates no folder."""
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     chakra_format._classes.cache_clear()
     pair = cr.Topology.ring(2)
-    for call in (lambda: to_chakra(ring(pair.devices), pair, 8), lambda: replay([b""] * 2, pair)):
-        with pytest.raises(BackendError, match=r"need protobuf\.\n  try:   pip install 'crossreduce\[chakra\]'"):
-            call()
+    with pytest.raises(BackendError, match=r"need protobuf\.\n  try:   pip install 'crossreduce\[chakra\]'"):
+        to_chakra(ring(pair.devices), pair, 8)
+    code, out, error = crossreduce("export", "dgx-1v", tmp_path / "traces", "--format", "chakra")
+    assert (code != 0, out) == (True, "")
+    assert "pip install 'crossreduce[chakra]'" in error
+    assert not (tmp_path / "traces").exists()
 
 
 # What the traces move and compute.
@@ -117,8 +117,7 @@ def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pie
     replay(files.values(), topology, schedule.devices)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "forest"])
+@pytest.mark.parametrize(("collective", "algorithm"), pairs(COLLECTIVES, ALGORITHMS[1:]))
 def test_plans_on_two_hosts(collective, algorithm):
     """Plans whose routes have several links, also other ones than the topology's, are right; uneven sizes too."""
     plan = cr.plan(TWO_HOSTS, collective, 999_983, algorithm, operation_s=0)
@@ -153,7 +152,7 @@ def test_ranks_without_work_have_a_node():
     files = to_chakra(ring(four.devices), four, 0)
     for data in files.values():
         (node,) = chakra_reader.read(data).nodes
-        assert (node.kind, node.deps) == (chakra_reader.COMP, [])
+        assert (node.kind, node.deps) == (COMP, [])
     assert replay(files.values(), four) == 0
 
 
@@ -229,85 +228,64 @@ def test_there_must_be_such_a_rank(rank):
         to_chakra(ring(four.devices), four, 8, rank=rank)
 
 
-# The replay.
+# The time on links that are FIFOs.
 
 
 def node_lists(*ranks):
     """Return the nodes of ranks from (kind, deps, src, dst, size) or (kind, deps, micros) each; tags count sends."""
-    lists, tags = [], {COMM_SEND_NODE: {}, COMM_RECV_NODE: {}}
+    lists, tags = [], {}
     for rank in ranks:
         nodes = []
         for number, (kind, deps, *rest) in enumerate(rank):
-            if kind == COMP_NODE:
+            if kind == COMP:
                 nodes.append(TraceNode(number, kind, "comp", deps, duration_micros=rest[0]))
                 continue
-            tag = tags[kind].get(tuple(rest[:2]), 0)
-            tags[kind][tuple(rest[:2])] = tag + 1
-            nodes.append(TraceNode(number, kind, "message", deps, *rest, tag))
+            key = kind, *rest[:2]
+            tags[key] = tags.get(key, -1) + 1
+            nodes.append(TraceNode(number, kind, "message", deps, *rest, tags[key]))
         lists.append(nodes)
     return lists
 
 
-S, R, C = COMM_SEND_NODE, COMM_RECV_NODE, COMP_NODE
+S, R, C = SEND, RECEIVE, COMP
 SECOND = 25_000  # bytes that a link of 25 GB/s carries in 1 us
+# (shape, nodes of each rank, microseconds); a link has a latency of 10 us.
+TIMES = [
+    # One message: its bytes and a latency; through a switch twice.
+    ("mesh", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 11),
+    ("star", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 22),
+    # Three messages on one link follow each other; their latencies overlap.
+    ("star", [[(S, (), 0, 1, SECOND)] * 3, [(R, (), 0, 1, SECOND)] * 3], 24),
+    # Two ranks send to a third one through a switch: they share its link, not theirs.
+    ("star", [[(S, (), 0, 2, SECOND)], [(S, (), 1, 2, SECOND)], [(R, (), k, 2, SECOND) for k in (0, 1)]], 23),
+    # A computation of 5 us after the receive, and then a message back.
+    (
+        "mesh",
+        [
+            [(S, (), 0, 1, SECOND), (R, (), 1, 0, SECOND)],
+            [(R, (), 0, 1, SECOND), (C, (0,), 5), (S, (1,), 1, 0, SECOND)],
+        ],
+        27,
+    ),
+    # A send is complete when its message has arrived.
+    ("mesh", [[(S, (), 0, 1, SECOND), (S, (0,), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)] * 2], 22),
+    # Node numbers give the order: the answer to the first message, which is short, is not delayed by the long one.
+    (
+        "mesh",
+        [
+            [(S, (), 0, 1, SECOND), (S, (), 0, 1, 50 * SECOND), (R, (), 1, 0, 60 * SECOND)],
+            [(R, (), 0, 1, SECOND), (R, (), 0, 1, 50 * SECOND), (S, (0,), 1, 0, 60 * SECOND)],
+        ],
+        11 + 70,
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "micros"),
-    [
-        # One message: its bytes and a latency of 10 us; through a switch twice.
-        ("mesh", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 11),
-        ("star", [[(S, (), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)]], 22),
-        # Three messages on one link follow each other; their latencies overlap.
-        ("mesh", [[(S, (), 0, 1, SECOND)] * 3, [(R, (), 0, 1, SECOND)] * 3], 13),
-        ("star", [[(S, (), 0, 1, SECOND)] * 3, [(R, (), 0, 1, SECOND)] * 3], 24),
-        # Two ranks send to a third one through a switch: they share its link, not theirs.
-        (
-            "star",
-            [[(S, (), 0, 2, SECOND)], [(S, (), 1, 2, SECOND)], [(R, (), 0, 2, SECOND), (R, (), 1, 2, SECOND)]],
-            23,
-        ),
-        (
-            "mesh",
-            [[(S, (), 0, 2, SECOND)], [(S, (), 1, 2, SECOND)], [(R, (), 0, 2, SECOND), (R, (), 1, 2, SECOND)]],
-            11,
-        ),
-        # Both directions of a link are independent.
-        ("mesh", [[(S, (), 0, 1, SECOND), (R, (), 1, 0, SECOND)], [(R, (), 0, 1, SECOND), (S, (), 1, 0, SECOND)]], 11),
-        # A computation of 5 us after the receive, and then a message back.
-        (
-            "mesh",
-            [
-                [(S, (), 0, 1, SECOND), (R, (), 1, 0, SECOND)],
-                [(R, (), 0, 1, SECOND), (C, (0,), 5), (S, (1,), 1, 0, SECOND)],
-            ],
-            27,
-        ),
-        # A send is complete when its message has arrived.
-        ("mesh", [[(S, (), 0, 1, SECOND), (S, (0,), 0, 1, SECOND)], [(R, (), 0, 1, SECOND)] * 2], 22),
-        # Node numbers give the order: the answer to the first message, which is short, is not delayed by the long one.
-        (
-            "mesh",
-            [
-                [(S, (), 0, 1, SECOND), (S, (), 0, 1, 50 * SECOND), (R, (), 1, 0, 60 * SECOND)],
-                [(R, (), 0, 1, SECOND), (R, (), 0, 1, 50 * SECOND), (S, (0,), 1, 0, 60 * SECOND)],
-            ],
-            11 + 70,
-        ),
-        (
-            "mesh",
-            [
-                [(S, (), 0, 1, 50 * SECOND), (S, (), 0, 1, SECOND), (R, (), 1, 0, 60 * SECOND)],
-                [(R, (), 0, 1, 50 * SECOND), (R, (), 0, 1, SECOND), (S, (1,), 1, 0, 60 * SECOND)],
-            ],
-            61 + 70,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("shape", "ranks", "micros"), TIMES)
 def test_links_are_fifos(shape, ranks, micros):
-    """The times of small programs are those that follow from the model."""
+    """The replay's times of small programs are those that follow from the model of a FIFO."""
     topology = SHAPES[shape](len(ranks), 25, 1e-5)
-    assert replay_nodes(node_lists(*ranks), topology, topology.devices) == pytest.approx(micros * 1e-6, rel=1e-12)
+    assert replay(node_lists(*ranks), topology) == pytest.approx(micros * 1e-6, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -325,95 +303,41 @@ def test_ranks_send_to_different_ranks_first(monkeypatch, n):
     monkeypatch.setattr(writer, "PACKETS", 1)
     monkeypatch.setattr(writer, "LEAST_PACKETS", 1)
     star = cr.Topology.star(n, 25, LATENCY_S)
-    schedule = cr.plan(star, "all_gather", n * 1_000_000, "direct").schedule
-    made = writer.traces(schedule, star, n * 1_000_000)
+    made = writer.traces(cr.plan(star, "all_gather", n * 1_000_000, "direct").schedule, star, n * 1_000_000)
     assert (made.pieces, made.packets) == (1, 1)
-    assert replay_nodes([*made.nodes.values()], star, star.devices) == pytest.approx(
-        n * 1e6 / 25e9 + 2 * LATENCY_S, rel=1e-9
-    )
+    assert replay(made.nodes.values(), star) == pytest.approx(n * 1e6 / 25e9 + 2 * LATENCY_S, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "error", "words"),
-    [
-        ([[(S, (), 0, 1, 9)], []], PlanError, "must have a receive node of the same tag and size"),
-        ([[(S, (), 0, 1, 9)], [(R, (), 0, 1, 8)]], PlanError, "1 sends and 0 receives from 0 to 1, tag 0, 9 bytes"),
-        ([[], [(R, (), 0, 1, 9)]], PlanError, "the traces do not end"),
-        ([[(C, (1,), 0), (C, (0,), 0)], []], PlanError, "2 nodes wait, first 'comp'"),
-        ([[(C, (7,), 0)], []], ArgumentError, "node 0 of rank 0 depends on node 7, which its trace does not have"),
-        ([[(S, (), 0, 5, 9), (R, (), 0, 5, 9)], []], ArgumentError, "must have ranks from 0 to 1"),
-        ([[(7, (), 0, 1, 9)], []], ArgumentError, "sends, receives and computations only"),
-    ],
-)
-def test_traces_that_cannot_run(ranks, error, words):
-    """Traces that never end, or are malformed, raise an error that says which node is at fault."""
-    pair = cr.Topology.ring(2)
-    lists = [
-        [
-            TraceNode(k, kind, "comp" if kind == C else "x", deps, *rest[:3])
-            for k, (kind, deps, *rest) in enumerate(rank)
-        ]
-        for rank in ranks
-    ]
-    with pytest.raises(error, match=words):
-        replay_nodes(lists, pair, pair.devices)
+# Two plans take longer. A broadcast by "direct" on a ring sends pieces through other devices, and the links idle
+# while the last packets of a tick are forwarded. One by "ring" through a switch has more pieces than ``MOST_NODES``.
+DIFFERENT = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
+NETWORKS = (("ring", 64, 256), ("ring", 450, 1024), ("mesh", 450, 256), ("star", 450, 256))
+DEFAULT = set(pairs(NETWORKS, COLLECTIVES, ALGORITHMS))
+CASES = [
+    pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow, id="-".join(map(str, (*case[0], *case[1:]))))
+    for case in itertools.product(NETWORKS, COLLECTIVES, ALGORITHMS)
+    if (case[0][0], *case[1:]) not in DIFFERENT
+]
 
 
-def test_each_device_needs_a_trace():
-    """As many traces as devices are required."""
-    four = cr.Topology.ring(4)
-    files = list(to_chakra(ring(four.devices), four, 100).values())
-    with pytest.raises(ArgumentError, match=r"one trace for each device\.\n  given: 3 traces, 4 devices"):
-        replay(files[1:], four)
-
-
-def cases():
-    """Yield (shape, GB/s, MiB, collective, algorithm) of all plans that have to agree with FIFO links.
-
-    Two do not. A broadcast by "direct" on a ring sends pieces through other devices, and the links idle while the last
-    packets of a tick are forwarded. One by "ring" through a switch has more pieces than fit into ``MOST_NODES``.
-    """
-    different = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
-    sizes = {("ring", 64): 256, ("ring", 450): 1024, ("mesh", 450): 256, ("star", 450): 256}
-    for (shape, gb_per_s), mib in sizes.items():
-        for collective in COLLECTIVES:
-            for algorithm in ("auto", "ring", "direct", "forest"):
-                if (shape, collective, algorithm) not in different:
-                    yield shape, gb_per_s, mib, collective, algorithm
-
-
-@pytest.fixture(scope="module")
-def replayed():
-    """Return a function that plans and replays; equal schedules are replayed once."""
-    known = {}
-
-    def run(shape, gb_per_s, mib, collective, algorithm):
-        topology = SHAPES[shape](8, gb_per_s, LATENCY_S)
-        plan = cr.plan(topology, collective, mib << 20, algorithm)
-        key = topology, mib, plan.schedule.rounds, plan.schedule.pieces, plan.schedule.chunks
-        if key not in known:
-            made = writer.traces(plan.schedule, topology, mib << 20)
-            known[key] = replay_nodes([*made.nodes.values()], topology, topology.devices)
-        return plan, known[key]
-
-    return run
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
-def test_plans_take_as_long_on_fifo_links(replayed, case):
+@pytest.mark.parametrize(("network", "collective", "algorithm"), CASES)
+def test_plans_take_as_long_on_fifo_links(network, collective, algorithm):
     """On eight devices in a ring, a full mesh and around a switch, large plans take on FIFO links the time that is
     predicted, within 2 %."""
-    plan, seconds = replayed(*case)
-    assert seconds == pytest.approx(plan.seconds, rel=WITHIN)
+    shape, gb_per_s, mib = network
+    topology = SHAPES[shape](8, gb_per_s, LATENCY_S)
+    plan = cr.plan(topology, collective, mib << 20, algorithm)
+    made = writer.traces(plan.schedule, topology, mib << 20)
+    assert replay(made.nodes.values(), topology) == pytest.approx(plan.seconds, rel=WITHIN)
 
 
 # The command.
 
 
 def test_the_command_writes_a_folder(printed, tmp_path):
-    """``plan --export DIR --format chakra`` writes a trace per rank and the map of ranks, and prints both times."""
+    """``export MACHINE DIR --format chakra`` writes a trace per rank and the map of ranks."""
     folder = tmp_path / "traces"
-    line = ["plan", "dgx-1v", "--devices", "3,0-2", "--nbytes", "64M", "--algorithm", "ring", "--export", folder]
+    line = ["export", "dgx-1v", folder, "--devices", "3,0-2", "--nbytes", "64M", "--algorithm", "ring"]
     line += ["--format", "chakra"]
     out = printed(*line)
     names = [f"all_reduce_ring.{rank}.et" for rank in range(4)]
@@ -426,18 +350,16 @@ def test_the_command_writes_a_folder(printed, tmp_path):
     assert {name: (folder / name).read_bytes() for name in names} == files
     remarks = chakra.remarks(plan, files)
     assert out == (
-        f"{plan.explain()}\n  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2\n"
-        f"  traces    {remarks['traces']}\n  replay    {remarks['replay']}\n"
+        f"{plan.explain()}\n  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2\n  traces    {remarks['traces']}\n"
     )
-    assert "on FIFO links as in ASTRA-sim" in remarks["replay"]
     report = json.loads(printed(*line, "--json"))
     assert report["remarks"] == remarks
     assert report["seconds"] == plan.seconds
 
 
 def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
-    """With ``--rank`` there is the trace of this rank only, without a replay; other formats of one rank, too."""
-    line = ["plan", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3", "--export"]
+    """With ``--rank`` there is the trace of this rank only; other formats of one rank, too."""
+    line = ["export", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3"]
     out = printed(*line, tmp_path / "traces", "--format", "chakra")
     plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring", operation_s=0)
     files = to_chakra(plan.schedule, plan.topology, "64M", rank=3)
@@ -457,17 +379,14 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--rank", "0"], "--rank requires --export in a format of one rank alone: chakra, trace."),
-        (["--rank", "0", "--export", "x.xml"], "--rank requires --export in a format of one rank alone"),
-        (["--rank", "8", "--export", "x", "--format", "chakra"], "a rank must be the number of a device"),
-        (["--rank", "0", "--bundle", "x"], "so --rank cannot be given with it"),
-        (["--rank", "0", "--mesh", "2x4"], "without --rank"),
+        (["--rank", "0", "x.xml"], "--rank requires a format of one rank alone: chakra, trace."),
+        (["--rank", "8", "x", "--format", "chakra"], "a rank must be the number of a device"),
     ],
 )
 def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, options, words):
-    """``--rank`` is refused for formats whose files are for all ranks, without a file, and for a wrong number."""
+    """``--rank`` is refused for formats whose files are for all ranks, and for a wrong number."""
     monkeypatch.chdir(tmp_path)
-    code, _, error = crossreduce("plan", "dgx-1v", *options)
+    code, _, error = crossreduce("export", "dgx-1v", *options)
     assert code != 0
     assert words in error
     assert not [*tmp_path.iterdir()]
@@ -483,18 +402,7 @@ def test_the_rank_must_suit_the_format(crossreduce, tmp_path, monkeypatch, optio
 def test_the_folder_must_be_one(crossreduce, tmp_path, target, words):
     """A target that is a file, or whose parent does not exist, is refused before anything is planned."""
     (tmp_path / "file").write_text("mine")
-    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / target, "--format", "chakra")
+    code, out, error = crossreduce("export", "dgx-1v", tmp_path / target, "--format", "chakra")
     assert (code, out) == (2, "")
     assert words in error
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_without_protobuf_the_command_names_the_extra(crossreduce, tmp_path, monkeypatch):
-    """Without protobuf the command prints one line and creates no folder."""
-    monkeypatch.setitem(sys.modules, "google.protobuf", None)
-    chakra_format._classes.cache_clear()
-    code, out, error = crossreduce("plan", "dgx-1v", "--export", tmp_path / "traces", "--format", "chakra")
-    assert code != 0
-    assert out == ""
-    assert "pip install 'crossreduce[chakra]'" in error
-    assert not (tmp_path / "traces").exists()

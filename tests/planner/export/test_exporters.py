@@ -1,4 +1,4 @@
-"""The registry of exporters, with which ``crossreduce plan --export`` writes: the table CHECKS tests each format."""
+"""The registry of exporters, with which ``crossreduce export`` writes: the table CHECKS tests each format."""
 
 import json
 import random
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import chakra_reader
 import msccl_machine
-import mscclpp_machine
+import mscclpp_threads
 import pytest
 
 import crossreduce as cr
@@ -31,7 +31,7 @@ def check_msccl(plan, text):
 
 def check_mscclpp(plan, text):
     assert json.loads(text)["collective"] == "allreduce"
-    assert mscclpp_machine.fault(text, 0, 3) is None
+    assert mscclpp_threads.fault(text, 0, 2) is None
 
 
 def check_nccl_graph(plan, text):

@@ -13,7 +13,7 @@ from strategies import names
 
 from crossreduce import Switch, Topology
 from crossreduce.export.pictures import draw_topology
-from crossreduce.export.pictures.folding import folded
+from crossreduce.export.pictures.folding import fold_topology
 
 
 def test_a_topology_shows_its_nodes_and_speeds(tmp_path):
@@ -159,7 +159,7 @@ def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
     found = words(tmp_path / "a.svg")
     assert (note in found) == bool(note)
     assert sum(bool(re.search(r" \(\d+\)$|:\d+-\d+$", word)) for word in found) == boxes
-    folding = folded(topology)
+    folding = fold_topology(topology)
     assert {*folding.boxes} == {*topology.nodes}
     for link in folding.topology.links:
         inside = [
@@ -172,10 +172,10 @@ def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
 
 def test_devices_with_other_links_are_not_folded_together():
     """A ring of 100 devices is not folded; a device with one slower link has a box of its own."""
-    assert folded(Topology.ring(100)).topology == Topology.ring(100)
+    assert fold_topology(Topology.ring(100)).topology == Topology.ring(100)
     star = Topology.star(200, 10)
     slower = [link._replace(bandwidth=Fraction(5)) if link.src == "cpu:20" else link for link in star.links]
-    labels = folded(Topology(star.devices, slower, star.switches)).labels
+    labels = fold_topology(Topology(star.devices, slower, star.switches)).labels
     assert "cpu:20" not in labels
     assert labels["cpu:13"] == "cpu:13-19"
     assert labels["cpu:21"].startswith("cpu:21-")

@@ -14,14 +14,14 @@ import crossreduce as cr
 from crossreduce import Chunk, PlanError, Schedule, Step, Topology
 from crossreduce.export.formats.collective import collective
 from crossreduce.export.formats.msccl.format import Runtime, broken_limits, read_msccl_xml
-from crossreduce.export.formats.msccl.least import least_broken
+from crossreduce.export.formats.msccl.resource_bounds import least_broken
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.export.formats.nccl_graph import rings
 from crossreduce.lowering import lower
 from crossreduce.planning import direct, halving_doubling, one_device, ring
 from crossreduce.schedule import Costs, GeneratedSchedule, timeline
-from crossreduce.schedule.generated import rotations
+from crossreduce.schedule.generated_schedule import rotations
 
 MACHINE = Topology.machine("hgx-h100", 5)
 
@@ -50,18 +50,18 @@ def test_what_a_file_needs_at_least_is_not_more_than_it_has(schedule):
     check_least(schedule, to_msccl_xml(schedule))
 
 
-@pytest.mark.parametrize("collective_name", ["all_reduce", "broadcast", "all_gather"])
-def test_plans_need_at_least_what_is_counted(collective_name):
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather"])
+def test_plans_need_at_least_what_is_counted(kind):
     """The same for plans with pieces and parts."""
     topology = Topology.machine("hgx-h100")
-    schedule = cr.plan(topology, collective_name, "64M", operation_s=0).schedule
+    schedule = cr.plan(topology, kind, "64M", operation_s=0).schedule
     check_least(schedule, to_msccl_xml(schedule, topology, 64 << 20))
 
 
-@pytest.mark.parametrize("planner", [ring, halving_doubling])
-def test_generated_schedules_need_at_least_what_is_counted(planner):
+@pytest.mark.parametrize(("planner", "n"), [(ring, 34), (halving_doubling, 40)])
+def test_generated_schedules_need_at_least_what_is_counted(planner, n):
     """The same for generated schedules, of which one rank of each orbit is counted."""
-    schedule = planner(names(34 if planner is ring else 40))
+    schedule = planner(names(n))
     assert isinstance(schedule, GeneratedSchedule)
     check_least(schedule, to_msccl_xml(schedule))
 
@@ -188,13 +188,11 @@ def test_a_topology_without_the_symmetry_lists_all_transfers():
 
 def test_rings_of_generated_schedules():
     """The rings of a generated schedule are those of all its chunks, also if the symmetry moves a ring to another."""
-    everyone = tuple(range(4))
-    order = (0, 1, 3, 2)
+    everyone, order = tuple(range(4)), (0, 1, 3, 2)
     steps = [Step(0, b, (a, b)) for a, b in itertools.pairwise(order)]
     steps += [Step(0, b, (a,)) for a, b in itertools.pairwise((order[-1], *order[:-1]))]
-    base = Schedule(
-        "all_reduce", "ring", names(4), (Chunk(Fraction(1), everyone, everyone),), tuple((step,) for step in steps)
-    )
+    chunks, rounds = (Chunk(Fraction(1), everyone, everyone),), tuple((step,) for step in steps)
+    base = Schedule("all_reduce", "ring", names(4), chunks, rounds)
     schedule = GeneratedSchedule(base, rotations([4], 4), base.devices)
     assert rings(schedule) == rings(schedule.explicit)
     assert list(rings(schedule)) == list(rings(schedule.explicit))

@@ -87,16 +87,11 @@ def test_the_number_of_channels_is_proportional_to_the_share(n, data):
     assert graph.get("speedintra") == "12.5"
 
 
-@pytest.mark.parametrize("packs", [1, 3])
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize(("n", "packs"), [(2, 1), (3, 3), (8, 1)])
 def test_the_ring_planner_is_one_ring(n, packs):
     """The planner's ring is one channel, in the order of the devices, for all-reduce, broadcast and reduce."""
-    for schedule in (
-        ring(gpus(n), packs=packs),
-        ring(gpus(n), sources=["cuda:0"], packs=packs),
-        ring(gpus(n), destinations=["cuda:1"], packs=packs),
-    ):
-        _, channels = read(to_nccl_graph_xml(schedule, gb_per_s=20))
+    for ends in ({}, {"sources": ["cuda:0"]}, {"destinations": ["cuda:1"]}):
+        _, channels = read(to_nccl_graph_xml(ring(gpus(n), packs=packs, **ends), gb_per_s=20))
         assert channels == [tuple(range(n))]
 
 
@@ -109,18 +104,20 @@ def test_devices_by_their_numbers():
     assert graph.get("typeintra") == "SYS"
 
 
+def speed(*args, **options):
+    return read(to_nccl_graph_xml(*args, **options))[0].get("speedintra")
+
+
 def test_the_speed_is_the_share_of_the_busiest_link():
     """The speed of a channel is the bandwidth of its busiest link, divided by the number of channels on it."""
     both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])
     one_way = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])
     wiring = Topology.ring(gpus(4), gb_per_s=24)
-    assert read(to_nccl_graph_xml(both, wiring))[0].get("speedintra") == "24"
-    assert read(to_nccl_graph_xml(both, wiring, copies=3))[0].get("speedintra") == "8"
+    assert (speed(both, wiring), speed(both, wiring, copies=3)) == ("24", "8")
     assert read(to_nccl_graph_xml(one_way, wiring))[0].get("nchannels") == "1"
-    star = Topology.star(gpus(4), gb_per_s=90)
-    assert read(to_nccl_graph_xml(both, star))[0].get("speedintra") == "45"
+    assert speed(both, Topology.star(gpus(4), gb_per_s=90)) == "45"
     slow = Topology.from_matrix([[0, 20, 0], [0, 0, 10], [40, 0, 0]], gpus(3))
-    assert read(to_nccl_graph_xml(ring(gpus(3)), slow))[0].get("speedintra") == "10"
+    assert speed(ring(gpus(3)), slow) == "10"
 
 
 def test_the_schedules_routes_are_followed():
@@ -129,10 +126,10 @@ def test_the_schedules_routes_are_followed():
     links = [(a, s, 10 * k) for k, s in ((1, "slow"), (4, "fast")) for a in names]
     topology = Topology(names, [*links, *((b, a, speed) for a, b, speed in links)], ["slow", "fast"])
     schedule = ring(names)
-    assert read(to_nccl_graph_xml(schedule, topology))[0].get("speedintra") == "40"
+    assert speed(schedule, topology) == "40"
     routes = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
     detour = Schedule(*schedule._parts[:-1], routes)
-    assert read(to_nccl_graph_xml(detour, topology))[0].get("speedintra") == "10"
+    assert speed(detour, topology) == "10"
 
 
 def test_plans_of_rings_export():
@@ -177,25 +174,15 @@ def test_other_schedules_are_refused(schedule, text):
 
 
 def test_a_line_is_not_a_ring():
-    """A chunk that travels along a line and back does not travel along a ring."""
-    everyone = (0, 1, 2)
-    rounds = [(1, (0, 1)), (2, (1, 2)), (1, (2,)), (0, (1,))]
-    schedule = Schedule(
-        "all_reduce",
-        "custom",
-        gpus(3),
-        (Chunk(Fraction(1), everyone, everyone),),
-        tuple((Step(0, dst, srcs),) for dst, srcs in rounds),
-    )
-    with pytest.raises(PlanError, match="rings, but chunk 0 is sent from cuda:1 to both cuda:0 and cuda:2"):
-        to_nccl_graph_xml(schedule, gb_per_s=20)
-
-
-def test_a_wrong_schedule_is_not_exported():
-    """A schedule that ``verify`` rejects is not exported."""
-    schedule = Schedule("all_reduce", "custom", gpus(2), (Chunk(Fraction(1), (0, 1), (0, 1)),), ())
-    with pytest.raises(ScheduleError, match="lost"):
-        to_nccl_graph_xml(schedule, gb_per_s=20)
+    """A chunk that travels along a line and back does not travel along a ring; a wrong schedule is not exported."""
+    rounds = tuple((Step(0, dst, srcs),) for dst, srcs in [(1, (0, 1)), (2, (1, 2)), (1, (2,)), (0, (1,))])
+    chunks = (Chunk(Fraction(1), (0, 1, 2), (0, 1, 2)),)
+    for steps, error, words in (
+        (rounds, PlanError, "rings, but chunk 0 is sent from cuda:1 to both cuda:0 and cuda:2"),
+        ((), ScheduleError, "lost"),
+    ):
+        with pytest.raises(error, match=words):
+            to_nccl_graph_xml(Schedule("all_reduce", "custom", gpus(3), chunks, steps), gb_per_s=20)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from crossreduce.errors import ArgumentError
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
 from crossreduce.export.explorer import report_html, stages
-from crossreduce.export.explorer.places import places
+from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
-from crossreduce.planning import Plan
 from crossreduce.schedule import timeline
 
 PART = Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6])
@@ -179,13 +178,13 @@ def test_the_times_by_size_are_those_of_plans(made):
     sizes = page.model["sizes"]
     assert sizes["bytes"] == [1 << power for power in range(10, 31, 2)]
     assert sizes["texts"][0::5] == ["1 KiB", "1 MiB", "1 GiB"]
+    assert {"forest", "ring", "one_device", "direct"} <= set(sizes["algorithms"])
     for k, nbytes in enumerate(sizes["bytes"]):
         best = cr.plan(plan.topology, nbytes=nbytes)
         assert sizes["auto"][k][:2] == [best.algorithm, best.seconds]
         for algorithm, times in sizes["algorithms"].items():
-            assert times[k][0] == cr.plan(plan.topology, nbytes=nbytes, algorithm=algorithm).seconds
             assert times[k][0] >= best.seconds * (1 - 1e-9)
-    assert {"forest", "ring", "one_device", "direct"} <= set(sizes["algorithms"])
+            assert k % 5 or times[k][0] == cr.plan(plan.topology, nbytes=nbytes, algorithm=algorithm).seconds
 
 
 @each_plan
@@ -196,14 +195,8 @@ def test_the_page_is_valid_and_asks_for_nothing(made, name):
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids)) > 20
-    assert {attribute for _, attributes in page.tags for attribute in attributes} & {
-        "src",
-        "href",
-        "srcset",
-        "data",
-        "action",
-        "style",
-    } == set()
+    names = {attribute for _, attributes in page.tags for attribute in attributes}
+    assert not names & {"src", "href", "srcset", "data", "action", "style"}
     assert {tag for tag, _ in page.tags} & {"link", "iframe", "img", "object", "form", "base"} == set()
     styles = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in styles
@@ -291,18 +284,14 @@ def test_the_stages_are_counted():
     ],
 )
 def test_invalid_paths(tmp_path, path, error, match):
-    """An invalid path is an error before the plan is traced, and writes nothing."""
+    """An invalid path is an error before the plan is traced, and writes nothing; only plans have reports."""
     (tmp_path / "folder.html").mkdir()
     plan = cr.plan(PART, nbytes="1M")
     with pytest.raises(error, match=match):
         plan.report(path if path == 7 else tmp_path / path)
-    assert [file.name for file in tmp_path.rglob("*")] == ["folder.html"]
-
-
-def test_only_plans_have_reports():
-    """Something else than a plan is an error."""
     with pytest.raises(ArgumentError, match="a report requires a Plan"):
         report_html("dgx-1v")
+    assert [file.name for file in tmp_path.rglob("*")] == ["folder.html"]
 
 
 def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
@@ -326,27 +315,24 @@ def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
-    """``crossreduce plan --report`` prints the explanation and writes the page; a wrong name is an error at once."""
+    """``crossreduce export FILE.html`` prints the explanation and writes the page; a wrong name is an error at once."""
     path = tmp_path / "plan.html"
     plan = cr.plan("dgx-1v", nbytes="4M")
-    out = printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path)
+    out = printed("export", "dgx-1v", path, "--nbytes", "4M")
     assert out == f"{plan.explain()}\n{path}: open it in a browser\n"
     assert path.read_text("utf-8") == report_html(plan)
-    report = json.loads(printed("plan", "dgx-1v", "--nbytes", "4M", "--report", path, "--json"))
+    report = json.loads(printed("export", "dgx-1v", path, "--nbytes", "4M", "--json"))
     assert report["algorithm"] == plan.algorithm
-    code, out, error = crossreduce("plan", "dgx-1v", "--report", tmp_path / "plan.txt")
+    code, out, error = crossreduce("export", "dgx-1v", tmp_path / "plan.txt")
     assert (code, out) == (2, "")
-    assert "plan.txt must end in .html." in " ".join(error.split())
-    code, _, error = crossreduce("plan", "dgx-1v", "--report", tmp_path / "missing" / "plan.html")
+    assert "plan.txt must end in .xml, .json, .trace.json, .html, .svg, .png," in " ".join(error.split())
+    code, _, error = crossreduce("export", "dgx-1v", tmp_path / "missing" / "plan.html")
     assert code == 2
     assert "there is no folder" in " ".join(error.split())
-    code, _, error = crossreduce("plan", "dgx-1v", "--bundle", tmp_path / "new", "--report", path)
-    assert code == 2
-    assert "--report" in error
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 8, 9, 32])
+@pytest.mark.parametrize("hosts", [1, 2, 9, 32])
 def test_positions(hosts):
     """No two nodes or boxes overlap, every node of a host is inside its box, and the picture is not too long."""
     topology = Topology.machine("hgx-h100", hosts)
@@ -375,11 +361,6 @@ def test_many_devices_of_one_host_stand_on_rings():
     found = places(Topology.star(256, gb_per_s=450))
     assert found.size > 30
     assert max(abs(node.x) for node in found.nodes) < 1000
-
-
-def test_a_plan_is_reported_by_the_package():
-    """``Plan.report`` has its writer as soon as the package is imported."""
-    assert Plan.reporter is not None
 
 
 def test_the_documentation(printed, tmp_path, monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """The verifier of MSCCL XML: the faults that it names, its notes and reports, files of other tools, malformed texts."""
 
+import dataclasses
 import random
-import re
-import time
+import tracemalloc
 
 import pytest
 from msccl_files import LATE, SWAP, apart, big, file, fused_ring, one_step, pairwise, two
@@ -86,7 +86,10 @@ def exported(planner, n, **options):
             two((1, ("s s0 s0 1", "r i0 s0 1")), SWAP),
             r"step 0 \(s\): reads chunk 0 of the scratch .* never written",
         ),
-        (two((1, ("s i0 s0 1", "r i0 s0 1", "re i0 i1 1")), SWAP, chunks=2), r"lacks|combines different chunks"),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1", "re i0 i1 1")), SWAP, chunks=2),
+            r"lacks|combines different parts",
+        ),
         (
             two((1, ("s i0 s0 1", "r i0 s0 1", "cpy i0 i1 2")), SWAP, chunks=3),
             r"step 2 \(cpy\): src and dst overlap, but are not the same",
@@ -95,7 +98,7 @@ def exported(planner, n, **options):
             two(SWAP, SWAP, inplace=0, outofplace=1),
             r"at the end chunk 0 of the output buffer \(out of place\) was never wri",
         ),
-        (two(SWAP, SWAP, coll="alltoallv"), r"cannot be verified: alltoallv"),
+        (two(SWAP, SWAP, coll="alltoallv"), "cannot be verified"),
         (
             two((0, ("s i0 i0 1", "r i0 i0 1")), (0, ("s i0 i0 1", "r i0 i0 1")), coll="reduce"),
             "no rank has the complete sum",
@@ -395,36 +398,80 @@ def test_malformed_texts_are_refused(text, words):
         verify_msccl_xml(text)
 
 
-def test_hostile_texts_are_refused_quickly():
-    """Deep and long texts, and texts that need much memory, are refused in less than 10 s."""
-    start = time.perf_counter()
-    deep = "<algo>" * 100_000
-    steps = (
-        '<step s="0" type="s" srcbuf="i" srcoff="0" dstbuf="i" dstoff="0" cnt="32768" depid="-1" deps="-1" hasdep="0"/>'
-    )
-    blocks = "".join(steps.replace('s="0"', f's="{k}"', 1) for k in range(1000))
-    gpus = '<gpu id="0" i_chunks="32768" o_chunks="0" s_chunks="0"><tb id="0" send="1" recv="-1" chan="0">'
-    gpus += (
-        blocks
-        + '</tb></gpu><gpu id="1" i_chunks="32768" o_chunks="0" s_chunks="0"><tb id="0" send="-1" recv="0" chan="0">'
-    )
-    gpus += blocks.replace('type="s"', 'type="r"') + "</tb></gpu>"
-    work = re.sub(r"<gpu.*</gpu>", "", GOOD, flags=re.DOTALL).replace('loop="2"', 'loop="32768"')
-    for text, words in (
-        (deep, "must not contain an element <algo>"),
-        (" " * (1 << 26) + GOOD, "longer than"),
-        (work.replace("</algo>", gpus + "</algo>"), "too large to be verified"),
-    ):
-        with pytest.raises(ScheduleError, match=words):
+HEAD = '<algo name="x" proto="Simple" nchannels="1" nchunksperloop="1" ngpus="7" coll="allreduce" inplace="1">'
+
+
+def much_work():
+    """Return a file of two GPUs with a thousand steps of 32,768 chunks each."""
+    steps = {kind: [f"{kind} i0 i0 32768"] * 1000 for kind in "sr"}
+    return file("allreduce", 32768, (0, (1, -1, 0, *steps["s"])), (0, (-1, 0, 0, *steps["r"])))
+
+
+LARGE = {
+    "deep": (lambda: "<algo>" * 100_000, "must not contain an element <algo>"),
+    "long": (lambda: " " * (1 << 26) + GOOD, "longer than"),
+    "work": (much_work, "too large to be verified"),
+    "attributes": (lambda: "<algo" + ' a=">"' * 1_000_000 + "/>", "a tag or comment is longer than 65536 bytes"),
+    "65 attributes": (
+        lambda: "<algo" + "".join(f' a{k}=""' for k in range(65)) + "/>",
+        "too large to be read.*\n.*65 attrib",
+    ),
+    "names": (
+        lambda: "<algo" + "".join(f' {chr(97 + k) * 2000}=""' for k in range(20)) + "/>",
+        "lacks the attribute ngpus",
+    ),
+    "elements": (
+        lambda: HEAD + '<gpu id="0"/>' * 1_000_000 + "</algo>",
+        "too large to be read.*\n.*element 262145, <gpu>",
+    ),
+    "ids": (lambda: HEAD + "".join(f'<gpu id="{k}"/>' for k in range(100_000)) + "</algo>", "there must be 7 <gpu>"),
+    "a comment": (lambda: f"<!--{'a ' * 1_000_000}--><algo/>", "a tag or comment is longer than 65536 bytes"),
+    "words": (lambda: "a " * 10_000_000, "this is not XML"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_files_are_refused_in_bounded_memory(name):
+    """Deep and long texts, and files of a million attributes, elements or chunks, are refused with less than 400 MB."""
+    text, words = LARGE[name][0](), LARGE[name][1]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ScheduleError, match=words) as error:
             verify_msccl_xml(text)
-    assert time.perf_counter() - start < 10
+        assert tracemalloc.get_traced_memory()[1] < 400_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) < 600
 
 
-def test_a_large_file_takes_seconds():
-    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved in less than 30 s."""
-    text = big(16, 32, 64)
-    start = time.perf_counter()
-    assert verify_msccl_xml(text).steps == 16 * 32 * 64
-    seconds = time.perf_counter() - start
-    print(f"16 x 32 x 64: {seconds:.1f} s")
-    assert seconds < 30
+def test_a_long_tag_is_read_wherever_it_starts():
+    """A tag of up to 65536 bytes is read at any position in the file."""
+    valid = GOOD.replace('name="', 'name="' + "é" * 30_000, 1)
+    for spaces in (0, 1, 5_000, 40_000, 65_000, 65_536, 70_001):
+        assert verify_msccl_xml(" " * spaces + valid).ngpus == 2
+
+
+def test_a_report_has_a_limited_number_of_notes():
+    """The text of a report has at most 32 notes, and says how many there are besides."""
+    report = verify_msccl_xml(GOOD)
+    many = dataclasses.replace(report, notes=tuple(f"fact {k}" for k in range(1000)))
+    assert str(many).splitlines()[-2:] == ["  note: fact 31", "  ... and 968 further notes"]
+
+
+def waiting(blocks, depends):
+    """Return a file in which the one step of each threadblock waits for the threadblock that ``depends`` returns."""
+    steps = [f"cpy i{k} o{k} 1 !" + f" <{depends(k)}.0" * (depends(k) >= 0) for k in range(blocks)]
+    return file("allreduce", blocks, (0, *((-1, -1, 0, step) for step in steps)), inplace=0, outofplace=1)
+
+
+def test_a_long_deadlock_has_a_short_message():
+    """The message of a deadlock names at most 32 of the steps that wait for each other."""
+    assert verify_msccl_xml(waiting(100, lambda k: k - 1)).steps == 100
+    with pytest.raises(ScheduleError, match=r"a deadlock\. .*; \.\.\. \(1000 waits in all\)\.") as error:
+        verify_msccl_xml(waiting(1000, lambda k: (k + 1) % 1000))
+    assert len(str(error.value)) < 3000
+
+
+def test_a_large_file_is_proved():
+    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved."""
+    assert verify_msccl_xml(big(16, 32, 64)).steps == 16 * 32 * 64

@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from budget import SHARE
 from msccl_files import apart, fused_ring, one_step, pairwise, scatter_gather
 from msccl_machine import RECEIVING, Machine, RunError, fault
 from strategies import names
@@ -20,7 +21,8 @@ def exported(planner, n, **options):
 
 
 BASES = {
-    **{f"{planner} {n}": exported(planner, n) for planner in PLANNERS for n in (2, 3, 4)},
+    **{f"{planner} 3": exported(planner, 3) for planner in PLANNERS},
+    **{f"{planner} {n}": exported(planner, n) for planner in ("ring", "direct") for n in (2, 4)},
     "reduce": exported("hierarchical_copy", 4, destinations=["cpu:0"]),
     "broadcast": exported("ring", 3, sources=["cpu:0"]),
     "reduce_scatter": to_msccl_xml(scatter_gather(3, "reduce_scatter")),
@@ -127,20 +129,9 @@ def shrink_scratch(rng, top):
 
 
 MUTATIONS = (
-    drop_step,
-    swap_steps,
-    move_step,
-    change_offset,
-    change_buffer,
-    change_count,
-    change_type,
-    swap_peers,
-    drop_dependency,
-    drop_dependency,
-    change_dependency,
-    toggle_signal,
-    shrink_scratch,
-)
+    drop_step, swap_steps, move_step, change_offset, change_buffer, change_count, change_type, swap_peers,
+    drop_dependency, drop_dependency, change_dependency, toggle_signal, shrink_scratch,
+)  # fmt: skip
 
 RACE = re.compile(
     r"gpu (\d+), tb (\d+), step (\d+) \(\w+\): a race\. It (reads|writes) .* \((in place|out of place)\), "
@@ -199,11 +190,10 @@ def test_the_verifier_agrees_with_the_machine(name):
     """
     rng = random.Random(name)
     answers = []
-    for seed in range(60):
+    for seed in range(round(100 * SHARE)):
         top = ET.fromstring(BASES[name])
         for _ in range(rng.choice([1, 1, 1, 2])):
             rng.choice(MUTATIONS)(rng, top)
         answers.append(agree(ET.tostring(top, encoding="unicode"), rng.choice([1, 2, 8]), seed))
-    assert answers.count(False) >= 20
-    assert answers.count(True) >= 3
-    assert len(BASES) * len(answers) >= 1000
+    assert answers.count(False) >= len(answers) // 3
+    assert answers.count(True) >= 1

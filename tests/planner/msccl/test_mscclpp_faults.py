@@ -5,10 +5,6 @@ import json
 import tracemalloc
 
 import pytest
-from budget import examples
-from exports import synchronous
-from hypothesis import given
-from hypothesis import strategies as st
 from mscclpp_plans import (
     alike,
     all_to_all,
@@ -22,57 +18,21 @@ from mscclpp_plans import (
     switched,
 )
 from mscclpp_threads import fault
-from strategies import ALGORITHMS, names
+from strategies import names
 
-from crossreduce import ArgumentError, ScheduleError, Topology
-from crossreduce.export.formats.collective import collective
+from crossreduce import ArgumentError, ScheduleError
 from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
-from crossreduce.planning import PLANNERS, ring
-from crossreduce.planning import plan as cr_plan
-
-
-@pytest.mark.parametrize("planner", ALGORITHMS)
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_exports_are_proved(planner, n):
-    """The exports of all algorithms are proved, in place and out of place, also with several chunks per threadblock."""
-    for inplace, threadblocks in ((True, None), (False, 2)):
-        schedule = PLANNERS[planner](names(n), packs=1 if n > 3 else 2)
-        if n == 8 and threadblocks:
-            continue  # more operations per threadblock than the executor allows
-        report = verify_mscclpp_json(to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks))
-        assert (report.collective, report.ngpus, report.inplace) == ("allreduce", n, inplace)
-        assert all("only if the threads of a warp run operations together" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("inplace", [True, False])
-def test_exports_of_plans_on_a_topology_are_proved(kind, inplace):
-    """The exports of the five collectives, as trees of different shares, are proved."""
-    wiring = Topology.from_matrix([[0, 25, 50, 0], [25, 0, 0, 50], [50, 0, 0, 25], [0, 50, 25, 0]])
-    schedule = cr_plan(wiring, kind, algorithm="forest").schedule
-    report = verify_mscclpp_json(to_mscclpp_json(schedule, inplace=inplace))
-    assert report.collective == kind.replace("_", "")
-
-
-@given(synchronous(), st.booleans(), st.integers(1, 3))
-@examples(40)
-def test_exports_of_any_rounds_are_proved(schedule, inplace, threadblocks):
-    """The exports of random schedules, whose rounds read what the same round replaces, are proved."""
-    text = to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks)
-    verify_mscclpp_json(text, root=collective(schedule).root)
+from crossreduce.planning import ring
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("root", [0, 2])
-def test_roots_are_found(inplace, root):
+def test_roots_are_found(inplace):
     """The root of a reduce or broadcast is found, and a wrong one is refused."""
-    for ends in ({"destinations": [f"cpu:{root}"]}, {"sources": [f"cpu:{root}"]}):
-        text = to_mscclpp_json(ring(names(3), **ends), inplace=inplace)
+    for root, end in ((0, "destinations"), (2, "sources")):
+        text = to_mscclpp_json(ring(names(3), **{end: [f"cpu:{root}"]}), inplace=inplace)
         report = verify_mscclpp_json(text)
         assert report.root == root
-        assert f"the format does not store a root: the executor uses the plan for every root, but it is {root}" in str(
-            report
-        )
+        assert f"the executor uses the plan for every root, but it is {root}" in str(report)
         assert verify_mscclpp_json(text, root=root) == report
         with pytest.raises(ScheduleError, match=r"lacks the contribution|never written"):
             verify_mscclpp_json(text, root=1)

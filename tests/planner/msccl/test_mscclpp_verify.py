@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from budget import SHARE
 from mscclpp_plans import (
     all_to_all,
     exchanged,
@@ -19,7 +20,7 @@ from mscclpp_plans import (
     stored,
     switched,
 )
-from mscclpp_threads import fault
+from mscclpp_threads import fault, operations
 from strategies import names
 
 from crossreduce import ScheduleError
@@ -61,16 +62,6 @@ def test_the_bases_are_right(name):
     assert report.root == ROOTS.get(name)
     for chunk in (32, 96):
         assert fault(BASES[name], 0, 4, chunk, root=report.root) is None
-
-
-def all_ops(content):
-    """Return (list, position) of each operation, those of pipelines included."""
-    found = []
-    for gpu in content["gpus"]:
-        for block in gpu["threadblocks"]:
-            lists = [block["ops"], *(op["ops"] for op in block["ops"] if op["name"] == "pipeline")]
-            found += [(ops, k) for ops in lists for k in range(len(ops))]
-    return found
 
 
 def drop(ops, k, rng):
@@ -132,25 +123,11 @@ def drop_source(ops, k, rng):
 
 
 MUTATIONS = (
-    drop,
-    drop_channel,
-    swap,
-    swap_neighbours,
-    change_index,
-    change_buffer,
-    change_target,
-    to_nop,
-    repeat,
-    change_channel,
-    drop_source,
-)
+    drop, drop_channel, swap, swap_neighbours, change_index, change_buffer, change_target, to_nop, repeat,
+    change_channel, drop_source,
+)  # fmt: skip
 
 PLACE = re.compile(r"gpu (\d+), tb (\d+), op (\d+)")
-
-
-def threads_of(content):
-    """Return a number of threads of which one has no channel."""
-    return 1 + max(1, *(len(ops[k].get("channel_ids", ())) for ops, k in all_ops(content)))
 
 
 def confirmed(text, error, seed, root):
@@ -160,11 +137,10 @@ def confirmed(text, error, seed, root):
     gpu = content["gpus"][0]
     count = gpu["output_chunks" if content["collective"] == "allgather" else "input_chunks"]
     chunk = int(size[1]) // count if size else 32
-    threads = threads_of(content)
     held = [(int(g), int(t), {int(k)}) for g, t, k in PLACE.findall(error)]
     for k in range(90):
         late = held[k % len(held)] if held and k % 3 else None
-        if fault(text, seed + k, 1, max(chunk, 16), threads, root, late) is not None:
+        if fault(text, seed + k, 1, max(chunk, 16), root=root, held=late) is not None:
             return True
     return False
 
@@ -189,10 +165,8 @@ def agrees(text, seed, root):
             return False  # only the order of memory is missing, which the machine does not show
         assert confirmed(text, reason, seed, root), f"{reason}\n{text}"
         return False
-    content = json.loads(text)
-    threads = threads_of(content)
     for nbytes in report.nbytes[1::2]:
-        found = fault(text, seed, 2, nbytes // report.chunks, threads, root)
+        found = fault(text, seed, 2, nbytes // report.chunks, root=root)
         assert found is None, f"accepted, but {found}\n{text}"
     return True
 
@@ -202,13 +176,13 @@ def mutant(name, seed):
     content = json.loads(BASES[name])
     changes = rng.choice([1, 1, 1, 2])
     while changes or json.dumps(content) == BASES[name]:
-        ops, k = rng.choice(all_ops(content))
+        ops, k = rng.choice(operations(content))
         rng.choice(MUTATIONS)(ops, k, rng)
         changes = max(0, changes - 1)
     return json.dumps(content)
 
 
-MUTANTS = 8
+MUTANTS = max(4, round(16 * SHARE))
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -222,17 +196,17 @@ def test_the_verifier_agrees_with_the_machine(name):
 def single_changes(text):
     """Yield a plan without each operation and each channel of an operation, with each index changed by 1, and with each
     two neighbouring operations swapped."""
-    count = len(all_ops(json.loads(text)))
+    count = len(operations(json.loads(text)))
     for number in range(count):
 
         def changed(change, number=number):
             content = json.loads(text)
-            ops, k = all_ops(content)[number]
+            ops, k = operations(content)[number]
             return json.dumps(content) if change(ops, k) is not False else None
 
         yield changed(lambda ops, k: drop(ops, k, None))
         yield changed(lambda ops, k: swap_neighbours(ops, k, None) if k and ops[k] != ops[k - 1] else False)
-        ops, k = all_ops(json.loads(text))[number]
+        ops, k = operations(json.loads(text))[number]
         for key in ("channel_ids", "src_buff", "dst_buff"):
             for position in range(len(ops[k].get(key, ()))):
                 if key == "channel_ids" and "src_buff" not in ops[k] and len(ops[k][key]) > 1:
@@ -250,7 +224,10 @@ def moved(span, by):
     return span["index"] >= 0
 
 
-@pytest.mark.parametrize("name", ["direct 2", "packets", "ports", "all to all"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ports", "all to all")]
+
+
+@pytest.mark.parametrize("name", ["direct 2", "packets", *SLOW])
 def test_every_single_change_is_judged_rightly(name):
     """Every plan that differs from a right one by one operation, channel, index or swap is proved if and only if the
     machine finds no fault."""

@@ -393,17 +393,17 @@ def test_the_text_says_what_helpers_gain():
 
 def test_the_command_line(printed, crossreduce, tmp_path):
     """``--participants`` plans with helpers; a format without them says so, and "auto" writes a plan that fits."""
-    line = ("plan", "mi300x", "--participants", "0-3")
-    found = json.loads(printed(*line, "--algorithm", "forest", "--json"))
+    line = ("export", "mi300x", "--participants", "0-3")
+    found = json.loads(printed("plan", *line[1:], "--algorithm", "forest", "--json"))
     assert found["helpers"] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
     assert found["ratio"]["exact"] == "1"
     file = tmp_path / "plan.xml"
-    code, _, text = crossreduce(*line, "--algorithm", "forest", "--export", file)
+    code, _, text = crossreduce(*line, "--algorithm", "forest", file)
     assert code == 2
     assert "every rank must be a source or a destination" in text
     assert not file.exists()
-    assert "is faster, but does not fit" in printed(*line, "--nbytes", "256M", "--export", file)
+    assert "is faster, but does not fit" in printed(*line, "--nbytes", "256M", file)
     assert file.read_text().count("<gpu ") == 4
     page = tmp_path / "plan.html"
-    printed("plan", "hgx-h100", "--participants", "0-4", "--algorithm", "forest", "--report", page)
+    printed("export", "hgx-h100", page, "--participants", "0-4", "--algorithm", "forest")
     assert page.stat().st_size < 1_000_000

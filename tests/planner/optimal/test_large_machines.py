@@ -27,9 +27,9 @@ from crossreduce.planning.optimal.symmetric.quotient import Quotient, quotient_b
 from crossreduce.planning.optimal.symmetric.trees import best_trees, solved_exactly
 from crossreduce.planning.planners import Request
 from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
-from crossreduce.schedule.generated import rotations
-from crossreduce.schedule.usage import link_use
-from crossreduce.topology.automorphisms import extended, symmetry_of
+from crossreduce.schedule.generated_schedule import rotations
+from crossreduce.schedule.link_use import link_use
+from crossreduce.topology.automorphisms import extend_to_switches, symmetry_of
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -268,7 +268,8 @@ def test_all_parts_of_a_machine_with_1024_devices():
 
 @pytest.mark.parametrize(
     ("name", "collective"),
-    [("a lost link", "all_reduce"), ("a lost link", "reduce"), ("half empty", "all_gather"), ("half empty", "broadcast"),
+    [("a lost link", "all_reduce"), ("a lost link", "reduce"),
+     ("half empty", "all_gather"), ("half empty", "broadcast"),
      ("switches reduce", "all_reduce"), ("switches reduce", "reduce_scatter")],
 )  # fmt: skip
 def test_leftovers_split_orbits(name: str, collective: str):
@@ -376,10 +377,10 @@ def test_forged_certificates_are_refused(kind: str, text: str):
 def test_switches_follow_devices():
     """A rotation of devices extends to their switches if the links allow it."""
     hosts = Topology.machine("hgx-h100", 4)
-    found = extended(hosts, rotations([4, 8], 32))
+    found = extend_to_switches(hosts, rotations([4, 8], 32))
     assert found is not None
     assert_keeps_links(hosts, found)
-    assert extended(hosts, rotations([32], 32)) is None  # the next device may be in another host
+    assert extend_to_switches(hosts, rotations([32], 32)) is None  # the next device may be in another host
 
 
 def test_linear_equations_are_solved_exactly():

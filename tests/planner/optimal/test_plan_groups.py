@@ -541,27 +541,26 @@ def test_the_text_shows_rates_and_losses():
 
 
 def test_the_command_line(printed, crossreduce):
-    """``--groups`` and ``--mesh`` plan groups, as text or JSON; invalid options are errors."""
-    text = printed("plan", "dgx-1v", "--groups", "0-3;4-7")
+    """``groups`` plans listed groups and meshes, as text or JSON; invalid options are errors."""
+    text = printed("groups", "dgx-1v", "0-3;4-7")
     assert "level     75.00 GB/s (75): groups 0, 1" in text
-    found = json.loads(printed("plan", "hgx-h100", "--hosts", "2", "--mesh", "2x8", "--json"))
+    found = json.loads(printed("groups", "hgx-h100", "2x8", "--hosts", "2", "--json"))
     assert [group["rate"]["exact"] for group in found["groups"]] == ["50"] * 8 + ["1800/7"] * 2
     assert found["groups"][0]["devices"] == ["host0/cuda:0", "host1/cuda:0"]
     assert [level["groups"] for level in found["levels"]] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
     assert found["ratio"]["exact"] == "1"
-    weighted = json.loads(printed("plan", "dgx-1v", "--groups", "0-3;4-7", "--weights", "1,2.5", "--json"))
+    weighted = json.loads(printed("groups", "dgx-1v", "0-3;4-7", "--weights", "1,2.5", "--json"))
     assert [group["weight"]["exact"] for group in weighted["groups"]] == ["1", "5/2"]
-    line = ("plan", "dgx-1v")
     for options, problem in (
-        (("--groups", "0-3;4-9"), 'not one of the numbers 0 to 7'),
-        (("--groups", "0-3;3,3"), "only once"),
-        (("--groups", "0-3;"), "not one of the numbers"),
-        (("--mesh", "2y4"), "sizes such as 2x8"),
-        (("--mesh", "2x5"), "one place for each device"),
-        (("--mesh", "2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
-        (("--groups", "0-3;4-7", "--weights", "1,x"), "numbers above 0"),
-        (("--groups", "0-3;4-7", "--weights", "1,0"), "numbers above 0"),
-    ):  # fmt: skip
-        code, _, text = crossreduce(*line, *options)
+        (("0-3;4-9",), "not one of the numbers 0 to 7"),
+        (("0-3;3,3",), "only once"),
+        (("0-3;",), "not one of the numbers"),
+        (("2y4",), "not one of the numbers"),
+        (("2x5",), "one place for each device"),
+        (("2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
+        (("0-3;4-7", "--weights", "1,x"), "numbers above 0"),
+        (("0-3;4-7", "--weights", "1,0"), "numbers above 0"),
+    ):
+        code, _, text = crossreduce("groups", "dgx-1v", *options)
         assert code == 2
         assert problem in text

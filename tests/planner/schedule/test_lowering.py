@@ -5,7 +5,6 @@ finds by running them: custom steps in any order, with copies of copies, needles
 that several steps read.
 """
 
-import contextlib
 import functools
 import itertools
 import random
@@ -15,13 +14,14 @@ from fractions import Fraction
 import oracle
 import pytest
 from budget import examples
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from planned import planned, planned_for
-from strategies import ALGORITHMS, algorithms, named, names, requests, wired
+from planned import planned_for
+from random_schedules import random_schedule
+from strategies import ALGORITHMS, names
 
-from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, simulate, verify
-from crossreduce.lowering import element_ranges, fused, lower
+from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
+from crossreduce.lowering import element_ranges, fuse, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.derived import all_gather, reduce_scatter
 
@@ -34,59 +34,30 @@ def custom(n, *rounds, sources=None, destinations=None):
     return Schedule("all_reduce", "custom", names(n), (chunk,), steps)
 
 
-def chance(seed):
-    """Return a random schedule of one or two chunks; it may be wrong."""
-    rng = random.Random(seed)
-    n = rng.choice([2, 3, 3, 4])
-    everyone = tuple(range(n))
-    chunks, rounds = [], [[] for _ in range(n + 3)]
-    count = rng.choice([1, 1, 2])
-    for c in range(count):
-        destinations = tuple(rng.sample(everyone, rng.randint(1, n)))
-        chunks.append(Chunk(Fraction(1, count), everyone, destinations))
-        chain = rng.sample(everyone, n)
-        at = 0
-        for k in range(1, n):  # collect along a chain of devices
-            srcs = (chain[k - 1], chain[k])[:: rng.choice([1, -1])]
-            rounds[at].append(Step(c, chain[k], srcs))
-            at += 1
-        for _ in range(rng.randint(0, 3)):  # steps that are needless, or that spoil the result
-            srcs = tuple(rng.sample(everyone, rng.randint(1, n)))
-            rounds[rng.randrange(len(rounds))].append(Step(c, rng.randrange(n), srcs))
-        if rng.random() < 0.3:  # two devices swap their values
-            a, b = rng.sample(everyone, 2)
-            rounds[at] += [Step(c, a, (b,)), Step(c, b, (a,))]
-            chain[-1] = {a: b, b: a}.get(chain[-1], chain[-1])
-            at += 1
-        rounds[at] += [Step(c, dst, (chain[-1],)) for dst in destinations if dst != chain[-1]]
-    for steps in rounds:
-        rng.shuffle(steps)
-    return Schedule("all_reduce", "chance", names(n), tuple(chunks), tuple(map(tuple, rounds)))
-
-
 @functools.cache
 def schedules():
     """Return schedules that are right, by name."""
-    found = {}
-    for algorithm in ALGORITHMS:
-        for n in (1, 2, 3, 4, 5, 8):
-            planner, all_ = PLANNERS[algorithm], names(n)
-            found[f"{algorithm} {n}"] = planner(all_)
-            found[f"{algorithm} {n} packs"] = planner(all_, packs=3, first=1)
-            found[f"{algorithm} {n} part"] = planner(all_, all_[: max(1, n - 1)], all_[n // 2 :])
+    made = {}
+    for algorithm, n in itertools.product(ALGORITHMS, (1, 2, 3, 4, 5, 8)):
+        planner, all_ = PLANNERS[algorithm], names(n)
+        made[f"{algorithm} {n}"] = planner(all_)
+        made[f"{algorithm} {n} packs"] = planner(all_, packs=3, first=1)
+        made[f"{algorithm} {n} part"] = planner(all_, all_[: max(1, n - 1)], all_[n // 2 :])
     for n in (2, 3, 8):
-        found[f"reduce_scatter {n}"] = reduce_scatter(direct(names(n)))
-        found[f"all_gather {n}"] = all_gather(found[f"reduce_scatter {n}"])
-    for seed in range(2_000):
-        schedule = chance(seed)
-        if oracle.right(schedule):
-            found[f"chance {seed}"] = schedule
-    assert sum(name.startswith("chance") for name in found) > 300
-    return found
+        made[f"reduce_scatter {n}"] = reduce_scatter(direct(names(n)))
+        made[f"all_gather {n}"] = all_gather(made[f"reduce_scatter {n}"])
+    random_ones = {f"chance {seed}": random_schedule(random.Random(seed)) for seed in range(2_000)}
+    right = {name: schedule for name, schedule in random_ones.items() if oracle.right(schedule)}
+    assert len(right) > 300
+    return made | right
 
 
 def programs():
     return [(name, schedule, lower(schedule)) for name, schedule in schedules().items()]
+
+
+def chunks():
+    return [(name, chunk) for name, _, program in programs() for chunk in program.chunks]
 
 
 def contributions(chunk):
@@ -96,42 +67,30 @@ def contributions(chunk):
 
 def values(chunk):
     """Return the value of each source and instruction of a chunk, as a number (see ``contributions``)."""
-    found = contributions(chunk)
+    numbers = contributions(chunk)
     for instruction in chunk.instructions:
-        found.append(sum(found[operand] for operand in instruction.operands))
-    return found
+        numbers.append(sum(numbers[operand] for operand in instruction.operands))
+    return numbers
 
 
 def test_instructions_compute_every_destinations_sum():
-    """The value that each destination keeps contains every source exactly once."""
+    """The value that each destination keeps contains every source exactly once, and was made on that device, or is its
+    own input."""
     for name, schedule, program in programs():
         assert [chunk[:3] for chunk in program.chunks] == list(schedule.chunks), name
-        for chunk in program.chunks:
-            due = sum(contributions(chunk))
-            made = values(chunk)
-            assert all(made[result] == due for result in chunk.results), name
-
-
-def test_results_are_on_their_destinations():
-    """The value that a destination keeps was made on that device, or is its own input."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            assert tuple(chunk.devices[result] for result in chunk.results) == chunk.destinations, name
+    for name, chunk in chunks():
+        assert {values(chunk)[result] for result in chunk.results} == {sum(contributions(chunk))}, name
+        assert tuple(chunk.devices[result] for result in chunk.results) == chunk.destinations, name
 
 
 def test_every_instruction_is_needed():
-    """No instruction is dead: each value is a result or an operand; and none copies a value to its own device."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            read = {*chunk.results, *(operand for i in chunk.instructions for operand in i.operands)}
-            made = range(len(chunk.sources), len(chunk.sources) + len(chunk.instructions))
-            assert read.issuperset(made), name
-            places = chunk.devices
-            assert not any(len(i.operands) == 1 and places[i.operands[0]] == i.device for i in chunk.instructions), name
-
-
-def test_dead_steps_are_gone():
-    """Steps that no destination depends on, overwritten values and copies to the same device leave no instruction."""
+    """No instruction is dead: each value is a result or an operand; and none copies a value to its own device. So steps
+    that no destination depends on and overwritten values leave no instruction."""
+    for name, chunk in chunks():
+        read = {*chunk.results, *(operand for i in chunk.instructions for operand in i.operands)}
+        assert read.issuperset(range(len(chunk.sources), len(chunk.devices))), name
+        copies = [i for i in chunk.instructions if len(i.operands) == 1]
+        assert not any(chunk.devices[i.operands[0]] == i.device for i in copies), name
     schedule = custom(
         3, [(2, (0, 1))], [(0, (0, 1)), (1, (1,))], [(0, (2,)), (1, (2,))], sources=(0, 1), destinations=(0, 1)
     )
@@ -140,20 +99,16 @@ def test_dead_steps_are_gone():
 
 
 def test_operands_are_values_of_earlier_rounds():
-    """Rounds are synchronous: every operand was complete when the instruction's round began."""
+    """Rounds are synchronous: every operand was complete when the instruction's round began. So two devices can
+    exchange their values in one round."""
     for name, schedule, program in programs():
         assert program.round_count == len(schedule.rounds)
         made_in = [[-1] * len(chunk.sources) for chunk in program.chunks]
         for r, instructions in enumerate(program.by_round):
             for c, value, instruction in instructions:
-                assert instruction.round == r, name
-                assert value == len(made_in[c]), name
+                assert (instruction.round, value) == (r, len(made_in[c])), name
                 made_in[c].append(r)
                 assert all(made_in[c][operand] < r for operand in instruction.operands), name
-
-
-def test_a_swap_within_a_round_reads_the_old_values():
-    """Two devices can exchange their values in one round; both read what the previous round left."""
     swap = custom(2, [(0, (1,)), (1, (0,))], [(0, (0, 1))], [(1, (0,))])
     (chunk,) = lower(swap).chunks
     assert [i.operands for i in chunk.instructions] == [(1,), (0,), (2, 3), (4,)]
@@ -162,36 +117,27 @@ def test_a_swap_within_a_round_reads_the_old_values():
 
 def test_final_instructions_complete_the_sum():
     """An instruction is final if and only if it combines values into the full sum; each result is computed through
-    exactly one final instruction, or through none if there is only one source."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            due, made = sum(contributions(chunk)), values(chunk)
-            passed = [0] * len(chunk.sources)
-            for value, i in enumerate(chunk.instructions, start=len(chunk.sources)):
-                assert i.final == (len(i.operands) > 1 and made[value] == due), name
-                passed.append(i.final + sum(passed[operand] for operand in i.operands))
-            assert all(passed[result] == (len(chunk.sources) > 1) for result in chunk.results), name
-
-
-def test_kinds_follow_from_the_values():
-    """A value with every contribution is final, one with a single contribution an input, any other a partial result."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            inputs = contributions(chunk)
-            due = ["final" if x == sum(inputs) else "input" if x in inputs else "partial" for x in values(chunk)]
-            assert list(chunk.kinds) == due, name
+    exactly one final instruction, or through none if there is only one source. A value with every contribution is of
+    the kind "final", one with a single contribution "input", any other "partial"."""
+    for name, chunk in chunks():
+        inputs, numbers = contributions(chunk), values(chunk)
+        passed = [0] * len(inputs)
+        for value, i in enumerate(chunk.instructions, start=len(inputs)):
+            assert i.final == (len(i.operands) > 1 and numbers[value] == sum(inputs)), name
+            passed.append(i.final + sum(passed[operand] for operand in i.operands))
+        assert all(passed[result] == (len(inputs) > 1) for result in chunk.results), name
+        kinds = ["final" if x == sum(inputs) else "input" if x in inputs else "partial" for x in numbers]
+        assert list(chunk.kinds) == kinds, name
 
 
 def test_last_uses_are_the_last_readers():
     """``last_uses`` lists each operand once, at the last instruction that reads it, unless a destination keeps it."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            due = {}
-            for k, i in enumerate(chunk.instructions):
-                due.update({operand: k for operand in i.operands if operand not in chunk.results})
-            found = {v: k for k, i in enumerate(chunk.instructions) for v in i.last_uses}
-            assert found == due, name
-            assert sum(len(i.last_uses) for i in chunk.instructions) == len(due), name
+    for name, chunk in chunks():
+        due = {}
+        for k, i in enumerate(chunk.instructions):
+            due.update({operand: k for operand in i.operands if operand not in chunk.results})
+        listed = [(v, k) for k, i in enumerate(chunk.instructions) for v in i.last_uses]
+        assert sorted(listed) == sorted(due.items()), name
 
 
 def test_donated_memory_is_not_read_again():
@@ -201,49 +147,42 @@ def test_donated_memory_is_not_read_again():
     donated operand, whose value is lost. Inputs and results must not be overwritten.
     """
     donated = 0
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            cells = [[x] for x in contributions(chunk)]
-            inputs = list(cells)
-            for i in chunk.instructions:
-                total = sum(cells[operand][0] for operand in i.operands)
-                if len(i.operands) == 1:
-                    cells.append(cells[i.operands[0]])
-                elif i.donated < 0:
-                    cells.append([total])
-                else:
-                    assert i.donated in (0, 1), name
-                    cell = cells[i.operands[i.donated]]
-                    assert not any(cell is x for x in inputs), name
-                    cell[0] = total
-                    cells.append(cell)
-                    donated += 1
-            assert [x[0] for x in inputs] == contributions(chunk), name
-            assert all(cells[result][0] == sum(contributions(chunk)) for result in chunk.results), name
+    for name, chunk in chunks():
+        cells = [[x] for x in contributions(chunk)]
+        inputs = list(cells)
+        for i in chunk.instructions:
+            total = sum(cells[operand][0] for operand in i.operands)
+            if len(i.operands) == 1:
+                cells.append(cells[i.operands[0]])
+            elif i.donated < 0:
+                cells.append([total])
+            else:
+                assert i.donated in (0, 1), name
+                cell = cells[i.operands[i.donated]]
+                assert not any(cell is x for x in inputs), name
+                cell[0] = total
+                cells.append(cell)
+                donated += 1
+        assert [x[0] for x in inputs] == contributions(chunk), name
+        assert all(cells[result][0] == sum(contributions(chunk)) for result in chunk.results), name
     assert donated > 500
-
-
-def test_a_value_is_not_donated_while_a_copy_of_it_is_needed():
-    """A partial sum that is copied and then combined on two devices is donated to the last combination only."""
     schedule = custom(3, [(0, (0, 1))], [(1, (0,))], [(0, (0, 2))], [(1, (1, 2)), (2, (0,))])
-    instructions = lower(schedule).chunks[0].instructions
-    assert [(i.operands, i.donated) for i in instructions if len(i.operands) > 1] == [
-        ((0, 1), -1), ((3, 2), -1), ((4, 2), 0),
-    ]  # fmt: skip
+    instructions = lower(schedule).chunks[0].instructions  # a partial sum is donated to the last combination only
+    combinations = [(i.operands, i.donated) for i in instructions if len(i.operands) > 1]
+    assert combinations == [((0, 1), -1), ((3, 2), -1), ((4, 2), 0)]
 
 
 def test_final_values_are_not_donated():
     """A final value may be of another dtype than the accumulator, so its memory is never taken over."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            inputs = len(chunk.sources)
-            origin = list(range(inputs))
-            for value, i in enumerate(chunk.instructions, start=inputs):
-                if i.donated >= 0:
-                    start = origin[i.operands[i.donated]]
-                    assert start >= inputs, name
-                    assert not chunk.instructions[start - inputs].final, name
-                origin.append(origin[i.operands[0]] if len(i.operands) == 1 else value)
+    for name, chunk in chunks():
+        inputs = len(chunk.sources)
+        origin = list(range(inputs))
+        for value, i in enumerate(chunk.instructions, start=inputs):
+            if i.donated >= 0:
+                start = origin[i.operands[i.donated]]
+                assert start >= inputs, name
+                assert not chunk.instructions[start - inputs].final, name
+            origin.append(origin[i.operands[0]] if len(i.operands) == 1 else value)
 
 
 # ---- fused programs -----------------------------------------------------------------------------------------------
@@ -273,25 +212,25 @@ def fused_expressions(program):
 
 def test_fused_programs_combine_in_the_same_order():
     """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations."""
-    for name, _, program in programs():
-        for chunk in program.chunks:
-            due = expressions(chunk)
-            assert fused_expressions(fused(chunk)) == due, name
-            for count in range(1, len(due)):
-                assert fused_expressions(fused(chunk, count)) == due[:count], name
+    for name, chunk in chunks():
+        due = expressions(chunk)
+        for count in (None, *range(1, len(due))):
+            assert fused_expressions(fuse(chunk, count)) == due[:count], name
 
 
 def test_fused_programs_compute_equal_values_once():
-    """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device."""
+    """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device; a
+    ring's chain of additions is one fold over the sources. Two devices that combine in different orders have two
+    results; a copy is not a third one."""
     for n in (2, 4, 8):
-        assert len(fused(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
-        doubling = fused(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
+        assert len(fuse(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
+        doubling = fuse(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
         assert sum(len(operands) - 1 for _, *operands in doubling.folds) == n - 1
-
-
-def test_fused_programs_have_no_copies_and_join_chains():
-    """A ring's chain of additions is one fold over the sources."""
-    assert fused(lower(ring(names(4))).chunks[0]) == (1, ((0, 0, 1, 2, 3),), (-1, -1, -1, -1))
+    assert fuse(lower(ring(names(4))).chunks[0]) == (1, ((0, 0, 1, 2, 3),), (-1, -1, -1, -1))
+    mine, yours, copied = Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0)), Step(0, 5, (4,))
+    chunk = Chunk(Fraction(1), (0, 1, 2), (3, 4, 5))
+    schedule = Schedule("reduce", "custom", names(6), (chunk,), ((mine, yours), (copied,)))
+    assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
 
 
 # ---- fused programs are minimal -----------------------------------------------------------------------------------
@@ -314,7 +253,7 @@ def distinct_combinations(chunk):
 
 def check_minimal(chunk):
     """A fused program computes the right expressions, with no needless combination, fold or slot."""
-    made, due = fused(chunk), expressions(chunk)
+    made, due = fuse(chunk), expressions(chunk)
     assert fused_expressions(made) == due
     assert sum(len(operands) - 1 for _, *operands in made.folds) == distinct_combinations(chunk), (
         "a needless combination"
@@ -338,68 +277,6 @@ def check_minimal(chunk):
         most = max(most, len(alive) + (not reused))
     assert made.slots <= most
     assert all(slot < made.slots for slot, *_ in made.folds)
-
-
-@examples(150)
-@given(ask=requests(), algorithm=algorithms)
-def test_fused_programs_of_planners_are_minimal(ask, algorithm):
-    """Every planned chunk has as few combinations, folds and slots as its expressions need."""
-    for chunk in lower(planned(algorithm, ask.sources, ask.destinations, ask.packs, ask.first)).chunks:
-        check_minimal(chunk)
-
-
-@examples(40)
-@given(ask=requests(st.integers(1, 4), most_packs=3), data=st.data(), algorithm=named)
-def test_fused_programs_on_topologies_are_minimal(ask, data, algorithm):
-    """Fused programs of plans on topologies, with trees of every shape, are minimal, too."""
-    topology = data.draw(wired(ask.devices))
-    try:
-        schedule = planned_for(topology, algorithm, ask.sources, ask.destinations, 1 << 20, ask.packs)
-    except PlanError:
-        assume(False)  # not every algorithm has routes on every topology
-    for chunk in lower(schedule).chunks:
-        check_minimal(chunk)
-
-
-@st.composite
-def wasteful(draw):
-    """Draw a right schedule of one chunk with one or more destinations, each of which may combine the sources in
-    another order; some steps are needless."""
-    n, copies, scratch = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
-    steps = [Step(0, u * n + s, (s,)) for u in range(1, copies) for s in range(n)]
-    whole = []
-    for u in range(copies):
-        held = [u * n + s for s in range(n)]
-        while len(held) > 1:
-            chosen = draw(st.permutations(held))[: draw(st.integers(2, 3))]
-            unused = [d for d in range(u * n, u * n + n) if d not in held]
-            dst = draw(st.sampled_from([*chosen, *unused]))
-            steps.append(Step(0, dst, tuple(chosen)))
-            held = [d for d in held if d not in chosen] + [dst]
-        whole += held
-    for src, dst in itertools.permutations(whole, 2):
-        if draw(st.integers(0, 4)) == 0:
-            steps.append(Step(0, dst, (src,)))
-    devices = names(n * copies + scratch)
-    for dst in range(n * copies, len(devices)):  # no destination needs these steps
-        for _ in range(draw(st.integers(0, 3))):
-            at = draw(st.integers(0, len(steps)))
-            holding = [*range(n), *(step.dst for step in steps[:at])]
-            srcs = draw(st.lists(st.sampled_from(holding), min_size=1, max_size=3, unique=True))
-            steps.insert(at, Step(0, dst, tuple(srcs)))
-    chunk = Chunk(
-        1, tuple(draw(st.permutations(range(n)))), tuple(draw(st.permutations(whole))[: draw(st.integers(1, 3))])
-    )
-    rounds = [(step,) for step in steps]
-    schedule = Schedule("all_reduce", "drawn", devices, (chunk,), tuple(rounds))
-    for at in range(len(rounds) - 1, 0, -1):
-        if draw(st.booleans()):
-            joined = [*rounds[: at - 1], rounds[at - 1] + rounds[at], *rounds[at + 1 :]]
-            other = Schedule("all_reduce", "drawn", devices, (chunk,), tuple(joined))
-            with contextlib.suppress(ScheduleError):
-                verify(other)
-                rounds, schedule = joined, other
-    return schedule
 
 
 @st.composite
@@ -431,20 +308,20 @@ def sharing(draw):
     return Schedule("reduce", "drawn", devices, (chunk,), tuple((one,) for one in steps))
 
 
-@examples(300)
-@given(schedule=st.one_of(wasteful(), sharing()))
+@examples(200)
+@given(sharing())
 def test_fused_programs_of_any_schedule_are_minimal(schedule):
     """Needless steps leave nothing behind, and destinations with different orders of combination stay different."""
     (chunk,) = lower(schedule).chunks
     check_minimal(chunk)
 
 
-def test_destinations_may_differ():
-    """Two devices that combine in different orders have two results; a copy is not a third one."""
-    mine, yours, copied = Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0)), Step(0, 5, (4,))
-    chunk = Chunk(Fraction(1), (0, 1, 2), (3, 4, 5))
-    schedule = Schedule("reduce", "custom", names(6), (chunk,), ((mine, yours), (copied,)))
-    assert fused(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
+def test_fused_programs_of_planners_are_minimal():
+    """Every planned or random chunk, and each of a forest, has as few combinations, folds and slots as it needs."""
+    machine = Topology.machine("dgx-1v")
+    forest = planned_for(machine, "forest", machine.devices, machine.devices, 1 << 20)
+    for _, chunk in [*chunks(), *(("forest", chunk) for chunk in lower(forest).chunks)]:
+        check_minimal(chunk)
 
 
 # ---- devices that exchange messages ---------------------------------------------------------------------------------
@@ -500,34 +377,21 @@ def test_transfers_are_the_reads_of_other_devices():
     for name, _, program in programs():
         due = Counter()
         for c, chunk in enumerate(program.chunks):
-            made, places = values(chunk), chunk.devices
-            for i in chunk.instructions:
-                for operand in i.operands:
-                    if places[operand] != i.device:
-                        final = made[operand] == sum(contributions(chunk))
-                        due[c, places[operand], i.device, final] += 1
-        found = Counter((t.chunk, t.src, t.dst, t.final) for transfers in program.transfers for t in transfers)
-        assert found == due, name
-        sent = Counter(
+            numbers, places = values(chunk), chunk.devices
+            reads = ((i, operand) for i in chunk.instructions for operand in i.operands)
+            for i, operand in reads:
+                if places[operand] != i.device:
+                    due[c, places[operand], i.device, numbers[operand] == sum(contributions(chunk))] += 1
+        transfers = [transfer for transfers in program.transfers for transfer in transfers]
+        assert Counter((t.chunk, t.src, t.dst, t.final) for t in transfers) == due, name
+        parts = [program.on(device) for device in range(len(program.devices))]
+        sent = [
             (part.values[value].chunk, device, dst)
-            for device, part in ((d, program.on(d)) for d in range(len(program.devices)))
+            for device, part in enumerate(parts)
             for stage in part.stages
             for value, dst in stage.sends
-        )
-        assert sent == Counter((t.chunk, t.src, t.dst) for transfers in program.transfers for t in transfers), name
-
-
-def test_transfers_move_the_simulated_bytes():
-    """The planners' programs transfer the bytes that the simulation counts, link by link."""
-    for name, schedule, program in programs():
-        if name.startswith("chance") or len(schedule.devices) < 2:
-            continue
-        spans, found = schedule.spans(1000), Counter()
-        for transfers in program.transfers:
-            for t in transfers:
-                size = spans[t.chunk][1] - spans[t.chunk][0]
-                found[schedule.devices[t.src], schedule.devices[t.dst]] += size
-        assert found == Counter(simulate(schedule, Topology.full_mesh(schedule.devices), 1000).bytes), name
+        ]
+        assert Counter(sent) == Counter((t.chunk, t.src, t.dst) for t in transfers), name
 
 
 def test_routes_and_pieces_survive():
@@ -545,10 +409,9 @@ def test_element_ranges_tile_the_buffer():
     """The ranges of a buffer follow each other and cover it; none is empty, unless the buffer is."""
     for name, schedule, program in programs():
         for size in (1, 2, 5, 40):
-            found = element_ranges(program, size)
-            assert [stop for *_, stop in found] == [*(start for _, start, _ in found[1:]), size], name
-            assert found[0][1] == 0, name
-            assert all((start, stop) == schedule.spans(size)[c] and stop > start for c, start, stop in found), name
+            ranges = element_ranges(program, size)
+            assert [0, *(stop for *_, stop in ranges)] == [*(start for _, start, _ in ranges), size], name
+            assert all((start, stop) == schedule.spans(size)[c] and stop > start for c, start, stop in ranges), name
         assert element_ranges(program, 0) == ((0, 0, 0),)
 
 
@@ -556,28 +419,13 @@ def test_element_ranges_tile_the_buffer():
 
 
 def test_wrong_schedules_are_not_lowered():
-    """``lower`` raises the error of ``verify`` for a wrong schedule, also at the second call."""
+    """``lower`` raises the error of ``verify`` for a wrong schedule, also at the second call. Equal schedules have the
+    same program object, so engines can cache by identity. ``require_uniform`` raises for a reduce-scatter's program,
+    whose chunks have different destinations."""
     wrong = custom(2, [(0, (0, 1))])
     for _ in range(2):
         with pytest.raises(ScheduleError, match="contribution of device cpu:0 is lost"):
             lower(wrong)
-
-
-def test_schedules_are_lowered_once():
-    """Equal schedules have the same program object, so engines can cache by identity."""
     assert lower(ring(names(3))) is lower(ring(names(3)))
-
-
-def test_chunks_that_differ_cannot_run_on_whole_arrays():
-    """``require_uniform`` raises for a reduce-scatter's program, whose chunks have different destinations."""
     with pytest.raises(ScheduleError, match=r"same sources and destinations[\s\S]*reduce_scatter by direct, 3 chunks"):
         lower(reduce_scatter(direct(names(3)))).require_uniform()
-
-
-def test_a_program_prints_its_instructions():
-    """The text of a program lists each instruction with its device, operands and final flag."""
-    assert str(lower(one_device(names(2)))).splitlines() == [
-        "all_reduce one_device: 2 devices, 1 chunk, 2 instructions",
-        "  chunk 0: v2 on cpu:0 = v0 + v1 (final)",
-        "  chunk 0: v3 on cpu:1 = v2",
-    ]

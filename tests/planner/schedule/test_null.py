@@ -10,13 +10,7 @@ from planned import planned
 from running import run_engine, run_on
 from strategies import FLOATS, INTEGERS, NAMED, named, names, ops, requests
 
-from crossreduce import (
-    AllReduceCrossDeviceOps,
-    IndexedSlices,
-    PerReplica,
-    ReductionToOneDevice,
-    UnsupportedError,
-)
+from crossreduce import AllReduceCrossDeviceOps, IndexedSlices, PerReplica, UnsupportedError
 from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.packing import itemsize
 from crossreduce.planning import PLANNERS
@@ -80,18 +74,6 @@ def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
     assert null.counts.bytes_moved == sum(wanted.bytes.values())
 
 
-def test_counts_of_ops():
-    """The ops accept null arrays: ReductionToOneDevice of 4 devices moves 3 components in and 3 results out."""
-    null = NullFramework()
-    value = PerReplica([null.zeros((5, 2), "float64", f"cuda:{k}") for k in range(4)])
-    assert value.devices == tuple(f"cuda:{k}" for k in range(4))
-    result = ReductionToOneDevice().reduce("mean", value, value)
-    assert [(x.shape, x.dtype, x.device) for x in result] == [((5, 2), "float64", f"cuda:{k}") for k in range(4)]
-    assert null.counts == Counts(
-        6, 30, Counter({("cuda:0", f"cuda:{k}")[::step]: 80 for k in (1, 2, 3) for step in (1, -1)})
-    )
-
-
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_results_have_shape_dtype_and_device(algorithm):
     """Results have the shape, dtype and device of real results: the mean of int32 is float64, on each destination."""
@@ -104,40 +86,26 @@ def test_results_have_shape_dtype_and_device(algorithm):
 
 @given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
 def test_a_copy_counts_its_bytes(dtype, size):
-    """A copy to another device is counted once, with its bytes; a copy to the same device is not counted."""
-    null = NullFramework()
+    """A copy to another device is counted once, with its bytes, by its framework only; a copy to the same device is not
+    counted. Values other than null arrays are refused, and the message names null.zeros."""
+    null, other = NullFramework(), NullFramework()
     x = null.zeros((size, 2), dtype, "cpu:0")
     assert null.to_device(x, "cpu:0") is x
     assert null.counts == Counts()
     assert null.to_device(x, "cpu:1").device == "cpu:1"
     assert null.counts == Counts(1, 0, Counter({("cpu:0", "cpu:1"): 2 * size * itemsize(dtype)}))
-
-
-def test_frameworks_count_separately():
-    """Each NullFramework has its own counts."""
-    one, other = NullFramework(), NullFramework()
-    one.to_device(one.zeros((3,), "int8", "cpu:0"), "cpu:1")
-    assert one.counts.bytes_moved == 3
     assert other.counts == Counts()
+    for wrong in (3.0, [1], None, "x"):
+        with pytest.raises(UnsupportedError, match=r"a NullFramework accepts only null arrays[\s\S]*null\.zeros"):
+            null.array(wrong)
 
 
 def test_sparse_values_are_counted_too():
     """Slices are concatenated on one device: the bytes of the values and of the indices are counted."""
     null = NullFramework()
-    value = PerReplica(
-        [
-            IndexedSlices(null.zeros((k + 1, 4), "float32", f"cuda:{k}"), null.zeros((k + 1,), "int32", f"cuda:{k}"))
-            for k in range(3)
-        ]
-    )
+    places = [(k + 1, f"cuda:{k}") for k in range(3)]
+    parts = [(null.zeros((n, 4), "float32", device), null.zeros((n,), "int32", device)) for n, device in places]
+    value = PerReplica([IndexedSlices(*part) for part in parts])
     (result,) = AllReduceCrossDeviceOps("ring").reduce("sum", value, "cuda:0")
-    assert result.values.shape == (6, 4)
-    assert result.indices.shape == (6,)
+    assert (result.values.shape, result.indices.shape) == ((6, 4), (6,))
     assert null.counts.bytes == {("cuda:1", "cuda:0"): 2 * (16 + 4), ("cuda:2", "cuda:0"): 3 * (16 + 4)}
-
-
-@pytest.mark.parametrize("wrong", [3.0, [1], None, "x"])
-def test_only_null_arrays(wrong):
-    """A NullFramework refuses values other than null arrays, and the message names null.zeros."""
-    with pytest.raises(UnsupportedError, match=r"a NullFramework accepts only null arrays[\s\S]*null\.zeros"):
-        NullFramework().array(wrong)

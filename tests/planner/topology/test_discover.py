@@ -10,7 +10,6 @@ from paths import NATIVE
 
 from crossreduce import Topology
 from crossreduce.topology import discover as module
-from crossreduce.topology.kinds import nvlink
 from crossreduce.topology.nvml import _FUNCTIONS, Nvml
 
 machine, discover = Topology.machine, Topology.discover
@@ -46,88 +45,61 @@ def sys_tree(tmp_path, monkeypatch):
     return write
 
 
-def test_two_sockets(sys_tree):
-    """NUMA nodes are devices; distance 20 is 16 GB/s and 0.2 us, 32 is 10 GB/s and 0.32 us."""
-    sys_tree(["10 20", "32 10"])
+def test_numa_nodes_are_devices(sys_tree):
+    """NUMA nodes are devices; distance 20 is 16 GB/s and 0.2 us, 32 is 10 GB/s and 0.32 us. Nodes of one socket are
+    nearer to each other than nodes of different sockets, so they form an island."""
+    sys_tree([" ".join("10" if i == j else "20" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)])
     topology = discover()
-    assert topology.devices == ("cpu:0", "cpu:1")
+    assert topology.devices == tuple(f"cpu:{k}" for k in range(8))
     assert topology.link("cpu:0", "cpu:1")[2:] == (16, Fraction(2, 10**7))
-    assert topology.link("cpu:1", "cpu:0")[2:] == (10, Fraction(32, 10**8))
-
-
-def test_eight_nodes(sys_tree):
-    """Nodes of one socket are nearer to each other than nodes of different sockets, so they form an island."""
-    rows = [" ".join("10" if i == j else "12" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)]
-    sys_tree(rows)
-    topology = discover()
+    assert topology.link("cpu:4", "cpu:0")[2:] == (10, Fraction(32, 10**8))
     assert len(topology.links) == 56
-    assert topology.islands == (tuple(f"cpu:{k}" for k in range(4)), tuple(f"cpu:{k}" for k in range(4, 8)))
+    assert topology.islands == (topology.devices[:4], topology.devices[4:])
 
 
-def test_nodes_without_cpus_or_memory_are_none(sys_tree):
+def test_nodes_that_are_not_devices(sys_tree):
     """A NUMA node without CPUs, such as the memory of CXL or a GPU, is not a device, nor is one without memory; numbers
-    of nodes may have gaps."""
-    rows = ["10 20 30 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
+    of nodes may have gaps. ACPI's distance 255 means that a link does not exist."""
+    rows = ["10 20 255 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()
     assert topology.devices == ("cpu:0", "cpu:1")
-    assert topology.link("cpu:0", "cpu:1").bandwidth == Fraction(320, 30)
-
-
-def test_unreachable_nodes_have_no_link(sys_tree):
-    """ACPI's distance 255 means that a link does not exist."""
-    sys_tree(["10 255", "20 10"])
-    topology = discover()
     assert topology.link("cpu:0", "cpu:1") is None
-    assert topology.link("cpu:1", "cpu:0").bandwidth == 16
-
-
-def test_one_node_is_one_device(sys_tree):
-    """One NUMA node, as of a laptop, is one device without links."""
-    sys_tree(["10"])
-    assert discover() == NOTHING
+    assert topology.link("cpu:1", "cpu:0").bandwidth == Fraction(320, 30)
 
 
 @pytest.mark.parametrize(
     "rows",
-    [["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 20", ""], ["10 0", "20 10"], ["10 -5", "20 10"], ["", ""]],
+    [["10"], ["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 20", ""], ["10 0", "20 10"], ["10 -5", "20 10"], [""]],
 )
 def test_malformed_distances_are_no_machine(sys_tree, rows):
-    """If the table of distances is invalid, the topology has one device."""
+    """If there is one NUMA node, as in a laptop, or the table of distances is invalid, the topology has one device."""
     sys_tree(rows)
     assert discover() == NOTHING
 
 
 @pytest.mark.parametrize("gone", ["distance", "cpulist", "meminfo"])
 def test_missing_files_are_no_machine(sys_tree, gone):
-    """If a file of a NUMA node is missing or is not text, the topology has one device."""
+    """If a file of a NUMA node is missing or is not text, or the folder has an unexpected entry, the topology has one
+    device."""
     root = sys_tree(["10 20", "20 10"])
     assert len(discover().devices) == 2
     (root / "node1" / gone).write_bytes(b"\xff\xfe")
     assert discover() == NOTHING
     (root / "node1" / gone).unlink()
     assert discover() == NOTHING
-
-
-def test_odd_trees_are_no_machine(sys_tree, tmp_path):
-    """An unexpected entry in the folder of NUMA nodes is not an error; the topology has one device."""
-    sys_tree(["10 20", "20 10"])
-    (tmp_path / "node1x").mkdir()
+    (root / "node1").rename(root / "node1x")
     assert discover() == NOTHING
 
 
-@pytest.mark.parametrize("path", ["missing", "file"])
-def test_systems_without_sys(monkeypatch, tmp_path, path):
+def test_systems_without_sys(monkeypatch, tmp_path):
     """Without the folder of NUMA nodes, as on macOS, on Windows and in bare containers, the topology has one device."""
+    assert discover().devices
     monkeypatch.setattr(module, "Nvml", without_driver)
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(module, "NODES", tmp_path / path)
-    assert discover() == NOTHING
-
-
-def test_this_machine():
-    """The topology of the machine that runs this test has at least one device."""
-    assert discover().devices
+    for path in ("missing", "file"):
+        monkeypatch.setattr(module, "NODES", tmp_path / path)
+        assert discover() == NOTHING
 
 
 # NVML.
@@ -140,31 +112,21 @@ def bus(k):
     return f"00000000:{k + 0xA0:X}:00.0"
 
 
-def compiled(folder, *flags):
-    """Compile the fake library; return its path."""
-    library = folder / "libnvidia-ml.so.1"
-    folder.mkdir(exist_ok=True)
-    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(library)]
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Compile the fake library once; return its path."""
+    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True, timeout=60)
     return library
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Compile the fake library once; return its path."""
-    return compiled(tmp_path_factory.mktemp("nvml"))
-
-
 def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), names=None, order=None, version=2):
-    """Describe a machine to the fake library, which has one GPU for each entry of ``peers``; return the library.
+    """Describe a machine to the fake library, with one GPU for each entry of ``peers``; return the library.
 
-    Args:
-      peers: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
-        virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link.
-      level: returns the part of PCIe that joins two GPUs, a key of ``LEVELS``.
-      names: the name of each GPU.
-      order: NVML's number of each GPU.
-      version: NVML's constant for the version of all NVLinks.
+    ``peers``: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
+    virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link. ``level`` returns the
+    part of PCIe that joins two GPUs; ``order`` has NVML's number of each GPU, ``version`` the one of all NVLinks.
     """
     fake = ctypes.CDLL(str(library))
     n = len(peers)
@@ -209,48 +171,38 @@ def test_a_dgx_1_is_found(nvml, name, one, sm):
     assert module.discover().notes == ("8 x V100, from NVML, driver 550.54.14",)
 
 
-@pytest.mark.parametrize("seen", ["switch", "hidden"])
 @pytest.mark.parametrize(
     ("name", "n", "links", "sm"), [("dgx-2", 16, 6, (7, 0)), ("dgx-a100", 8, 12, (8, 0)), ("hgx-h100", 8, 18, (9, 0))]
 )
-def test_nvswitches_are_found(nvml, name, n, links, sm, seen):
-    """All NVSwitches of a machine become one switch, whether the driver reports their type or not."""
-    nvml([[seen] * links] * n, sm=sm)
-    assert discover() == machine(name)
-
-
-def test_three_gpus_of_a_dgx_2(nvml):
-    """Unlike the table of nvidia-smi, the driver reports that three V100 are linked to a switch."""
-    nvml([["switch"] * 6] * 3, sm=(7, 0))
-    assert discover() == machine("dgx-2").subset(["cuda:0", "cuda:1", "cuda:2"])
+def test_nvswitches_are_found(nvml, name, n, links, sm):
+    """All NVSwitches of a machine become one switch, whether the driver reports their type or not. Unlike the table of
+    nvidia-smi, the driver reports that three V100 are linked to a switch."""
+    for seen in ("switch", "hidden"):
+        nvml([[seen] * links] * n, sm=sm)
+        assert discover() == machine(name)
+    nvml([["switch"] * links] * 3, sm=sm)
+    assert discover() == machine(name).subset(range(3))
 
 
 def test_a_workstation_is_found(nvml):
-    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports."""
+    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports. Links are
+    left out that are inactive, or lead to CPUs or to GPUs that are not visible."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
+    nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
+    assert discover() == Topology.full_mesh(["cuda:0", "cuda:1"], 25, Fraction(7, 10**7))
 
 
-@pytest.mark.parametrize(
-    ("pcie", "gb_per_s"),
-    [
-        ((3, 16), "15.75"),
-        ((4, 8), "15.75"),
-        ((5, 16), "63"),
-        ((6, 16), "121"),
-        ((7, 16), "121"),
-        ((0, 0), "4"),
-        ((3, 255), "15.75"),
-    ],
-)
-def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
+def test_a_pcie_machine_is_found(nvml):
     """PCIe switches and CPUs are derived from which part of PCIe joins two GPUs; an invalid generation becomes the
     nearest valid one, an invalid width x16."""
-    nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
-    topology = discover()
-    assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
-    assert topology.route("cuda:1", "cuda:7") == ("cuda:1", "pcie0", "cpu0", "cpu1", "pcie3", "cuda:7")
-    assert topology.link("cuda:0", "pcie0").bandwidth == Fraction(gb_per_s)
+    speeds = {(3, 16): "15.75", (4, 8): "15.75", (5, 16): "63", (6, 16): "121", (7, 16): "121", (0, 0): "4"}
+    for pcie, gb_per_s in {**speeds, (3, 255): "15.75"}.items():
+        nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
+        topology = discover()
+        assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
+        assert topology.route("cuda:1", "cuda:7") == ("cuda:1", "pcie0", "cpu0", "cpu1", "pcie3", "cuda:7")
+        assert topology.link("cuda:0", "pcie0").bandwidth == Fraction(gb_per_s), pcie
 
 
 def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
@@ -263,94 +215,49 @@ def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
     assert widths == [Fraction("15.75"), Fraction("31.5"), Fraction("31.5")]
 
 
-def test_links_that_lead_elsewhere(nvml):
-    """Links that are inactive, or lead to CPUs or to GPUs that are not visible, are left out."""
-    nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
-    assert discover() == Topology.full_mesh(["cuda:0", "cuda:1"], 25, Fraction(7, 10**7))
+VISIBLE = {
+    "2,0": [2, 0], "3": [3], " 1 , 2 ": [1, 2], "1,9,2": [1], "1,-1,2": [1], "1,1": None, "2,1,2,3": None,
+    "GPU-33,GPU-00-uuid": [3, 0], "GPU-99": None, "GPU-": None, "": None, "-1": None, "NoDevFiles": None,
+    "2,MIG-1234": [2],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        ("2,0", [2, 0]),
-        ("3", [3]),
-        (" 1 , 2 ", [1, 2]),
-        ("1,9,2", [1]),
-        ("1,-1,2", [1]),
-        ("1,1", None),
-        ("2,1,2,3", None),
-        ("GPU-33,GPU-00-uuid", [3, 0]),
-        ("GPU-99", None),
-        ("GPU-", None),
-        ("", None),
-        ("-1", None),
-        ("NoDevFiles", None),
-        ("2,MIG-1234", [2]),
-    ],
-)
-def test_cuda_visible_devices(nvml, monkeypatch, value, found):
+def test_cuda_visible_devices(nvml, monkeypatch):
     """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; cpu:0 if none."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
     links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    topology = discover()
-    if found is None:
-        assert topology == NOTHING
-        return
-    assert topology.devices == tuple(f"cuda:{k}" for k in range(len(found)))
-    for a, b in itertools.permutations(range(len(found)), 2):
-        number = links.get(tuple(sorted((found[a], found[b]))), 0)
-        link = topology.link(f"cuda:{a}", f"cuda:{b}")
-        assert (link.bandwidth if link else 0) == 25 * number
-
-
-@pytest.mark.parametrize(
-    ("sm", "kind"),
-    [
-        (60, "nvlink1"),
-        (70, "nvlink2"),
-        (75, "nvlink2"),
-        (80, "nvlink3"),
-        (89, "nvlink3"),
-        (90, "nvlink4"),
-        (103, "nvlink5"),
-    ],
-)
-def test_nvlink_by_compute_capability(sm, kind):
-    """The generation of a GPU's NVLink follows from its compute capability."""
-    assert nvlink(sm)[0] == kind
+    for value, selected in VISIBLE.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        topology = discover()
+        if selected is None:
+            assert topology == NOTHING, value
+            continue
+        assert topology.devices == tuple(f"cuda:{k}" for k in range(len(selected))), value
+        for a, b in itertools.permutations(range(len(selected)), 2):
+            number = links.get(tuple(sorted((selected[a], selected[b]))), 0)
+            link = topology.link(f"cuda:{a}", f"cuda:{b}")
+            assert (link.bandwidth if link else 0) == 25 * number, value
 
 
 # Without a function of NEEDED no GPU is found; without one of SPARE the topology of this test is the same.
 NEEDED = {"nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3"}
-USED = {
-    "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetNvLinkState",
-    "nvmlDeviceGetNvLinkRemotePciInfo_v2",
-    "nvmlDeviceGetMaxPcieLinkGeneration",
-}
+USED = {"nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemotePciInfo_v2"}
+USED |= {"nvmlDeviceGetMaxPcieLinkGeneration"}
 
 
-@pytest.mark.parametrize("how", ["refuses", "missing"])
-def test_a_driver_that_refuses(nvml, monkeypatch, tmp_path, how):
-    """A function that the driver refuses or lacks is not an error; unless it is in NEEDED, all GPUs are still found. A
-    note names a function of NEEDED."""
-    here = {"peers": [[1, 1], [0, 0], []], "level": lambda i, j: "PHB", "version": 1}
-    fake = nvml(**here)
+def test_a_driver_that_refuses(nvml):
+    """A function that the driver refuses is not an error; unless it is in NEEDED, all GPUs are still found. A note
+    names a function of NEEDED."""
+    fake = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB", version=1)
     whole = discover()
     for name in _FUNCTIONS:
-        if how == "refuses":
-            fake.fake_failure(name.encode(), 15)
-        else:
-            lacking = compiled(tmp_path / name, f"-D{name}=absent")
-            described(lacking, **here)
-            monkeypatch.setattr(module, "Nvml", lambda _, file=lacking: Nvml(str(file)))
+        fake.fake_failure(name.encode(), 15)
         topology, notes = discover(), module.discover().notes
         assert topology.devices == (NOTHING if name in NEEDED else whole).devices
         assert (topology == whole) == (name not in NEEDED | USED), name
         if name in NEEDED:
-            why = f"{name}: GPU is lost (15)" if how == "refuses" else f"this driver's NVML has no function {name}"
-            assert notes == (f"no GPUs were found: {why}", "one device, as there is one NUMA node")
+            why = f"no GPUs were found: {name}: GPU is lost (15)"
+            assert notes == (why, "one device, as there is one NUMA node")
 
 
 def test_gpus_without_nvlink_over_two_cpus(nvml, library):
@@ -379,8 +286,10 @@ def test_gpus_without_nvlink_over_two_cpus(nvml, library):
 
 
 def test_one_gpu_and_failed_links(nvml):
-    """One GPU has no links. An NVLink that fails is missing, and a note counts it. The version of NVLink replaces a
-    compute capability that is not reported."""
+    """One GPU has no links, and no GPU is a machine without GPUs. An NVLink that fails is missing, and a note counts
+    it. The version of NVLink replaces a compute capability that is not reported."""
+    nvml([])
+    assert discover() == NOTHING
     nvml([[]])
     assert discover() == Topology(("cuda:0",), ())
     peers = bricks("dgx-1v", 25)
@@ -394,8 +303,7 @@ def test_one_gpu_and_failed_links(nvml):
     fake.fake_failure(b"nvmlDeviceGetCudaComputeCapability", 3)
     assert discover() == machine("dgx-1v").without_link(0, 3)
     one = bricks("dgx-1v", 25)
-    one[0][one[0].index(4)] = None
-    one[4][one[4].index(0)] = None
+    one[0][one[0].index(4)] = one[4][one[4].index(0)] = None
     nvml(one, sm=(7, 0))
     assert (discover().link(0, 4).bandwidth, machine("dgx-1v").link(0, 4).bandwidth) == (25, 50)
     nvml([["switch"] * 36] * 2, sm=(10, 0))
@@ -450,9 +358,3 @@ def test_libraries_that_are_not_nvml(monkeypatch, tmp_path):
         found = module.discover(name)
         assert found.wiring == module.Wiring(("cpu:0",), ())
         assert why in found.notes[0]
-
-
-def test_no_gpu(nvml):
-    """If the driver reports no GPU, the topology is that of a machine without GPUs."""
-    nvml([])
-    assert discover() == NOTHING

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -11,9 +10,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import ArgumentError, Switch, Topology
-from crossreduce.topology.kinds import read_data
+from crossreduce.topology.link_kinds import read_data
 from crossreduce.topology.machines import machine_names
-from crossreduce.topology.routes import joined
+from crossreduce.topology.routes import is_connected
 
 machine = Topology.machine
 
@@ -22,53 +21,15 @@ FILES = {file: content for file, content in read_data().items() if file != "link
 KINDS = read_data()["links.json"]["kinds"]
 
 
-# Bounds from their definition: the data of the devices in a set S of nodes must leave S if a device outside needs it.
-
-
-def leaving(topology, inside):
-    """Return the bandwidth of the links that leave a set of nodes."""
-    return sum(link.bandwidth for link in topology.links if link.src in inside and link.dst not in inside)
-
-
-def scale(topology, *numbers):
-    """Return the least factor that makes all bandwidths, and the given numbers, integers."""
-    return math.lcm(
-        *(Fraction(number).denominator for number in (*numbers, *(link.bandwidth for link in topology.links)))
-    )
-
-
-def all_gather_by_every_set(topology):
-    """Return the least N B(S) / d(S) over all sets S of nodes with some, but not all, of the N devices, by trying each.
-    d(S) is the number of devices in S, B(S) the bandwidth out of S."""
-    position = {node: bit for bit, node in enumerate(topology.nodes)}
-    unit, n = scale(topology), len(topology.devices)
-    sets = np.arange(1 << len(position), dtype=np.int64)
-    out = np.zeros_like(sets)
-    for link in topology.links:
-        leaves = (sets >> position[link.src]) & ~(sets >> position[link.dst]) & 1
-        out += leaves * int(link.bandwidth * unit)
-    inside = sum((sets >> k) & 1 for k in range(n))  # devices are the first nodes
-    useful = (inside > 0) & (inside < n)
-    best = min(
-        {(int(b), int(c)) for b, c in zip(out[useful], inside[useful], strict=True)}, key=lambda bc: Fraction(*bc)
-    )
-    return Fraction(n * best[0], best[1] * unit)
-
-
 def flow(topology, roots, sink, rate):
     """Return the greatest flow in GB/s to a device from a source that feeds each root at a rate."""
     index = {node: number for number, node in enumerate(topology.nodes)}
-    unit, source = scale(topology, rate), len(index)
+    unit = math.lcm(*(Fraction(x).denominator for x in (rate, *(link.bandwidth for link in topology.links))))
     arcs = [(index[link.src], index[link.dst], int(link.bandwidth * unit)) for link in topology.links]
-    arcs += [(source, index[root], int(rate * unit)) for root in roots]
+    arcs += [(len(index), index[root], int(rate * unit)) for root in roots]
     src, dst, capacity = np.array(arcs, np.int32).T
-    graph = coo_array((capacity, (src, dst)), (source + 1, source + 1)).tocsr()
-    return Fraction(int(maximum_flow(graph, source, index[sink]).flow_value), unit)
-
-
-def all_but(topology, left_out):
-    """Return the nodes whose names do not start with any of the given texts."""
-    return {node for node in topology.nodes if not node.startswith(tuple(left_out.split()))}
+    graph = coo_array((capacity, (src, dst)), (len(index) + 1, len(index) + 1)).tocsr()
+    return Fraction(int(maximum_flow(graph, len(index), index[sink]).flow_value), unit)
 
 
 # Machine, hosts, speeds, network, the nodes outside of a tightest set (the starts of their names), and the bounds of
@@ -100,35 +61,21 @@ BOUNDS = [
 IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
 
 
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
-def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
-    """The given set S of nodes has the expected N B(S) / d(S), and a flow of that rate reaches every device, so no set
-    has a smaller one. On more than 4 hosts, which are equal, devices of the first one are tried."""
+@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "broadcast"), BOUNDS, ids=IDS)
+def test_bounds(name, hosts, speeds, nics, out, gather, broadcast):
+    """N devices, of which S have d(S), gather at most at N B(S) / d(S), where B(S) is the bandwidth out of S. The given
+    set S has the expected number, and a flow of that rate reaches every device, so no set has a smaller one. The bound
+    of a broadcast is the least maximum flow from the first device. On large machines, some equal devices are tried."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
-    n, inside = len(topology.devices), all_but(topology, out)
-    assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
-    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]
+    devices, n = topology.devices, len(topology.devices)
+    inside = {node for node in topology.nodes if not node.startswith(tuple(out.split()))}
+    leaving = sum(link.bandwidth for link in topology.links if link.src in inside and link.dst not in inside)
+    assert n * leaving / len(inside.intersection(devices)) == gather
+    sinks = devices if hosts <= 4 else devices[: n // hosts]
     for sink in sinks if hosts < 128 else sinks[:2]:
-        assert flow(topology, topology.devices, sink, gather / n) == gather
-
-
-SMALL = [row for row in BOUNDS if len(machine(*row[:2]).nodes) <= 20]
-
-
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "gather", "__"), SMALL, ids=[row[0] for row in SMALL])
-def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __):
-    """On small machines, trying every set of nodes gives the same bound."""
-    assert all_gather_by_every_set(machine(name, hosts, speeds=speeds, nics=nics)) == gather
-
-
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
-def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
-    """The expected bound of a broadcast is the least maximum flow from the first device to another device; of more than
-    72 devices, the second and the last are tried."""
-    topology = machine(name, hosts, speeds=speeds, nics=nics)
-    root, devices = topology.devices[0], topology.devices
-    others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
-    assert min(flow(topology, [root], other, Fraction(10**4)) for other in others) == broadcast
+        assert flow(topology, devices, sink, gather / n) == gather
+    others = devices[1:] if n <= 72 else (devices[1], devices[-1])
+    assert min(flow(topology, [devices[0]], other, Fraction(10**4)) for other in others) == broadcast
 
 
 # The JSON files of the machines.
@@ -138,87 +85,62 @@ def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
 def test_a_file_says_what_it_must(file):
     """The file of a machine has its name, a description of one line, devices, links of known kinds, and sources."""
     content = FILES[file]
-    allowed = {
-        "name",
-        "aliases",
-        "description",
-        "devices",
-        "reduces",
-        "links",
-        "matrix",
-        "torus",
-        "networks",
-        "memory_gb_per_s",
-        "sources",
-    }
-    assert {"name", "aliases", "description", "devices", "sources"} <= set(content) <= allowed
+    needed = {"name", "aliases", "description", "devices", "sources"}
+    assert needed <= set(content) <= needed | {"reduces", "links", "matrix", "torus", "networks", "memory_gb_per_s"}
     assert file == f"{content['name']}.json"
     assert "\n" not in content["description"]
     assert all(isinstance(source, str) and len(source) > 20 for source in content["sources"])
     assert content["sources"]
-    assert {network for network in content["aliases"].values() if network} <= set(content.get("networks", {}))
-    for network in content.get("networks", {}).values():
-        assert set(network) <= {"reduces", "links"}
-    parts = [content, *content.get("networks", {}).values()]
+    networks = content.get("networks", {})
+    assert {network for network in content["aliases"].values() if network} <= set(networks)
+    assert all(set(network) <= {"reduces", "links"} for network in networks.values())
     for rows in content.get("matrix", {}).values():
         assert [row[i] for i, row in enumerate(rows)] == ["0"] * content["devices"][1]
         assert ["".join(column) for column in zip(*rows, strict=True)] == rows, "as many links there as back"
-    used = {line[3] for part in parts for line in part.get("links", ())}
+    used = {line[3] for part in (content, *networks.values()) for line in part.get("links", ())}
     assert used | set(content.get("matrix", ())) | set(content.get("torus", ())) <= set(KINDS)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
+def test_a_kind_of_link_is_never_quicker_in_use_than_built():
     """Effective speeds are at most the specified ones; every kind has a source and a latency."""
-    entry = KINDS[name]
-    assert {"raw", "effective", "latency_us", "source"} <= set(entry)
-    assert set(entry) <= {"raw", "effective", "latency_us", "source", "messages_per_s"}
-    assert 0 < entry["effective"] <= entry["raw"]
-    assert 0 < entry["latency_us"] <= 10
-    assert "topo.h" in entry["source"] or "raw" in entry["source"] or "effective" in entry["source"]
-
-
-def test_joined():
-    """Links join devices if there is a path between every two of them, also through switches, in any direction."""
-    ring = Topology.ring(5)
-    assert joined(ring.devices, ring.links)
-    assert joined(ring.devices, ring.links[1:3] + ring.links[4:])
-    assert not joined(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
-    assert joined(Topology.star(3).devices, Topology.star(3).links)
-    assert not joined(["cpu:0", "cpu:1"], [])
-    assert joined(["cpu:0"], [])
+    needed = {"raw", "effective", "latency_us", "source"}
+    for name, entry in KINDS.items():
+        assert needed <= set(entry) <= needed | {"messages_per_s"}, name
+        assert 0 < entry["effective"] <= entry["raw"], name
+        assert 0 < entry["latency_us"] <= 10, name
+        assert any(word in entry["source"] for word in ("topo.h", "raw", "effective")), name
 
 
 def test_names_are_unambiguous():
-    """No two machines have a name or alias that differs only in capitals and punctuation."""
-    spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
-    plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
-    assert len(set(plain)) == len(plain)
-
-
-def test_all_the_machines_are_there():
-    """The machines that the literature on collectives measures are in the library."""
+    """The machines that the literature on collectives measures are in the library. No two machines have a name or alias
+    that differs only in capitals and punctuation; aliases of a machine differ only in their network."""
     wanted = "dgx-1p dgx-1v p3.16xlarge ndv2 dgx-2 dgx-a100 ndv4 p4d p4de hgx-h100 ndv5 hgx-h200 hgx-b200 gb200-nvl72"
     wanted += " mi250 mi300x mi100 pcie-8 nvlink-pairs-4 ncv4 epyc-numa-4 epyc-numa-8 tpu-v4"
     assert all(machine(name).devices for name in wanted.split())
     assert all(description for _, description in machine_names())
+    spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
+    plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
+    assert len(set(plain)) == len(plain)
+    for spelling in ("DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"):
+        assert machine(spelling) == machine("dgx-1v")
 
 
-@pytest.mark.parametrize("speeds", ["raw", "effective"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_machine_is_whole(name, speeds):
-    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified."""
-    topology = machine(name, speeds=speeds)
-    raw = machine(name)
+def test_a_machine_is_whole(name):
+    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified. The
+    JSON of a machine, read again, is the machine."""
     kind, number = FILES[f"{name}.json"]["devices"]
-    assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
-    assert joined(topology.devices, topology.links)
-    assert not any(switch.reduces for switch in topology.switches)
-    for link in topology.links:
-        back = topology.link(link.dst, link.src)
-        assert (back.bandwidth, back.latency_s) == (link.bandwidth, link.latency_s)
-        assert link.latency_s > 0
-        assert link.bandwidth <= raw.link(link.src, link.dst).bandwidth
+    raw = machine(name)
+    for topology in (raw, machine(name, speeds="effective")):
+        assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
+        assert is_connected(topology.devices, topology.links)
+        assert not any(switch.reduces for switch in topology.switches)
+        for link in topology.links:
+            back = topology.link(link.dst, link.src)
+            assert (back.bandwidth, back.latency_s) == (link.bandwidth, link.latency_s)
+            assert link.latency_s > 0
+            assert link.bandwidth <= raw.link(link.src, link.dst).bandwidth
+        assert Topology.from_json(topology.to_json()) == topology
 
 
 NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json"].get("networks", ())]
@@ -229,62 +151,42 @@ def test_hosts_are_joined(name, nics):
     """Every network joins all hosts; each host has the links of a machine of one host, and the hosts are equal."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
-    assert joined(three.devices, three.links)
-    for link in one.links:
-        for h in range(3):
-            same = three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")
-            assert same[2:] == link[2:]
-    of_host = [
+    assert is_connected(three.devices, three.links)
+    for link, h in itertools.product(one.links, range(3)):
+        assert three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")[2:] == link[2:]
+    first, *others = [
         {tuple(part.replace(f"host{h}/", "") for part in link[:2]) for link in three.links if f"host{h}/" in link.src}
         for h in range(3)
     ]
-    assert of_host[0] == of_host[1] == of_host[2]
+    assert others == [first, first]
 
-
-# Differences between machines.
 
 # BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: nvidia-smi's numbers of these GPUs.
-BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
-ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
 
-def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
-    """A DGX-1V has msccl-tools' NVLinks, each of 25 GB/s, in nvidia-smi's order; a DGX-1P has one of 20 GB/s between
-    the same pairs of GPUs."""
-    v, p = machine("dgx-1v"), machine("dgx-1p")
-    for i, j in itertools.product(range(8), repeat=2):
-        bricks = int(BRICKS[i][j])
-        pair = f"cuda:{ORDER[i]}", f"cuda:{ORDER[j]}"
-        if i != j:
-            assert (v.link(*pair).bandwidth if v.link(*pair) else 0) == 25 * bricks
-            assert (p.link(*pair).bandwidth if p.link(*pair) else 0) == (20 if bricks else 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "speeds", "pair", "gb_per_s"),
-    [
-        ("dgx-1v", "effective", ("cuda:0", "cuda:3"), 40),
-        ("dgx-2", "effective", ("cuda:3", "nvswitch"), 120),
-        ("hgx-h100", "effective", ("cuda:3", "nvswitch"), Fraction("370.8")),
-        ("hgx-b200", "effective", ("cuda:3", "nvswitch"), Fraction("721.8")),
-        ("mi250", "effective", ("cuda:0", "cuda:1"), 144),
-        ("mi300x", "effective", ("cuda:0", "cuda:7"), 48),
-        ("nvlink-pairs-4", "raw", ("cuda:2", "cuda:3"), Fraction("56.25")),
-        ("ncv4", "raw", ("cuda:2", "cuda:3"), 300),
-        ("pcie-8", "raw", ("cuda:2", "plx1"), Fraction("15.75")),
-        ("pcie-8", "effective", ("cpu0", "cpu1"), 10),
-        ("mi100", "effective", ("cpu0", "cpu1"), 16),
-        ("epyc-numa-8", "effective", ("cpu:3", "cpu:7"), 16),
-    ],
-)
-def test_speeds(name, speeds, pair, gb_per_s):
+def test_speeds():
     """Raw speeds are the specified ones; effective speeds are NCCL's or RCCL's constant times the number of links."""
-    assert machine(name, speeds=speeds).link(*pair).bandwidth == gb_per_s
+    for name, speeds, src, dst, gb_per_s in (
+        ("dgx-1v", "effective", "cuda:0", "cuda:3", 40),
+        ("dgx-2", "effective", "cuda:3", "nvswitch", 120),
+        ("hgx-h100", "effective", "cuda:3", "nvswitch", Fraction("370.8")),
+        ("hgx-b200", "effective", "cuda:3", "nvswitch", Fraction("721.8")),
+        ("mi250", "effective", "cuda:0", "cuda:1", 144),
+        ("mi300x", "effective", "cuda:0", "cuda:7", 48),
+        ("nvlink-pairs-4", "raw", "cuda:2", "cuda:3", Fraction("56.25")),
+        ("ncv4", "raw", "cuda:2", "cuda:3", 300),
+        ("pcie-8", "raw", "cuda:2", "plx1", Fraction("15.75")),
+        ("pcie-8", "effective", "cpu0", "cpu1", 10),
+        ("mi100", "effective", "cpu0", "cpu1", 16),
+        ("epyc-numa-8", "effective", "cpu:3", "cpu:7", 16),
+    ):
+        assert machine(name, speeds=speeds).link(src, dst).bandwidth == gb_per_s, name
 
 
-@pytest.mark.parametrize(
-    ("name", "nics", "card", "switch", "shared_by"),
-    [
+def test_network_cards():
+    """A network card that several devices share is a switch of their host, with a link of its speed to the network. A
+    card of a single device is a link of the device to its network, or to its rail, and to no other."""
+    for name, nics, card, switch, shared_by in (
         ("dgx-1v", None, Fraction("12.5"), "ib", 2),
         ("ndv2", None, Fraction("12.5"), "ib", 4),
         ("p3.16xlarge", None, Fraction("3.125"), "net", 8),
@@ -292,19 +194,11 @@ def test_speeds(name, speeds, pair, gb_per_s):
         ("dgx-2", None, Fraction("12.5"), "ib", 2),
         ("p4d", None, Fraction("12.5"), "net", 2),
         ("mi250", "25-per-pair", 25, "ib", 2),
-    ],
-)
-def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
-    """A network card that several devices share is a switch of their host, with a link of its speed to the network."""
-    topology = machine(name, 2, nics=nics)
-    assert topology.link("host1/nic0", switch).bandwidth == card
-    users = [link.dst for link in topology.out_links("host1/nic0") if link.dst in topology.devices]
-    assert len(users) == shared_by
-
-
-@pytest.mark.parametrize(
-    ("name", "nics", "k", "switch", "gb_per_s"),
-    [
+    ):
+        topology = machine(name, 2, nics=nics)
+        assert topology.link("host1/nic0", switch).bandwidth == card, name
+        assert sum(link.dst in topology.devices for link in topology.out_links("host1/nic0")) == shared_by, name
+    for name, nics, k, switch, gb_per_s in (
         ("dgx-a100", None, 4, "ib0", 25),
         ("ndv4", None, 5, "ib1", 25),
         ("p4d", "hdr", 5, "ib1", 25),
@@ -314,13 +208,9 @@ def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
         ("gb200-nvl72", None, 70, "rail2", 50),
         ("gb200-nvl72", "xdr", 71, "rail3", 100),
         ("mi250", None, 15, "ib", 16),
-    ],
-)
-def test_a_card_of_ones_own_is_a_link(name, nics, k, switch, gb_per_s):
-    """A network card of a single device is a link of the device to its network, or to its rail, and to no other."""
-    topology = machine(name, 2, nics=nics)
-    links = [link for link in topology.out_links(f"host1/cuda:{k}") if "/" not in link.dst]
-    assert [(link.dst, link.bandwidth) for link in links] == [(switch, gb_per_s)]
+    ):
+        links = machine(name, 2, nics=nics).out_links(f"host1/cuda:{k}")
+        assert [link[1:3] for link in links if "/" not in link.dst] == [(switch, gb_per_s)], name
 
 
 def test_in_network():
@@ -342,24 +232,16 @@ def test_in_network():
 def test_latencies_of_paths():
     """The latency of a path is the sum of those of its links, such as 0.7 us over NVLink or the NVSwitches of a DGX-2,
     and 1.7 us over InfiniBand."""
-
-    def latency(topology, src, dst):
-        route = topology.route(src, dst)
-        return sum(topology.link(*pair).latency_s for pair in itertools.pairwise(route)) * 10**6
-
-    assert latency(machine("dgx-1v"), "cuda:0", "cuda:4") == Fraction("0.7")
-    assert latency(machine("dgx-2"), "cuda:0", "cuda:15") == Fraction("0.7")
-    assert latency(machine("hgx-h100"), "cuda:0", "cuda:1") == Fraction("1.8725")
-    assert latency(machine("dgx-a100", 2), "host0/cuda:1", "host1/cuda:3") == Fraction("1.7")
-    assert latency(machine("ndv2", 2), "host0/cuda:1", "host1/cuda:3") == Fraction("2.7")
-
-
-@pytest.mark.parametrize(
-    "spelling", ["dgx-1v", "DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"]
-)
-def test_spellings(spelling):
-    """Capitals and punctuation in a name do not matter; aliases of a machine differ only in their network."""
-    assert machine(spelling) == machine("dgx-1v")
+    for name, hosts, src, dst, micros in (
+        ("dgx-1v", 1, "cuda:0", "cuda:4", "0.7"),
+        ("dgx-2", 1, "cuda:0", "cuda:15", "0.7"),
+        ("hgx-h100", 1, "cuda:0", "cuda:1", "1.8725"),
+        ("dgx-a100", 2, "host0/cuda:1", "host1/cuda:3", "1.7"),
+        ("ndv2", 2, "host0/cuda:1", "host1/cuda:3", "2.7"),
+    ):
+        topology = machine(name, hosts)
+        links = itertools.pairwise(topology.route(src, dst))
+        assert sum(topology.link(*pair).latency_s for pair in links) * 10**6 == Fraction(micros), name
 
 
 def test_topology_machine_is_the_same():
@@ -367,50 +249,35 @@ def test_topology_machine_is_the_same():
     options = {"speeds": "effective", "nics": "hdr", "in_network": True}
     for name in options:
         assert machine("p4d", 2, **options) != machine("p4d", 2, **{k: v for k, v in options.items() if k != name})
-    assert Topology.machine("p4d", 2, **options) != Topology.machine("p4d", 2)
-    assert Switch("ib1", True) in Topology.machine("p4d", 2, **options).switches
+    assert Switch("ib1", True) in machine("p4d", 2, **options).switches
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "words"),
+    ("arguments", "options", "text"),
     [
-        (("dgx-1w",), {}, ["no machine of this name", "'dgx-1w'", "dgx-1v"]),
-        (("h100",), {}, ["no machine of this name", "hgx-h100"]),
-        (("",), {}, ["no machine of this name", "dgx-1p", "tpu-v4"]),
-        (("!?",), {}, ["no machine of this name", "dgx-1p"]),
-        ((None,), {}, ["no machine of this name", "None", "dgx-1p"]),
-        ((["dgx-1v"],), {}, ["no machine of this name", "list"]),
-        (("links",), {}, ["no machine of this name"]),
-        (("dgx-1v", 0), {}, ["hosts must be an int", "0"]),
-        (("dgx-1v", -1), {}, ["hosts must be an int", "-1"]),
-        (("dgx-1v", True), {}, ["hosts must be an int", "True"]),
-        (("dgx-1v", 2.0), {}, ["hosts must be an int", "2.0"]),
-        (("dgx-1v", "2"), {}, ["hosts must be an int", "'2'"]),
-        (("dgx-1v", None), {}, ["hosts must be an int", "None"]),
-        (("dgx-1v",), {"speeds": "measured"}, ["raw or effective", "'measured'"]),
-        (("dgx-1v",), {"speeds": None}, ["raw or effective", "None"]),
-        (("dgx-1v", 2), {"nics": "hdr"}, ["dgx-1v has no such network", "'hdr'", '"edr" or "edr-1" or "25gbe"']),
-        (("ndv2", 1), {"nics": "hdr"}, ["dgx-1v has no such network"]),
-        (("dgx-1v", 2), {"nics": 3}, ["dgx-1v has no such network", "3 (int)"]),
-        (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "omit nics"]),
-        (("pcie-8", 2), {}, ["pcie-8 does not have a network that joins", "hosts=2", "hosts=1"]),
-        (("tpu-v4", 2), {}, ["tpu-v4 does not have a network"]),
+        (("dgx-1w",), {}, r"no machine of this name[\s\S]*'dgx-1w'[\s\S]*dgx-1v"),
+        (("h100",), {}, r"no machine of this name[\s\S]*hgx-h100"),
+        (("",), {}, r"no machine of this name[\s\S]*dgx-1p[\s\S]*tpu-v4"),
+        (("!?",), {}, r"no machine of this name[\s\S]*dgx-1p"),
+        ((None,), {}, r"no machine of this name[\s\S]*None[\s\S]*dgx-1p"),
+        ((["dgx-1v"],), {}, r"no machine of this name[\s\S]*list"),
+        (("links",), {}, "no machine of this name"),
+        *((("dgx-1v", n), {}, f"hosts must be an int[\\s\\S]*{n!r}") for n in (0, -1, True, 2.0, "2", None)),
+        (("dgx-1v",), {"speeds": "measured"}, r"raw or effective[\s\S]*'measured'"),
+        (("dgx-1v",), {"speeds": None}, r"raw or effective[\s\S]*None"),
+        (
+            ("dgx-1v", 2),
+            {"nics": "hdr"},
+            r"dgx-1v has no such network[\s\S]*'hdr'[\s\S]*\"edr\" or \"edr-1\" or \"25gbe\"",
+        ),
+        (("ndv2", 1), {"nics": "hdr"}, "dgx-1v has no such network"),
+        (("dgx-1v", 2), {"nics": 3}, r"dgx-1v has no such network[\s\S]*3 \(int\)"),
+        (("pcie-8", 1), {"nics": "ib"}, r"pcie-8 has no such network[\s\S]*omit nics"),
+        (("pcie-8", 2), {}, r"pcie-8 does not have a network that joins[\s\S]*hosts=2[\s\S]*hosts=1"),
+        (("tpu-v4", 2), {}, "tpu-v4 does not have a network"),
     ],
 )
-def test_bad_arguments(arguments, options, words):
+def test_bad_arguments(arguments, options, text):
     """Invalid arguments are ArgumentErrors with the given value and the valid ones."""
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=text):
         machine(*arguments, **options)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_a_thousand_gpus_take_less_than_a_second():
-    """The topology of 1,024 GPUs on 128 hosts is made in less than half a second."""
-    best = math.inf
-    for _ in range(5):  # the machine may be busy
-        start = time.perf_counter()
-        topology = machine("hgx-h100", hosts=128)
-        best = min(best, time.perf_counter() - start)
-    assert len(topology.devices) == 1024
-    assert best < 0.5

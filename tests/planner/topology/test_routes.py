@@ -17,13 +17,8 @@ from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, verify
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, ring
 
-BARE = Schedule(
-    "all_reduce",
-    "custom",
-    names(2),
-    (Chunk(Fraction(1), (0, 1), (0, 1)),),
-    ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)),
-)
+PAIR = ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),))
+BARE = Schedule("all_reduce", "custom", names(2), (Chunk(Fraction(1), (0, 1), (0, 1)),), PAIR)
 BACK, FORTH = Route(0, 1, 0, ("nvswitch",)), Route(0, 0, 1, ("nic0", "spine", "nic1"))
 ROUTED = replace(BARE, routes=(BACK, FORTH))
 
@@ -45,33 +40,24 @@ def routed(draw):
     return replace(schedule, routes=tuple(Route(chunk, *pair, draw(through), r) for chunk, pair, r in keys))
 
 
-@given(routed())
-def test_json_round_trip(schedule):
-    """A schedule with routes that is written and read again is equal, has an equal hash and is written the same way
-    again."""
-    text = schedule.to_json()
-    again = Schedule.from_json(text)
-    assert again == schedule
-    assert again.routes == schedule.routes
-    assert all(type(route) is Route for route in again.routes)
-    assert hash(again) == hash(schedule)
-    assert again.to_json() == text
-    copy = pickle.loads(pickle.dumps(schedule))
-    assert copy == schedule
-    assert hash(copy) == hash(schedule)
-
-
-@given(routed())
-def test_routes_are_the_last_part_of_the_text(schedule):
-    """A schedule without routes is written without a list of routes; otherwise the list is the last part of the
-    text."""
+@given(routed(), st.integers(1, 9))
+def test_json_round_trip(schedule, pieces):
+    """A schedule that is written and read again is equal, and has the same hash, text and JSON. The list of routes is
+    the last part of the JSON, and is missing if there are none."""
+    schedule = replace(schedule, pieces=pieces)
     text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
-    assert "routes" not in bare
-    routes = json.dumps(
-        [route if route.round is not None else route[:4] for route in schedule.routes], separators=(",", ":")
-    )
-    assert text == (bare[:-1] + f',"routes":{routes}}}' if schedule.routes else bare)
+    for again in (Schedule.from_json(text), pickle.loads(pickle.dumps(schedule))):
+        assert again == schedule
+        assert again.routes == schedule.routes
+        assert all(type(route) is Route for route in again.routes)
+        assert type(again.rounds[0][0] if again.rounds else Step(0, 0, (0,))) is Step
+        assert hash(again) == hash(schedule)
+        assert again.to_json() == text
+        assert str(again) == str(schedule)
     assert list(json.loads(bare)) == ["format", "collective", "algorithm", "devices", "chunks", "rounds", "pieces"]
+    routes = [route if route.round is not None else route[:4] for route in schedule.routes]
+    listed = json.dumps(routes, separators=(",", ":"))
+    assert text == (bare[:-1] + f',"routes":{listed}}}' if routes else bare)
 
 
 def test_json_is_this_text():
@@ -88,97 +74,49 @@ def test_json_is_this_text():
     assert Schedule.from_json(old[:-1] + ',"routes":[]}') == BARE
 
 
-def test_every_prefix_is_refused():
-    """A truncated text raises a ScheduleError, never another error and never a schedule."""
+ROUTES = [
+    None, 3, True, "x", [3], [None], [[]], {}, "", [[0, 0, 1]], [[0, 0, 1, ["x"], 0, 0]], [[0, 0, 1, ["x"], None]],
+    [[0, 0, 1, ["x"], 2]], [[0, 0, 1, ["x"], -1]], [[0, 0, 1, ["x"], True]], [[0, 0, 1, ["x"], "0"]], [[0, 0, 1, "x"]],
+    [[0, 0, 1, {"x": 1}]], [[0, 0, 1, None]], [[0, 0, 1, [3]]], [[0, 0, 1, [None]]], [[0, 0, 1, [["x"]]]],
+    [[0, 0, 1, []]], [[0, 0, 0, ["x"]]], [[0, 0, 2, ["x"]]], [[0, -1, 1, ["x"]]], [[1, 0, 1, ["x"]]],
+    [[-1, 0, 1, ["x"]]], [["0", 0, 1, ["x"]]], [[0, 0.0, 1, ["x"]]], [[0, False, True, ["x"]]], [[0, None, 1, ["x"]]],
+    [[0, 0, 1, ["x"]], [0, 0, 1, ["x"]]], [[0, 0, 1, ["x"]], [0, 0, 1, ["y"]]],
+    [[0, 0, 1, ["x"], 1], [0, 0, 1, ["y"], 1]],
+]  # fmt: skip
+MALFORMED = "this text is not a schedule in JSON|a route is malformed|only one route between two devices"
+
+
+@pytest.mark.parametrize("routes", ROUTES, ids=json.dumps)
+def test_malformed_routes_are_refused(routes):
+    """Malformed routes in a text raise a ScheduleError, never an error of Python's own; so does a truncated text."""
+    with pytest.raises(ScheduleError, match=MALFORMED):
+        Schedule.from_json(json.dumps(json.loads(BARE.to_json()) | {"routes": routes}))
     text = ROUTED.to_json()
-    for end in range(len(text)):
+    for end in range(len(text)) if routes is None else ():
         with pytest.raises(ScheduleError, match="this text is not a schedule in JSON"):
             Schedule.from_json(text[:end])
 
 
-@pytest.mark.parametrize(
-    "routes",
-    [
-        None,
-        3,
-        True,
-        "x",
-        [3],
-        [None],
-        [[]],
-        [[0, 0, 1]],
-        [[0, 0, 1, ["x"], 0, 0]],
-        [[0, 0, 1, ["x"], None]],
-        [[0, 0, 1, ["x"], 2]],
-        [[0, 0, 1, ["x"], -1]],
-        [[0, 0, 1, ["x"], True]],
-        [[0, 0, 1, ["x"], "0"]],
-        [[0, 0, 1, "x"]],
-        [[0, 0, 1, {"x": 1}]],
-        [[0, 0, 1, None]],
-        [[0, 0, 1, [3]]],
-        [[0, 0, 1, [None]]],
-        [[0, 0, 1, [["x"]]]],
-        [[0, 0, 1, []]],
-        [[0, 0, 0, ["x"]]],
-        [[0, 0, 2, ["x"]]],
-        [[0, -1, 1, ["x"]]],
-        [[1, 0, 1, ["x"]]],
-        [[-1, 0, 1, ["x"]]],
-        [["0", 0, 1, ["x"]]],
-        [[0, 0.0, 1, ["x"]]],
-        [[0, False, True, ["x"]]],
-        [[0, None, 1, ["x"]]],
-        [[0, 0, 1, ["x"]], [0, 0, 1, ["x"]]],
-        [[0, 0, 1, ["x"]], [0, 0, 1, ["y"]]],
-        [[0, 0, 1, ["x"], 1], [0, 0, 1, ["y"], 1]],
-        {},
-        "",
-    ],
-)
-def test_malformed_routes_are_refused(routes):
-    """Malformed routes in a text raise a ScheduleError, never an error of Python's own."""
-    with pytest.raises(
-        ScheduleError,
-        match=r"this text is not a schedule in JSON|a route is malformed|only one route between two devices",
-    ):
-        Schedule.from_json(json.dumps(json.loads(BARE.to_json()) | {"routes": routes}))
-
-
-@pytest.mark.parametrize(
-    ("routes", "text"),
-    [
-        ((Route(1, 0, 1, ("x",)),), r"a route is malformed[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
-        ((Route(-1, 0, 1, ("x",)),), "a route is malformed"),
-        ((Route(0, 0, 2, ("x",)),), "a route is malformed"),
-        ((Route(0, -1, 0, ("x",)),), "a route is malformed"),
-        ((Route(0, 1, 1, ("x",)),), "a route is malformed"),
-        ((Route(0, 0, 1, ()),), "a route is malformed"),
-        ((Route(0, 0, 1, ("x",), 2),), r"a route is malformed[\s\S]*round=2"),
-        ((Route(0, 0, 1, ("x",), -1),), "a route is malformed"),
-        ((BACK, FORTH, BACK), "a chunk can have only one route between two devices in a round"),
-        ((BACK, BACK._replace(through=("other",))), r"only one route between two devices in a round[\s\S]*'other'"),
-        ((Route(0, 0, 1, "bus"),), "a route is malformed"),
-        ((Route(0, 0, 1, (3,)),), "a route is malformed"),
-    ],
-)
-def test_malformed_routes_cannot_be_made(routes, text):
+def test_malformed_routes_cannot_be_made():
     """A Route from a device to itself, through no node, with a chunk, device or round that the schedule lacks, or a
     second one for the same transfer raises a ScheduleError."""
-    with pytest.raises(ScheduleError, match=text):
-        replace(BARE, routes=routes)
-
-
-def test_routes_of_several_chunks():
-    """Each chunk may have its own route between the same two devices, one per direction."""
-    schedule = ring(names(3), packs=2)
-    routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(6) for ends in ((0, 1), (1, 0)))
-    assert replace(schedule, routes=routes).routes == routes
+    twice, malformed = "a chunk can have only one route between two devices in a round", "a route is malformed"
+    for routes, text in (
+        ((Route(1, 0, 1, ("x",)),), rf"{malformed}[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
+        *(((Route(*key, ("x",)),), malformed) for key in ((-1, 0, 1), (0, 0, 2), (0, -1, 0), (0, 1, 1))),
+        *(((Route(0, 0, 1, through),), malformed) for through in ((), "bus", (3,))),
+        ((Route(0, 0, 1, ("x",), 2),), rf"{malformed}[\s\S]*round=2"),
+        ((Route(0, 0, 1, ("x",), -1),), malformed),
+        ((BACK, FORTH, BACK), twice),
+        ((BACK, BACK._replace(through=("other",))), rf"{twice}[\s\S]*'other'"),
+    ):
+        with pytest.raises(ScheduleError, match=text):
+            replace(BARE, routes=routes)
 
 
 def test_a_round_may_have_its_own_route():
     """A route with a round applies to that round only; a route without one applies to all other rounds; a schedule may
-    have both."""
+    have both. Each chunk may have its own route between the same two devices, one per direction."""
     schedule = ring(names(3))
     once, ever = Route(0, 1, 2, ("a",), 2), Route(0, 1, 2, ("b", "c"))
     both = replace(schedule, routes=(once, ever))
@@ -188,19 +126,18 @@ def test_a_round_may_have_its_own_route():
     assert [alone.through(r, 0, 1, 2) for r in range(4)] == [None, None, ("a",), None]
     assert both.to_json().endswith('"routes":[[0,1,2,["a"],2],[0,1,2,["b","c"]]]}')
     assert both != alone
+    routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(3) for ends in ((0, 1), (1, 0)))
+    assert replace(schedule, routes=routes).routes == routes
 
 
 def test_routes_count_for_equality():
-    """Schedules that differ in their routes, or in the order of the routes, are not equal."""
+    """Schedules that differ in their routes, or in the order of the routes, are not equal. Routes that are given as
+    lists are copied."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE
     assert replace(BARE, routes=[list(BACK), [0, 0, 1, ["nic0", "spine", "nic1"]]]) == ROUTED
     assert len({BARE, ROUTED, replace(BARE, routes=(BACK,)), replace(BARE, routes=(FORTH,))}) == 4
-
-
-def test_a_schedule_made_of_lists_does_not_change_with_them():
-    """Routes that are given as lists are copied."""
     through = ["nvswitch"]
     routes = [[0, 1, 0, through]]
     schedule = replace(BARE, routes=routes)

@@ -10,8 +10,9 @@ from test_exchange import ALL, ThreadTransport, run_pieces, together
 
 from crossreduce.lowering import lower
 from crossreduce.ops import ReduceOp
+from crossreduce.ranks.failures.peer_errors import PeerDisconnected
 from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG, ExactExchange, HostTerms
-from crossreduce.ranks.inter_host.exchange import PeerDisconnected, exchange_program
+from crossreduce.ranks.inter_host.exchange import exchange_program
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
 
 REDUCTIONS = [each for each in ALL if "broadcast" not in each.id]

@@ -15,11 +15,10 @@ from crossreduce.errors import PlanError
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.planning import PLANNERS, plan
+from crossreduce.ranks.failures.peer_errors import PeerDisconnected, PeerTimeout
 from crossreduce.ranks.inter_host.exchange import (
     Exchange,
-    PeerDisconnected,
-    PeerTimeout,
-    agreed,
+    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,
@@ -121,7 +120,7 @@ def run_pieces(made, program, sizes, put, others, transport, dtype, timeout_s=20
         if stage < len(sizes):
             put(stage)
         if stage == 0:
-            take_first([made], agreed(b"call", first_data([made]), others, transport, 7, timeout_s))
+            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, 7, timeout_s))
         run_stage([made], stage)
         done = stage - program.delay
         if done >= 0:
@@ -271,24 +270,6 @@ def test_partial_results_keep_the_accumulator_and_are_rounded_once(op, accumulat
         assert got[host].tobytes() == got[0].tobytes()
 
 
-def test_delays_of_messages_do_not_change_bits():
-    """All hosts have the same bits, whichever messages arrive first."""
-    names = tuple(f"cpu:{k}" for k in range(4))
-    draw = np.random.default_rng(2)
-    inputs = [draw.standard_normal(999).astype("float32") for _ in names]
-    seen = set()
-    for seed in range(5):
-        got = exchange(
-            planned("direct", names, names),
-            inputs,
-            SUM,
-            piece_sizes(999, 4, 400, 400, 3),
-            ThreadTransport(seed, 2e-4),
-        )
-        seen |= {one.tobytes() for one in got}
-    assert len(seen) == 1
-
-
 def test_hosts_send_only_the_bytes_of_the_schedule():
     """Each of two hosts sends the least possible, the bytes of one array; final values have the result's dtype."""
     names = ("cpu:0", "cpu:1")
@@ -369,7 +350,9 @@ def test_hosts_whose_digests_differ_detect_it():
 
         def host(k, digests=digests, shared=shared):
             others = [4 + other for other in range(3) if other != k]
-            return agreed(digests[k], {rank: bytes([k, rank]) * k for rank in others}, others, shared.at(4 + k), 3, 10)
+            return exchange_digests(
+                digests[k], {rank: bytes([k, rank]) * k for rank in others}, others, shared.at(4 + k), 3, 10
+            )
 
         for k, found in enumerate(together(3, host)):
             assert (found is not None) == (len(set(digests)) == 1)
@@ -387,7 +370,7 @@ def test_hosts_without_links_detect_that_digests_differ(count):
         def host(k, digests=digests, shared=shared):
             near = [4 + other for other in (k - 1, k + 1) if 0 <= other < count]
             data = {rank: bytes([k, rank]) for rank in near}
-            return agreed(digests[k], data, near, shared.at(4 + k), 3, 10, count - 1)
+            return exchange_digests(digests[k], data, near, shared.at(4 + k), 3, 10, count - 1)
 
         for k, found in enumerate(together(count, host)):
             assert (found is not None) == (len(set(digests)) == 1), (digests, k)

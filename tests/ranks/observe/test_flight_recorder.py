@@ -173,7 +173,7 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory):
     """A file under a dump's name is complete, whenever the writer is killed."""
     code = (
         "import os, sys\n"
-        "from crossreduce.ranks import flight_recorder\n"
+        "from crossreduce.observe import flight_recorder\n"
         "ops = tuple(flight_recorder.Op(k, 'x' * 1000, 0.0, None) for k in range(1, 2000))\n"
         "history = flight_recorder.History(0, ops)\n"
         "dump = flight_recorder.new_dump('world', '7', 0, ((0,),), 'why', [history])\n"

@@ -49,6 +49,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jax_")
 def test_two_processes_reduce_over_two_levels(tmp_path):
     """Two processes of two devices compute sums and means by psum, by four algorithms and on a linear topology."""

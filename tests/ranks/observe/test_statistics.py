@@ -133,27 +133,23 @@ def test_prepared_calls_are_counted():
 
 
 def while_waiting(rendezvous):
-    """Read the statistics in another thread, while the main thread waits for a late rank; return the readings."""
+    """Read the statistics in another thread, while the main thread waits for rank 1; return the readings."""
     comm = member(rendezvous)
     comm.barrier()
-    if comm.rank == 1:
-        time.sleep(0.8)
-        comm.barrier()
-        comm.close()
-        return None
-    readings, ended = [], threading.Event()
+    readings = []
 
     def read():
-        while not ended.is_set():
-            began = time.monotonic()
-            readings.append((comm.stats(), time.monotonic() - began))
-            time.sleep(0.02)
+        while len(readings) < 20 or readings[-1].total.waiting_s <= readings[0].total.waiting_s:
+            readings.append(comm.stats())
+            time.sleep(0.005)
+        rendezvous.query("put", ["read"], True)
 
-    thread = threading.Thread(target=read)
-    thread.start()
+    if comm.rank == 0:
+        thread = threading.Thread(target=read)
+        thread.start()
+    else:
+        assert rendezvous.query("get", ["read"], timeout=20.0) == [True], "the wait is counted when it has ended"
     comm.barrier()
-    ended.set()
-    thread.join()
     comm.close()
     return readings
 
@@ -161,12 +157,7 @@ def while_waiting(rendezvous):
 def test_reading_during_a_call():
     """Statistics can be read while a call waits: the wait is counted while it lasts, and no counter decreases."""
     readings, _ = ranks(2, while_waiting)
-    totals = [stats.total for stats, _ in readings]
-    assert len(totals) > 10
-    assert sorted(took for _, took in readings)[len(readings) // 2] < 0.05
-    waits = [one.waiting_s for one in totals if one.calls == 1]
-    assert waits[-1] - waits[0] > 0.5
-    for before, after in pairwise(totals):
+    for before, after in pairwise(stats.total for stats in readings):
         assert all(x <= y for x, y in zip(before, after, strict=True))
 
 
@@ -283,26 +274,27 @@ def counted(calls, group="g", rank=0):
     return Stats(group, rank, 2, {"barrier": CollectiveStats(calls)}, {})
 
 
-@pytest.mark.parametrize("hangs_s", [0.3, 1.5])
-def test_the_last_file_has_the_final_counters(tmp_path, hangs_s):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_last_file_has_the_final_counters(tmp_path, hangs):
     """If a group ends while the thread writes older counters, the file has the final ones in the end, and later
     writes do not change it. The end of the group does not wait for a file system that hangs."""
     file, reading = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event()
+    resume = threading.Event()
     found = iter([1])
 
     def stats():
         if (old := next(found, None)) is None:
             return counted(2)
         reading.set()
-        time.sleep(hangs_s)
+        resume.wait(20 if hangs else 0.3)
         return counted(old)
 
     thread = threading.Thread(target=file.write, args=(stats,))
     thread.start()
     assert reading.wait(10)
-    began = time.monotonic()
     file.close(stats)
-    assert time.monotonic() - began < 1.4
+    assert thread.is_alive() or not hangs
+    resume.set()
     thread.join()
     file.write(lambda: counted(3))
     assert file.path.read_text() == counted(2).openmetrics()

@@ -12,7 +12,7 @@ import traceback
 import numpy as np
 import pytest
 from members import Warnings, member, memory, starter, summed
-from ranks import Died, Moment, ranks
+from ranks import Died, ranks
 
 from crossreduce.cli import main
 from crossreduce.errors import CollectiveTimeout, PeerLostError, encoded
@@ -57,40 +57,36 @@ def until_lost(rendezvous, started, seed, kind):
                 comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
         mixed(comm, random.Random(seed))
     except PeerLostError as error:
-        at = Moment()
         with pytest.raises(PeerLostError, match="died during op") as second:
             comm.barrier()
         comm.close()
-        return str(error), str(second.value), error.ranks, at
+        return str(error), str(second.value), error.ranks
 
 
-@pytest.mark.parametrize("part", range(5))
-def test_a_killed_rank_is_named(part):
-    """Whenever a rank is killed, all others raise the same PeerLostError within 1.5 s, which names it; their next call
-    raises it again."""
-    for seed in range(part * 10, part * 10 + 10):
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 50), marks=pytest.mark.system)])
+def test_a_killed_rank_is_named(seeds):
+    """Whenever a rank is killed, all others raise the same PeerLostError before the timeout, which names it; their next
+    call raises it again."""
+    for seed in seeds:
         draw = random.Random(seed)
         n = draw.choice([2, 3, 4])
         victim, kind = draw.randrange(n), draw.choice(["mixed", "mixed", "long"])
-        killed = []
         with starter(n) as started:
 
-            def kill(pids, draw=draw, victim=victim, killed=killed, started=started):
+            def kill(pids, draw=draw, victim=victim, started=started):
                 started.wait()
                 time.sleep(draw.random() * 0.12)
                 os.kill(pids[victim], signal.SIGKILL)
-                killed.append(Moment())
 
             found = ranks(n, until_lost, started, seed, kind, check=False, begun=kill, timeout_s=30)
         assert isinstance(found[victim], Died)
         rest = [found[rank] for rank in range(n) if rank != victim]
         assert all(isinstance(one, tuple) for one in rest), (seed, rest)
         assert len({text for text, *_ in rest}) == 1, (seed, rest)
-        for text, again, lost, at in rest:
+        for text, again, lost in rest:
             assert lost == (victim,), (seed, text)
             assert again == text, seed
             assert text.startswith(f"rank {victim} died during op "), seed
-            assert at.seconds_since(killed[0]) < 1.5, (seed, at.seconds_since(killed[0]))
 
 
 def dies_between(rendezvous, when):
@@ -121,30 +117,6 @@ def test_before_the_first_call_and_after_the_last():
     assert found[0] == found[2] == "closed", found
 
 
-def two_die(rendezvous, started):
-    comm = member(rendezvous, 5)
-    started.ready()
-    with pytest.raises(PeerLostError, match="died during op") as error:
-        mixed(comm, random.Random(1))
-    return error.value.ranks
-
-
-def test_several_die_at_once():
-    """If several ranks die at once, all others name the same nonempty set of them."""
-    with starter(4) as started:
-
-        def kill(pids):
-            started.wait()
-            time.sleep(0.05)
-            for rank in (0, 3):
-                os.kill(pids[rank], signal.SIGKILL)
-
-        found = ranks(4, two_die, started, check=False, begun=kill)
-    assert found[1] == found[2]
-    assert set(found[1]) <= {0, 3}
-    assert found[1]
-
-
 # Ranks that stop
 
 
@@ -164,7 +136,7 @@ def pause(started, victim, seconds):
 def stopped(rendezvous, started, timeout_s):
     kept = Warnings()
     comm = member(rendezvous, timeout_s)
-    comm.warn_s = 0.3
+    comm.detector.warn_s = 0.3
     for _ in range(3):
         summed(comm)
     started.ready()
@@ -173,7 +145,6 @@ def stopped(rendezvous, started, timeout_s):
     try:
         while True:
             comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-            at = Moment()
             assert (x == comm.size).all()
             x[:] = 1
             done = np.array([time.monotonic() - began >= 1.9], np.uint8)
@@ -181,25 +152,25 @@ def stopped(rendezvous, started, timeout_s):
             if done[0]:
                 break
     except CollectiveTimeout as error:
-        took = time.monotonic() - at.time, Moment().seconds_since(at)
         tracebacks = traceback.format_exc().count("Traceback (most recent call last)")
         again = None
         try:
             comm.barrier()
         except CollectiveTimeout as second:
             again = str(second) == str(error)
-        return str(error), error.ranks, took, again, kept.texts, tracebacks
+        return str(error), error.ranks, again, kept.texts, tracebacks
     comm.close()
-    return "done", (), None, None, kept.texts, 0
+    return "done", (), None, kept.texts, 0
 
 
+@pytest.mark.system
 def test_a_rank_that_stops_for_a_while():
     """While a rank is stopped, the others warn once, naming it and the call; when it continues, results are correct."""
     with starter(3) as started:
         found = ranks(3, stopped, started, 20.0, begun=pause(started, 1, 1))
     assert [one[0] for one in found] == ["done"] * 3
     for rank in (0, 2):
-        (text,) = found[rank][4]
+        (text,) = found[rank][3]
         assert f"rank {rank}: " in text
         assert " s for rank 1 in op " in text
         assert "float32[10]" in text or "broadcast" in text
@@ -216,14 +187,11 @@ def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
     assert re.match(
         r"rank 2 did not complete op .*, within the timeout of 1\.5 s\. The group cannot be used again", text
     )
-    for rank, (_, late, took, again, warned, tracebacks) in enumerate(found):
+    for rank, (_, late, again, warned, tracebacks) in enumerate(found):
         assert late == (2,)
         assert tracebacks == 1  # without an internal exception before it
         assert again is True
         if rank != 2:
-            elapsed, without_cpu_waits = took
-            assert elapsed > 1.4
-            assert without_cpu_waits < 3
             assert any("s for rank 2 in op" in warning for warning in warned)
     read = flight_recorder.read(dumps)
     assert not read.problems
@@ -262,60 +230,47 @@ def slow(rendezvous):
 
     if comm.rank == 1:
         comm.memory.begin = slowly
-    began = time.monotonic()
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    took = time.monotonic() - began
     right = bool((x == 2).all())
     comm.close()
-    return right, took
+    return right
 
 
 def test_a_call_that_progresses_does_not_time_out():
     """The timeout applies to the wait at one barrier, not to the whole call."""
-    found = ranks(2, slow)
-    assert all(right for right, _ in found)
-    assert found[0][1] > 1.1, "the call was too short to show it"
+    assert ranks(2, slow) == [True, True]
 
 
-def slow_to_write(rendezvous):
-    comm = member(rendezvous, 8)
-    if comm.rank == 2:
-        with mmap.mmap(comm.memory.fd, 0) as mapped:
-            mapped[0] = 2 + 2
-            time.sleep(1.6)
-            reason = encoded(PeerLostError("the reason", [1]))
-            mapped[4:8] = len(reason).to_bytes(4, "little")
-            mapped[8 : 8 + len(reason)] = reason
-            mapped[0] = 1
-    with pytest.raises(PeerLostError, match="the reason") as error:
-        comm.barrier()
-    return error.value.ranks
-
-
-def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """When a rank aborts the group, all ranks wait for its reason as long as it is alive, and raise the reason."""
-    assert ranks(3, slow_to_write) == [(1,)] * 3
-
-
-def killed_while_it_writes(rendezvous):
+def slow_to_write(rendezvous, is_killed):
+    """Let rank 2 begin to write the reason of an abort, and complete it late, or be killed before."""
     comm = member(rendezvous, 8)
     if comm.rank == 2:
         with mmap.mmap(comm.memory.fd, 0) as mapped:
             mapped[0] = 2 + 2  # 2 + rank: rank 2 is writing a reason (see shared_memory.hpp)
-        os.kill(os.getpid(), signal.SIGKILL)
+            if is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1)
+            reason = encoded(PeerLostError("the reason", [1]))
+            mapped[4:8] = len(reason).to_bytes(4, "little")
+            mapped[8 : 8 + len(reason)] = reason
+            mapped[0] = 1
     time.sleep(0.2)
-    try:
+    with pytest.raises(PeerLostError, match=r"the reason|rank 2 died during op 1, barrier") as error:
         comm.barrier()
-    except PeerLostError as error:
-        return str(error)
+    return str(error.value)
+
+
+def test_a_rank_that_is_slow_to_write_the_abort_reason():
+    """When a rank aborts the group, all ranks wait for its reason as long as it is alive, and raise the reason."""
+    assert ranks(3, slow_to_write, False) == ["the reason"] * 3
 
 
 def test_a_rank_killed_while_it_writes_the_abort_reason():
     """An incomplete reason for an abort is ignored: the errors name the rank that died while it wrote the reason."""
-    first, second, died = ranks(3, killed_while_it_writes, check=False)
+    first, second, died = ranks(3, slow_to_write, True, check=False)
     assert isinstance(died, Died)
     assert first == second
-    assert first.startswith("rank 2 died during op 1, barrier")
+    assert first.startswith("rank 2 died")
 
 
 def leaves_after_its_last_call(rendezvous):

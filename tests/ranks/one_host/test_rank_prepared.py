@@ -56,9 +56,8 @@ def array(rank, shape, dtype, seed):
 def every_collective(rendezvous):
     group, counter = group_of(rendezvous)
     n, me = group.size, group.rank
-    for seed, (dtype, row) in enumerate(
-        (dtype, row) for dtype in ("float32", "bfloat16", "int64", "bool") for row in ((), (0,), (3, 5), (40_001,))
-    ):
+    cases = ("float32", ()), ("bfloat16", (0,)), ("int64", (3, 5)), ("bool", (40_001,)), ("float32", (40_001,))
+    for seed, (dtype, row) in enumerate(cases):
         xs = [array(k, row, dtype, seed) for k in range(n)]
         stacked = [array(k, (n, *row), dtype, 100 + seed) for k in range(n)]
         op = "max" if dtype == "bool" else "sum"
@@ -228,13 +227,11 @@ def interrupted(rendezvous, delay_s):
     group, x = prepared_group(rendezvous, 64)
     if group.rank == 0:
         threading.Timer(delay_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        begun = time.monotonic()
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
             group.all_reduce(x)
-        assert (type(caught.value), time.monotonic() - begun < 2) == (KeyboardInterrupt, True)
         assert "rank 0 was interrupted" in str(group.communicator.memory.abort_cause())
-    else:
-        time.sleep(1)
+    while group.communicator.failure is None:
+        time.sleep(0.01)
     with pytest.raises(PeerLostError, match="rank 0 was interrupted"):
         group.all_reduce(x)
 
@@ -250,25 +247,25 @@ def handled(rendezvous):
     errors = []
 
     def handler(*_):
-        try:
-            group.all_reduce(x)
-        except ContextError as error:
-            errors.append(str(error))
+        if errors:
+            group.close()
+        else:
+            with pytest.raises(ContextError, match="already in a call") as error:
+                group.all_reduce(x)
+            errors.append(str(error.value))
+        rendezvous.query("put", [f"handled {number}"], True)
 
-    if group.rank == 0:
-        signal.signal(signal.SIGUSR1, handler)
-        threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
-    else:
-        time.sleep(0.3)
-    assert (group.all_reduce(x) == 2).all()
-    assert len(errors) == (group.rank == 0)
-    if group.rank == 0:
-        signal.signal(signal.SIGUSR1, lambda *_: group.close())
-        threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
-    else:
-        time.sleep(0.3)
-    with pytest.raises(PeerLostError, match="rank 0 left"):
-        group.all_reduce(x)
+    signal.signal(signal.SIGUSR1, handler)
+    for number in (1, 2):
+        if group.rank == 0:
+            threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
+        else:
+            assert rendezvous.query("get", [f"handled {number}"], timeout=20.0) == [True]
+        if number == 1:
+            assert (group.all_reduce(x) == 2).all()
+        else:
+            with pytest.raises(PeerLostError, match="rank 0 left"):
+                group.all_reduce(x)
 
 
 def test_signal_handlers_during_a_prepared_call():

@@ -7,7 +7,7 @@ import time
 import pytest
 from ranks import ranks
 
-from crossreduce.ranks.watchdog import WatchedTransport
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
 class Slow:
@@ -16,12 +16,12 @@ class Slow:
     def __init__(self):
         self.calls, self.go, self.error = [], threading.Event(), None
 
-    def send(self, *given):
-        self.calls.append(("send", *given))
+    def send(self, *message):
+        self.calls.append(("send", *message))
         return self
 
-    def receive(self, *given):
-        self.calls.append(("receive", *given))
+    def receive(self, *message):
+        self.calls.append(("receive", *message))
         return self
 
     def abort(self):
@@ -35,13 +35,18 @@ class Slow:
 
 
 class Checker:
-    def __init__(self):
-        self.transport, self.waits, self.checked = Slow(), [], threading.Event()
+    """A watched transport, and the waits with which its check was called; ``fails``: the first check raises."""
+
+    def __init__(self, fails=False):
+        self.transport, self.waits, self.checked, self.fails = Slow(), [], threading.Event(), fails
         self.watched = WatchedTransport(self.transport, self.check)
 
-    def check(self):
-        self.waits.append(self.watched.wait)
+    def check(self, wait):
+        self.waits.append(wait)
         self.checked.set()
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
 
     def next_check(self):
         self.checked.clear()
@@ -63,21 +68,18 @@ def _no_threads():
 @pytest.mark.parametrize("error", [None, TimeoutError("late"), ConnectionError("gone")])
 def test_a_wait_is_recorded_until_it_ends(error):
     """Messages are passed on unchanged; the rank that a wait is for is recorded until the wait completes or fails."""
-    checker = Checker()
+    checker, ended = Checker(), []
     transport, watched = checker.transport, checker.watched
     sent, received = watched.send(1, 2, 3, 4), watched.receive(5, 6, 7, 8)
     assert checker.next_check() is None
     transport.error = error
     began = time.monotonic()
-    ended = []
 
     def wait():
         try:
             received.wait(9.0)
-        except OSError as found:
-            ended.append(found)
-        else:
-            ended.append(None)
+        except OSError as raised:
+            ended.append(raised)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -87,7 +89,7 @@ def test_a_wait_is_recorded_until_it_ends(error):
     assert began <= recorded.since_s <= time.monotonic()
     transport.go.set()
     waiting.join()
-    assert ended == [error]
+    assert ended == [error][: error is not None]
     assert watched.wait is None
     transport.error = None
     sent.wait(1.0)
@@ -109,17 +111,9 @@ def test_the_thread_does_not_keep_the_checked_object_alive():
 
 def test_checking_continues_after_an_error(monkeypatch):
     """An error in a check, such as a log handler's, is reported like any thread's error, and the next check follows."""
-    reported, failed = [], []
-    monkeypatch.setattr(threading, "excepthook", lambda given: reported.append((given.exc_type, given.thread.name)))
-
-    class Fails(Checker):
-        def check(self):
-            super().check()
-            if not failed:
-                failed.append(True)
-                raise ZeroDivisionError
-
-    checker = Fails()
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: reported.append((error.exc_type, error.thread.name)))
+    checker = Checker(fails=True)
     for _ in range(3):
         checker.next_check()
     assert reported == [(ZeroDivisionError, "crossreduce watchdog")]
@@ -128,7 +122,7 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 def test_one_thread_serves_all_transports():
     """One thread calls the checks of all transports of a process, also of a forked one, until the last is closed."""
-    checkers = [Checker() for _ in range(50)]
+    checkers = [Checker() for _ in range(5)]
     (thread,) = threads()
     for checker in checkers:
         checker.next_check()
@@ -154,16 +148,15 @@ def test_one_thread_serves_all_transports():
 
 def test_closing_from_its_own_thread():
     """A check may close the transport in the watchdog's thread, where a finalizer may run, too."""
-    checker = Checker()
+    checker, watched = Checker(), []
     (thread,) = threads()
 
-    class Closes:
-        def check(self):
-            checker.watched.close()
-            self.watched.close()
+    def check(_):
+        checker.watched.close()
+        for each in watched:
+            each.close()
 
-    closes = Closes()
-    closes.watched = WatchedTransport(Slow(), closes.check)
+    watched.append(WatchedTransport(Slow(), check))
     for each in (thread, *threads()):
         each.join(10)
         assert not each.is_alive()

@@ -7,15 +7,16 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, PeerLostError
-from crossreduce.ranks.agreement.agreement import Agreements, Reach, Watch, _Speaker
-from crossreduce.ranks.connections.contact import Place
-from crossreduce.ranks.connections.inquiry import SILENT_S, Inquiry
+from crossreduce.ranks.agreement.agreement import Agreements, _Speaker
+from crossreduce.ranks.agreement.lost_ranks import Reach, Watch
+from crossreduce.ranks.connections.peer_requests import Place
+from crossreduce.ranks.connections.peers import PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
+from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
+from crossreduce.ranks.failures.abort import names_owner
 from crossreduce.ranks.intra_host.registers import Decision
-from crossreduce.ranks.membership import Member
-from crossreduce.ranks.peers import PeerInfo
-from crossreduce.ranks.survival import forming
-from crossreduce.ranks.survival.forming import Forming, Settings
+from crossreduce.ranks.survival import formation
+from crossreduce.ranks.survival.formation import GroupFormation, Settings
 
 DECISION = Decision((0, 1), 1, True, 5)
 
@@ -49,8 +50,8 @@ class Answering:
         self.simulated = SimulatedHosts(monkeypatch, self._answer)
         self.registers = Registers()
         self.group = SimpleNamespace(
-            _host_of={0: 0, 1: 1, 2: 2}, _hosts=((0,), (1,), (2,)), _own=0, _registers=self.registers, token="",
-            _peers={rank: self.simulated.process(rank) for rank in (1, 2)}, _rank=0, number=0,
+            host_of=lambda rank: rank, hosts=((0,), (1,), (2,)), own_host=0, registers=self.registers, token="",
+            others={rank: self.simulated.process(rank) for rank in (1, 2)}, rank=0, number=0,
             request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
             relays=lambda *_: [],
         )  # fmt: skip
@@ -169,7 +170,7 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
         return arrived(0) if case.simulated.now >= arrives_s else arrived(late=[0])
 
     case.group.status = status
-    case.group._has_arrived = lambda rank, number: case.simulated.now >= arrives_s
+    case.group.has_arrived = lambda rank, number: case.simulated.now >= arrives_s
     assert case.speak_until(3)
     assert len(looks) < 60
     assert case.simulated.now < arrives_s + 0.02
@@ -232,8 +233,8 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
 def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
     """The rank that has found this out does not ask it, or another one, again while it tells the others."""
     asked, old = [], SimpleNamespace(agreements=None)
-    monkeypatch.setattr(forming, "answers", lambda peer, token: asked.append(token) or token == "a")
-    made = Forming(old, None, Settings(10.0, "world"), 10.0, grows=True)
+    monkeypatch.setattr(formation, "is_answering", lambda peer, token: asked.append(token) or token == "a")
+    made = GroupFormation(old, None, Settings(10.0, "world"), 10.0, grows=True)
     made._joiners = dict.fromkeys("abc")
     for _ in range(3):
         made._check_at = 0.0
@@ -274,8 +275,7 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
 )
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """An error with the global number of the rank that serves the store says that the store is lost, too."""
-    member = SimpleNamespace(rendezvous=SimpleNamespace(owner=owner), global_ranks=(4, 5))
-    assert Member._has_lost_store(member, error) is lost
+    assert names_owner(error, owner, (4, 5)) is lost
 
 
 class Relaying:
@@ -331,7 +331,7 @@ def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
     def recorded(hosts, electors, request, again_s=None):
         told.append((set(hosts), request["what"], request.get("ballot")))
         simulated = {host: [relaying.simulated.process(host)] for host in hosts}
-        return Inquiry(simulated, "token", request, again_s)
+        return RepeatedRequest(simulated, "token", request, again_s)
 
     monkeypatch.setattr(relaying.group, "inquiry", recorded)
     relaying.group.decide(1, True, 3, 10.0)

@@ -1,11 +1,19 @@
-"""The store that a rank serves for a group that was formed again."""
+"""The store that a rank serves to others, the connections to it, and what ranks publish there about connections."""
 
 import os
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
+from crossreduce.ranks.connections import listener
+from crossreduce.ranks.connections.listener import MOST_UNKNOWN
+from crossreduce.ranks.connections.rendezvous import ConnectionStore
+from crossreduce.ranks.connections.store import StoreClient
+from crossreduce.ranks.transports import tcp
 from crossreduce.torch.peer_store import PeerStore
 
 KEY = b"of the tests    "
@@ -50,3 +58,102 @@ def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):
     threading.Timer(0.05, store.set, ("key", b"1")).start()
     assert store.get("key") == b"2"
     assert store.multi_get(["key", "key"]) == [b"2", b"2"]
+
+
+def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
+    """A program that connects to a store has a limited time for its first request; a rank's connection stays open."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.3)
+    served = StoreClient(b"key")
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with socket.create_connection(("127.0.0.1", served.port), 5) as stranger:
+        assert stranger.recv(1) == b""
+    assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
+    """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
+    stay open. So such programs cannot use up the files that the process may open."""
+    monkeypatch.setattr(listener, "UNKNOWN_S", 60)
+    served = StoreClient(b"key", ranks=3)
+    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    rank.set("known", b"1")
+    with ExitStack() as stack:
+        number = MOST_UNKNOWN + 3 + 1
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
+        ]
+        assert strangers[0].recv(1) == b""
+        strangers[1].settimeout(0.2)
+        with pytest.raises(TimeoutError, match="timed out"):
+            strangers[1].recv(1)
+        assert rank.get("known") == b"1"
+    served.close()
+
+
+def test_many_values_are_read_at_once():
+    """The values of many ranks are more than one message may have; all of them are returned."""
+    served = StoreClient(b"key")
+    other = StoreClient(b"key", "127.0.0.1", served.port)
+    keys = [str(number) for number in range(600)]
+    for key in keys:
+        served.set(key, key.encode() * 1000)
+    assert other.multi_get(keys) == [key.encode() * 1000 for key in keys]
+    other.close()
+    served.close()
+
+
+def test_a_rank_gives_up_only_ranks_that_also_miss_it():
+    """A rank gives up those that it misses and that have published that they miss it; a rank that has published
+    nothing is late."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    first, second, third = (ConnectionStore(store, rank, cancelled) for rank in range(3))
+    assert first.stalled([1, 2]) == []
+    assert second.stalled([2]) == []
+    assert third.stalled([0, 1]) == [0, 1]
+    assert first.stalled([1, 2]) == [2]
+    assert second.stalled([0, 2]) == [0, 2]
+
+
+def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
+    """Among ranks of an earlier group, those that answer only through a third host are given up at once, if both miss
+    each other; others after the usual time, since their connections may only be slow."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), {(0, 2), (2, 0)}
+    made = [
+        ConnectionStore(store, rank, cancelled, "", lambda peer, rank=rank: (rank, peer) in beyond) for rank in range(3)
+    ]
+    assert made[0].stalled([1, 2]) == []
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0]
+    assert made[0].stalled([1, 2]) == [2]
+    for one in made:
+        one._began -= tcp.PATIENCE_S
+    assert made[1].stalled([0, 2]) == []
+    assert made[2].stalled([0, 1]) == [0, 1]
+
+
+def test_a_rank_that_was_given_up_learns_it_later():
+    """A rank that still misses others does not withdraw that it has given up one; that one may look much later, when it
+    would not give up the other one by itself."""
+    store, cancelled, beyond = dist.HashStore(), threading.Event(), True
+    first = ConnectionStore(store, 0, cancelled, "", lambda peer: peer == 1)
+    second = ConnectionStore(store, 1, cancelled, "", lambda _: beyond)
+    assert second.stalled([0]) == []
+    assert first.stalled([1, 2]) == [1]
+    assert first.stalled([2]) == []
+    beyond = False
+    assert second.stalled([0]) == [0]
+
+
+@pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
+def test_all_ranks_know_whether_one_has_no_connection(values):
+    """``any_of_all`` returns on all ranks, when all have called it, whether it is true on one; or it is cancelled."""
+    store, cancelled = dist.HashStore(), threading.Event()
+    ranks_of = [ConnectionStore(store, rank, cancelled) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda one, value: one.any_of_all(value, 3), ranks_of, values))
+    assert found == [any(values)] * 3
+    cancelled.set()
+    with pytest.raises(ConnectionError, match="did not connect"):
+        ranks_of[0].any_of_all(False, 5)

@@ -5,8 +5,9 @@ import signal
 import stat
 import time
 
+import pytest
+from free_port import free_port
 from paths import ROOT
-from test_torch_storm import free_port
 from torch_running import finish, start
 
 PAGE = (ROOT / "docs" / "how-to" / "when-a-rank-dies.md").read_text()
@@ -42,6 +43,7 @@ def new_address():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
+@pytest.mark.system
 def test_the_program_of_the_page_goes_on(tmp_path):
     """Of three ranks, rank 0 is killed, which also serves the store. The others continue, to the same loss as alone."""
     program, address = program_of("A loop that continues", tmp_path), new_address()
@@ -59,6 +61,7 @@ def test_the_numpy_program_of_the_page_goes_on(tmp_path):
         assert re.search(r"^step 1800, 2 ranks: [\d.]+e-1\d$", text, re.MULTILINE), text
 
 
+@pytest.mark.system
 def test_the_numpy_program_of_the_page_lets_a_process_in(tmp_path):
     """A process that reads the invitation of two NumPy ranks joins them, and all three end with the same weights. Only
     this user can read the invitation."""

@@ -4,23 +4,17 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from torch_running import HERE
 
 PROGRAM = HERE / "survival_torchrun.py"
 SECONDS = 300  # for all of it, on a machine with other work
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def torchrun(options, *arguments):
@@ -51,6 +45,7 @@ def processes(folder):
     return [int(path.name.split()[1]) for path in folder.glob("process *") if ".new" not in path.name]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("rendezvous", "victim"), [("c10d", "a later one"), ("static", "the first one")])
 def test_an_agent_is_killed_and_another_joins(tmp_path, rendezvous, victim):
     """Three agents run a rank each. One agent is killed with its rank; with static rendezvous the first one, which runs

@@ -1,50 +1,57 @@
-"""``dist.init_process_group("crossreduce")``: every collective in every form, on several processes."""
+"""``dist.init_process_group("crossreduce")`` on several processes: every collective, exact sums, training."""
 
+import functools
 import operator
 
 import pytest
-from torch_checks import CHECKS
+import torch_checks
+import torch_exact
+import torch_training
 from torch_running import checked
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Run torch_checks.py on three ranks of one host; return their reports."""
-    return checked("torch_checks.py", 3, tmp_path_factory.mktemp("ranks"))
+PROGRAMS = [(torch_checks, "AAA"), (torch_checks, "AAB"), (torch_exact, "AAA"), (torch_exact, "AAB")]
+PROGRAMS += [(torch_training, "AAA")]
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory):
-    """Run torch_checks.py on three ranks of two simulated hosts; return their reports."""
-    folder = tmp_path_factory.mktemp("apart")
-    return checked("torch_checks.py", 3, folder, 200, lambda rank: {"CROSSREDUCE_HOST": "AAB"[rank]})
+def reports_of(tmp_path_factory):
+    """Return a function that runs a program on three ranks, on the hosts of these names, and returns their reports."""
+
+    @functools.cache
+    def run(program, hosts):
+        folder = tmp_path_factory.mktemp(hosts)
+        environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+        return checked(f"{program.__name__}.py", len(hosts), folder, 200, lambda rank: environment[rank])
+
+    return run
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_one_host(found, name):
-    """Each check of torch_checks.py passes on every rank of one host."""
-    for rank, report in enumerate(found):
+@pytest.mark.parametrize(
+    ("program", "hosts", "name"),
+    [
+        pytest.param(program, hosts, name, id=f"{program.__name__} {hosts} {name}")
+        for program, hosts in PROGRAMS
+        for name in program.CHECKS
+    ],
+)
+def test_check(reports_of, program, hosts, name):
+    """Each check of torch_checks.py, torch_exact.py and torch_training.py passes on every rank of one or two hosts."""
+    for rank, report in enumerate(reports_of(program, hosts)):
         assert name not in report["failed"], f"rank {rank}:\n{report['failed'][name]}"
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_hosts(apart, name):
-    """Each check of torch_checks.py passes on every rank of two hosts."""
-    for rank, report in enumerate(apart):
-        assert name not in report["failed"], f"rank {rank}:\n{report['failed'][name]}"
-
-
-def test_same_bits(found, apart):
+@pytest.mark.parametrize("hosts", ["AAA", "AAB"])
+def test_same_bits(reports_of, hosts):
     """All ranks' results have the same bits, and their errors the same texts."""
-    for ranks in (found, apart):
-        assert len(ranks[0]["digests"]) > 100
-        assert ranks[0]["digests"] == ranks[1]["digests"] == ranks[2]["digests"]
+    first, *others = (report["digests"] for report in reports_of(torch_checks, hosts))
+    assert len(first) > 100
+    assert others == [first] * 2
 
 
-def test_destroyed_groups_release_everything(found, apart):
+@pytest.mark.parametrize("hosts", ["AAA", "AAB"])
+def test_destroyed_groups_release_everything(reports_of, hosts):
     """The number of threads and descriptors does not depend on how many groups were made and destroyed."""
-    for ranks in (found, apart):
-        for report in ranks:
-            first, last = report["counts"][0], report["counts"][2]
-            assert all(map(operator.le, last, first))  # a thread that frees unused memory ends after some seconds
-            assert report["counts"][2][0] == 1  # only the main thread of Python
+    for report in reports_of(torch_checks, hosts):
+        first, last = report["counts"][0], report["counts"][2]
+        assert all(map(operator.le, last, first))  # a thread that frees unused memory ends after some seconds
+        assert last[0] == 1  # only the main thread of Python

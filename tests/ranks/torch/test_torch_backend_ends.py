@@ -11,46 +11,37 @@ from torch_running import HERE, finish, start
 PROGRAM = HERE / "torch_endings.py"
 
 
+SCENES = ["without_destroy", "unfinished", "unfinished_in_gloo", "ends_during_gloo", "left_by_one_rank", "interrupted"]
+SCENES += ["destroyed_with_a_pending_op", "interrupted_in_backward", "interrupted_in_recv", "late", "composed"]
+
+
 @pytest.mark.parametrize(
-    "scene",
+    ("scene", "killed"),
     [
-        "without_destroy",
-        "unfinished",
-        "unfinished_in_gloo",
-        "ends_during_gloo",
-        "left_by_one_rank",
-        "destroyed_with_a_pending_op",
-        "interrupted",
-        "interrupted_in_backward",
-        "interrupted_in_recv",
-        "late",
-        "late_for_one_call",
-        "composed",
+        *((scene, None) for scene in SCENES),
+        pytest.param("late_for_one_call", None, marks=pytest.mark.system),
+        ("killed_in_backward", 1),
+        pytest.param("killed_in_hook", 1, marks=pytest.mark.system),
     ],
 )
-def test_scene(tmp_path, scene):
-    """Every rank runs a scene of torch_endings.py to its end, and its process then exits with status 0."""
-    for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 60)):
-        assert status == 0, f"rank {rank} ended with {status}:\n{text}"
-        assert (tmp_path / f"{scene}-{rank}").exists()
+def test_scene(tmp_path, scene, killed):
+    """Every rank runs a scene of torch_endings.py to its end, and its process then exits with status 0, or is killed.
 
-
-@pytest.mark.parametrize("scene", ["killed_in_backward", "killed_in_hook"])
-def test_killed(tmp_path, scene):
-    """When a rank is killed, the others' backward() raises PeerLostError within seconds."""
-    outputs = finish(start([PROGRAM, scene, tmp_path], 3), 60)
-    assert outputs[1][0] == -signal.SIGKILL
-    for rank in (0, 2):
-        assert outputs[rank][0] == 0, f"rank {rank}:\n{outputs[rank][1]}"
+    When a rank is killed in the backward pass, that of the others raises PeerLostError.
+    """
+    for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 150)):
+        assert status == (-signal.SIGKILL if rank == killed else 0), f"rank {rank} ended with {status}:\n{text}"
+        assert (tmp_path / f"{scene}-{rank}").exists() == (rank != killed)
 
 
 def test_debug_detail(tmp_path):
-    """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL run and end as without it."""
-    detail = start([PROGRAM, "without_destroy", tmp_path], 2, lambda rank: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    outputs = finish(detail, 60)
+    """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, which torch reads when it is imported, run and end as without it."""
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    outputs = finish(start(["-u", PROGRAM, "without_destroy", tmp_path], 2, lambda rank: environment), 60)
     assert [status for status, _ in outputs] == [0, 0], outputs
 
 
+@pytest.mark.system
 def test_torchrun(tmp_path):
     """torchrun can start the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]

@@ -56,7 +56,7 @@ def test_launchers(tmp_path, monkeypatch, launcher, ending):
 ENDS_LAST = """
 import ctypes, sys
 import crossreduce.ranks.communicator as module
-from crossreduce.ranks import shared_memory
+from crossreduce.ranks.intra_host import shared_memory
 from members import member
 from ranks import SocketRendezvous, Store
 

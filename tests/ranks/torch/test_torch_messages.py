@@ -1,6 +1,5 @@
 """Messages between ranks of one host: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
 
-import ctypes
 import gc
 import os
 import random
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
-from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, kernels
+from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.errors import ContextError
 from crossreduce.ranks.intra_host import shared_memory
 
@@ -295,134 +294,6 @@ def test_a_death_loses_only_messages_that_were_not_read(tmp_path):
     for reads in (True, False):
         found = ranks(3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
         assert [found[0], found[2]] == ["done"] * 2, found
-
-
-def test_a_withdrawn_receive_is_not_written():
-    """The compiled mailboxes: a receive that is withdrawn, at any time, is not written any more, and its message, if it
-    was not matched yet, is for the next receive; memory is referenced until then; many messages wait for a receive."""
-    native, slice_s = kernels.native(), 0.05
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, native.Mailboxes.nbytes(2))
-    for wrong in ((-1, 2), (2, 2), (0, 0)):
-        with pytest.raises(ValueError, match="arguments are"):
-            native.Mailboxes(fd, 0, *wrong, 0.0, True)
-    with pytest.raises(OSError, match="space"):
-        native.Mailboxes(fd, 1 << 16, 0, 2, 0.0, True)
-    for reads in (True, False):
-        os.ftruncate(fd, 0)
-        os.ftruncate(fd, native.Mailboxes.nbytes(2))
-        first, second = (native.Mailboxes(fd, 0, rank, 2, 0.0, reads) for rank in (0, 1))
-
-        class Memory:
-            def __init__(self, nbytes, fill):
-                self.buffer = (ctypes.c_char * nbytes).from_buffer(bytearray([fill]) * nbytes)
-                self.nbytes = nbytes
-
-            @property
-            def arguments(self):
-                return ctypes.addressof(self.buffer), self.nbytes, self
-
-        large, small = 300_000, 1000
-        for nbytes in (large, small):
-            old, new, data = Memory(nbytes, 1), Memory(nbytes, 2), Memory(nbytes, 3)
-            alive, number = weakref.ref(old), second.receive(0, 5, *old.arguments)
-            assert second.wait(number, 0.0) == -1
-            assert second.withdraw(number) is True
-            assert second.wait(number, 0.0) is None
-            sent = first.send(1, 5, *data.arguments)
-            receive = second.receive(-1, 5, *new.arguments)
-            deadline = time.monotonic() + 10
-            while second.wait(receive, 0.01) == -1 or (sent and first.wait(sent, 0.01) == -1):
-                assert time.monotonic() < deadline
-            assert new.buffer.raw == bytes([3]) * nbytes
-            assert old.buffer.raw == bytes([1]) * nbytes
-            del old
-            assert alive() is None
-        # Withdrawn after its message was matched; with parts, after some of them were written.
-        old, data = Memory(large, 1), Memory(large, 3)
-        number = second.receive(0, 6, *old.arguments)
-        sent = first.send(1, 6, *data.arguments)
-        if not reads:
-            while second.wait(number, 0.0) == -1 and old.buffer[0] == b"\1":
-                first.wait(sent, 0.0)
-        second.withdraw(number)
-        seen = old.buffer.raw
-        new, receive = Memory(small, 2), second.receive(0, 6, *Memory(small, 2).arguments)
-        if reads:  # the offer was not read yet, so the next receive gets it
-            while (outcome := second.wait(receive, slice_s)) == -1:
-                pass
-            assert outcome == (0, large)
-        deadline = time.monotonic() + 10
-        while first.wait(sent, 0.01) == -1:
-            second.wait(receive, 0.01)
-            assert time.monotonic() < deadline
-        assert old.buffer.raw == seen
-        # A withdrawn send is not written to the other rank any more, if that one cannot read it.
-        if not reads:
-            data, got = Memory(large, 3), Memory(large, 1)
-            sent = first.send(1, 8, *data.arguments)
-            assert first.withdraw(sent) is False
-            receive = second.receive(0, 8, *got.arguments)
-            for _ in range(3):
-                assert second.wait(receive, 0.01) == first.wait(sent, 0.01) == -1
-            assert got.buffer.raw == bytes([1]) * large
-            assert second.withdraw(receive) is True
-        # A reply that waits for room: the receive is not complete, and if it is withdrawn, the reply is still written.
-        filled = [Memory(4064, 4) for _ in range(16)]
-        assert native.Mailboxes.nbytes(2) // 4 // 4096 == len(filled)  # so many fill the ring
-        for size in (large, large - 1) if reads else (large - 1,):
-            data, got = Memory(large, 3), Memory(size, 1)
-            sent = first.send(1, 9, *data.arguments)
-            assert [second.send(0, 9, *one.arguments) for one in filled] == [0] * 16
-            receive = second.receive(0, 9, *got.arguments)
-            outcome = second.wait(receive, 0.0)
-            while size == large and got.buffer[large - 1] != b"\3":  # then another thread makes room
-                outcome = second.wait(receive, 0.0)
-            assert second.withdraw(receive) is True
-            assert outcome in (-1, 0, (0, large))
-            assert got.buffer.raw == bytes([3 if size == large else 1]) * size
-            assert first.wait(sent, 10.0) == 1
-            for one in filled:
-                assert first.wait(first.receive(1, 9, *one.arguments), 10.0) == 1
-        # Messages without a receive: at first they are copied, later they stay with their sender; empty ones, too.
-        empty = Memory(1, 0)
-        waiting = []
-        for k in range(30_000):
-            waiting.append(first.send(1, 1000 + k, ctypes.addressof(empty.buffer), 0, empty))
-            if k % 100 == 0:
-                second.wait(second.receive(0, 99, *new.arguments), 0.0)
-        assert 5_000 < sum(number > 0 and first.wait(number, 0.0) == -1 for number in waiting) < 29_000
-        for k in range(30_000):
-            receive = second.receive(0, 1000 + k, ctypes.addressof(empty.buffer), 0, empty)
-            while second.wait(receive, slice_s) == -1:
-                pass
-        data, waiting = [Memory(8000, k % 251) for k in range(1500)], []
-        for one in data:
-            waiting.append(first.send(1, 7, *one.arguments))
-            second.wait(second.receive(0, 99, *new.arguments), 0.0)
-        assert 100 < sum(number > 0 and first.wait(number, 0.0) == -1 for number in waiting) < 1400
-        for k in range(1500):
-            got = Memory(8000, 255)
-            receive = second.receive(0, 7, *got.arguments)
-            while second.wait(receive, slice_s) == -1:
-                pass
-            assert got.buffer.raw == bytes([k % 251]) * 8000, k
-        # Closed mailboxes refuse everything, and tell the other rank.
-        number = first.receive(1, 3, *new.arguments)
-        assert (first.mood(1), second.mood(0)) == (0, 0)
-        second.give_up()
-        assert first.mood(1) == 2
-        second.close()
-        second.close()
-        assert first.mood(1) == 1
-        with pytest.raises(ValueError, match="closed"):
-            second.wait(number, 0.0)
-        with pytest.raises(ValueError, match="closed"):
-            second.send(0, 3, *new.arguments)
-        with pytest.raises(ValueError, match="range"):
-            first.send(2, 3, *new.arguments)
-        del first, second
-    os.close(fd)
 
 
 def full_rings(rendezvous, store):

@@ -17,8 +17,10 @@ from torch_running import HERE
 from crossreduce.torch import memory
 from crossreduce.torch.collectives import Collectives
 
+HOSTS = ["AA", "AAB", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("AAA", "AB"))]
 
-@pytest.fixture(scope="module", params=["AA", "AAA", "AB", "AAB"])
+
+@pytest.fixture(scope="module", params=HOSTS)
 def ranks(request, tmp_path_factory):
     """Start a group of ranks on one host, or on two simulated ones; return its ``Fleet`` and its size."""
     folder, n = tmp_path_factory.mktemp("ranks"), len(request.param)

@@ -2,7 +2,6 @@
 
 import random
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import oracle
@@ -10,9 +9,10 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import pairs
 from planned import planned
-from running import ENGINES, bounds, only, run, run_engine, run_on
-from strategies import NAMED, arrays, device_counts, named, names, op_and_dtype, requests
+from running import ENGINES, only, run, run_engine, run_on
+from strategies import NAMED, arrays, named, names, op_and_dtype, requests
 
 import crossreduce as cr
 from crossreduce import Chunk, Schedule, ScheduleError, Step
@@ -41,40 +41,26 @@ def all_reduce(algorithm, n, packs=1):
 # ---- every engine ---------------------------------------------------------------------------------------------------
 
 
-@each_engine
-def test_results_are_the_oracles(engine):
-    """For any plan, op, dtype and size, each destination gets the oracle's result; integers to the bit."""
-
-    @examples(200)
-    @given(named, requests(most_packs=4), op_and_dtype(), sizes, st.data())
-    def law(algorithm, ask, pair, size, data):
-        op, dtype = pair
-        schedule = plan(algorithm, ask)
-        xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
-        before = [x.copy() for x in xs]
+@given(named, requests(most_packs=4), op_and_dtype(), sizes, st.data())
+@examples(250)
+def test_results_are_the_oracles(algorithm, ask, pair, size, data):
+    """For any plan, op, dtype and size, each engine gives each destination the oracle's result, integers to the bit;
+    all engines give the same bits, since the lowered program fixes the order of combination. A second run does, too."""
+    op, dtype = pair
+    schedule = plan(algorithm, ask)
+    xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
+    before = [x.copy() for x in xs]
+    bits = set()
+    for engine in (*ENGINES, ENGINES[0]):
         with np.errstate(all="ignore"):
             results = run_engine(engine, schedule, op, xs)
         assert len(results) == len(ask.destinations)
-        for result in results:
-            oracle.check(result, op, before, oracle.depth(schedule))
-            assert result.tobytes() == results[0].tobytes()  # every destination has the same bits
-        assert all(x.tobytes() == old.tobytes() for x, old in zip(xs, before, strict=True))  # no input was written
+        bits |= {result.tobytes() for result in results}
         for k, result in enumerate(results):
             assert not any(np.shares_memory(result, other) for other in [*xs, *results[:k]])
-
-    law()
-
-
-@given(named, requests(most_packs=3), op_and_dtype(), sizes, st.data())
-def test_all_engines_give_the_same_bits(algorithm, ask, pair, size, data):
-    """One schedule gives the same bits on every engine, since the lowered program fixes the order of combination."""
-    op, dtype = pair
-    xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
-    schedule = plan(algorithm, ask)
-    with np.errstate(all="ignore"):
-        found = [run_engine(engine, schedule, op, xs) for engine in ENGINES]
-    first = [x.tobytes() for x in found[0]]
-    assert all([x.tobytes() for x in results] == first for results in found)
+        assert all(x.tobytes() == old.tobytes() for x, old in zip(xs, before, strict=True))  # no input was written
+    assert len(bits) == 1
+    oracle.check(results[0], op, before, oracle.depth(schedule))
 
 
 def chance(rng):
@@ -103,7 +89,7 @@ def test_any_right_schedule_gives_the_right_sum(engine, dtype):
     No engine reuses the memory of an intermediate value that a later step reads.
     """
     done = 0
-    for seed in range(4_000 if engine == "loop" else 1_000):
+    for seed in range(1_500 if engine == "loop" else 600):
         schedule = chance(random.Random(seed))
         if not oracle.right(schedule):
             continue
@@ -120,57 +106,20 @@ def test_any_right_schedule_gives_the_right_sum(engine, dtype):
 
 
 @each_engine
-@pytest.mark.parametrize("algorithm", NAMED)
-def test_contributions_all_arrive_once(engine, algorithm):
-    """The sum of (n + 1) ** device is exact on every device: no contribution is lost, doubled or replaced."""
-    for n in range(1, 16):
-        xs = oracle.contributions(n, "int64", (11,))
-        for result in run_engine(engine, all_reduce(algorithm, n, packs=2), "sum", xs):
-            assert result.tolist() == [sum((n + 1) ** k for k in range(n))] * 11
-
-
-@each_engine
-def test_half_types_are_rounded_once(engine):
-    """The mean of equal large float16 or bfloat16 numbers is that number: they are summed in float32."""
-
-    @examples(40)
-    @given(named, device_counts, st.sampled_from(["float16", "bfloat16"]))
-    def law(algorithm, n, dtype):
-        large = oracle.dtype_of(dtype).type(3e4 if dtype == "float16" else 1e37)
-        largest = np.full(3, large)
-        for result in run_engine(engine, all_reduce(algorithm, n), "mean", [largest] * n):
-            assert result.tobytes() == largest.tobytes()
-
-    law()
-
-
-@each_engine
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_nan_and_inf_propagate(engine, dtype):
     """A NaN of any one device is in the result; infinities follow the rules of arithmetic."""
     n = 5
-    for algorithm in NAMED:
+    for algorithm, special in pairs(NAMED, (np.nan, np.inf, -np.inf)):
+        xs = [np.arange(1, n + 3).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+        for device in range(n):
+            xs[device][device] = special
+        xs[0][n], xs[1][n] = np.inf, -np.inf
         for op in ("sum", "mean", "min", "max", "product"):
-            for special in (np.nan, np.inf, -np.inf):
-                xs = [np.arange(1, n + 3).astype(oracle.dtype_of(dtype)) for _ in range(n)]
-                for device in range(n):
-                    xs[device][device] = special
-                xs[0][n] = np.inf
-                xs[1][n] = -np.inf
-                with np.errstate(invalid="ignore"):
-                    results = run_engine(engine, all_reduce(algorithm, n), op, xs)
-                for result in results:
-                    oracle.check(result, op, xs)
-
-
-@each_engine
-def test_the_same_input_gives_the_same_bits(engine):
-    """With a fixed schedule, repeated runs give the same bits."""
-    rng = np.random.default_rng(0)
-    for algorithm in NAMED:
-        xs = [rng.normal(size=9).astype("float32") for _ in range(6)]
-        once, again = (run_engine(engine, all_reduce(algorithm, 6), "sum", xs) for _ in range(2))
-        assert [x.tobytes() for x in once] == [x.tobytes() for x in again]
+            with np.errstate(invalid="ignore"):
+                results = run_engine(engine, all_reduce(algorithm, n), op, xs)
+            for result in results:
+                oracle.check(result, op, xs)
 
 
 @each_engine
@@ -228,15 +177,6 @@ def test_wrong_schedules_are_refused_before_anything_runs(engine, schedule, text
     assert null.counts == Counts()
 
 
-def test_empty_chunks_are_verified_too():
-    """A schedule is refused if it lacks a step of a chunk, even if that chunk is empty at this buffer size."""
-    chunk = Chunk(HALF, (0, 1), (0,))
-    schedule = custom((chunk, chunk), [(1, 0, (0, 1))])
-    assert schedule.spans(1) == ((0, 0), (0, 1))
-    with pytest.raises(ScheduleError, match="chunk 0"):
-        run_engine("loop", schedule, "sum", [np.ones(1)] * 2)
-
-
 # ---- which engine ---------------------------------------------------------------------------------------------------
 
 
@@ -247,29 +187,27 @@ def layout_of(framework, xs, n=2, mixed=False, size=4, devices=None):
     return Layout(framework, (0,), (lowered,), program.devices, program.devices, mixed), [list(xs)]
 
 
-def test_the_host_engine_is_selected_for_plain_host_arrays():
-    """NumPy arrays in host memory run on the engine "host"; its operands are the arrays themselves."""
-    xs = [np.ones(4, "float32") for _ in range(2)]
-    engine, operands = select(*layout_of(get("numpy"), xs))
-    assert engine is engine_named("host")
-    assert operands[0][0] is xs[0]
+HOSTS = ("cpu:0", "host1/cpu:0")
 
 
 @pytest.mark.parametrize(
-    "change", [{"mixed": True}, {"size": None}, {"devices": ("cpu:0", "cuda:1")}, {"devices": ("cpu:0", "host1/cpu:0")}]
+    ("change", "name"),
+    [
+        ({}, "host"),
+        ({"mixed": True}, "loop"),
+        ({"size": None}, "loop"),
+        ({"devices": ("cpu:0", "cuda:1")}, "loop"),
+        ({"devices": HOSTS}, "loop"),
+    ],
 )
-def test_the_loop_runs_what_the_host_engine_cannot(change):
-    """The engine "loop" runs mixed sparse and dense values, unknown sizes, and devices outside this host's memory."""
-    xs = [np.ones(4, "float32") for _ in range(2)]
+def test_the_engine_of_a_layout(change, name):
+    """NumPy arrays in host memory run on the engine "host", which reads the arrays themselves; "loop" runs mixed sparse
+    and dense values, unknown sizes, and devices outside this host's memory; "null" runs null arrays."""
+    xs, null = [np.ones(4, "float32") for _ in range(2)], NullFramework()
     engine, operands = select(*layout_of(get("numpy"), xs, **change))
-    assert engine is engine_named("loop")
+    assert engine is engine_named(name)
     assert operands[0][0] is xs[0]
-
-
-def test_the_null_engine_counts_null_arrays():
-    """Arrays of the null framework, which have shapes but no elements, run on the null engine."""
-    null = NullFramework()
-    engine, _ = select(*layout_of(null, [null.zeros((4,), "float32", name) for name in names(2)]))
+    engine, _ = select(*layout_of(null, [null.zeros((4,), "float32", device) for device in names(2)]))
     assert engine is engine_named("null")
 
 
@@ -295,32 +233,26 @@ def test_a_new_engine_runs_whole_calls():
         reduced = cr.all_reduce(grads, "mean")
         assert reduced[3]["w"].tolist() == [[1.5] * 3] * 2
         assert reduced[0]["b"].tolist() == [0.0, 1.5, 3.0]
-        assert [(run.shapes, run.with_out) for run in engine.runs] == [(((3,),), False), (((2, 3),), False)]
+        assert engine.runs == [(((3,),), False), (((2, 3),), False)]
         value = cr.PerReplica([np.ones(3), np.ones(3)])
         assert cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=value)[1] is value[1]
-        assert engine.runs[-1] == (("ring",), ((3,),), True)
+        assert engine.runs[-1] == (((3,),), True)
         assert value[0].tolist() == [2.0] * 3
     cr.all_reduce(grads)
     assert len(engine.runs) == 3  # outside ``only`` the engine is not selected
 
 
-def test_overlapping_out_is_refused_for_every_engine():
-    """Arrays of ``out`` that share memory are refused before any write, whether or not the engine checks for it."""
-    for name in ENGINES:
-        with only(name):
-            value = cr.PerReplica([np.ones(3), np.ones(3)])
-            block = np.zeros(4)
-            out = cr.PerReplica([block[:3], block[1:]])
-            with pytest.raises(cr.ArgumentError, match="arrays that share memory"):
-                cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=out)
-            assert block.tolist() == [0.0] * 4
-
-
-def test_the_host_engine_reports_overlap_itself():
-    """The host engine's kernel finds overlapping results and writes nothing."""
+@each_engine
+def test_overlapping_out_is_refused_for_every_engine(engine):
+    """Arrays of ``out`` that share memory are refused before any write, whether or not the engine checks for it; the
+    host engine's kernel finds them itself."""
     block = np.zeros(4)
+    with only(engine):
+        value, out = cr.PerReplica([np.ones(3), np.ones(3)]), cr.PerReplica([block[:3], block[1:]])
+        with pytest.raises(cr.ArgumentError, match="arrays that share memory"):
+            cr.AllReduceCrossDeviceOps("ring").reduce("sum", value, value, out=out)
     with pytest.raises(OverlapError) as caught:
-        run_engine("host", all_reduce("ring", 2), "sum", [np.ones(3), np.ones(3)], out=[block[:3], block[1:]])
+        run_engine("host", all_reduce("ring", 2), "sum", [np.ones(3), np.ones(3)], out=list(out))
     assert (caught.value.tensor, caught.value.result) in ((0, 0), (0, 1))
     assert block.tolist() == [0.0] * 4
 
@@ -347,29 +279,16 @@ def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
 
 
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
-@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
-def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
-    """If the size is None, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk."""
-    xs = [np.full(shape, 6.0**k) for k in range(5)]
-    for parts, _ in run(PLANNERS[algorithm](names(5)), "sum", xs, None):
-        (part,) = parts
-        oracle.check(part, "sum", xs)
-
-
-def test_arrays_of_unknown_size_need_one_chunk():
-    """A schedule of several chunks raises for arrays of unknown size, since the engine "loop" cannot cut them."""
+def test_arrays_of_unknown_size_are_not_cut(algorithm):
+    """If the size is None, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk, and refuses
+    schedules of several, since it cannot cut the arrays."""
+    for shape in ((), (2, 3), (0,)):
+        xs = [np.full(shape, 6.0**k) for k in range(5)]
+        for parts, _ in run(PLANNERS[algorithm](names(5)), "sum", xs, None):
+            (part,) = parts
+            oracle.check(part, "sum", xs)
     with pytest.raises(ScheduleError, match=r"unknown size need a schedule of one chunk[\s\S]*all_reduce by ring, 3"):
         run(PLANNERS["ring"](names(3)), "sum", [np.ones(3)] * 3, None)
-
-
-@given(named, requests(most_packs=6), sizes)
-def test_bounds_cover_the_buffer(algorithm, ask, size):
-    """A result's parts follow each other and cover the buffer; none is empty, unless the buffer is."""
-    found = bounds(plan(algorithm, ask), size)
-    assert found[0][0] == 0
-    assert found[-1][1] == size
-    assert all(before[1] == after[0] for before, after in pairwise(found))
-    assert all(stop > start for start, stop in found) or found == ((0, 0),)
 
 
 def test_the_loop_runs_a_frameworks_own_operations():

@@ -87,8 +87,7 @@ def test_eight_threads_reduce_at_once():
 
     def work(number):
         xs = [np.arange(size) * (number * n + k + 1) for k in range(n)]
-        right = sum(xs)
-        outs = [np.zeros(size, "int64") for _ in range(4)]
+        right, outs = sum(xs), [np.zeros(size, "int64") for _ in range(4)]
         together.wait()
         for turn in range(12):
             out = outs[turn % 4]
@@ -103,7 +102,7 @@ def test_eight_threads_reduce_at_once():
 
 def test_a_long_run_releases_the_interpreter_lock():
     """While a large batch is reduced, other Python threads run."""
-    n, side = 6, 2000
+    n, side = 4, 2000
     kernel = sum_kernel(side * side, n, "int8")
     xs = [np.ones((side, side), "int8").T for _ in range(n)]  # strided sources, which take long
     out = np.zeros(side * side, "int8")
@@ -116,23 +115,25 @@ def test_a_long_run_releases_the_interpreter_lock():
 
     other = threading.Thread(target=tick)
     other.start()
+    inside = 0
     try:
-        for _ in range(5):
+        for _ in range(50):
             began = time.perf_counter()
             kernel.run([xs], [[out]], 1, False, False)
             ended = time.perf_counter()
             inside = sum(began < at < ended for at in ticks)
-            if inside >= 3:
+            if inside >= 2:
                 break
     finally:
         over.set()
         other.join()
     assert (out == n).all()
-    assert inside >= 3, f"{inside} ticks in {ended - began:.3f} s"
+    assert inside >= 2, f"{inside} ticks in {ended - began:.3f} s"
 
 
 def test_the_pool_starts_no_more_threads_than_requested():
-    """The caller is one of the threads; helpers are started when they are first needed, and serve all callers."""
+    """The caller is one of the threads; helpers are started when they are first needed, and serve all callers. A small
+    batch is divided into few shares of work or one, so it starts few threads or none."""
     code = """
 counts = [native().helpers()]
 for threads in (1, 2, 3, 2, 1):
@@ -144,24 +145,15 @@ for caller in callers:
 for caller in callers:
     caller.join()
 print(*counts, native().helpers())
+for size in (20_000, 9):
+    out = np.zeros(size, "int32")
+    small = kernel("baseline", "int32", 2, size, (1, ((0, 0, 1),), (~0,)))
+    before = native().helpers()
+    small.run([[XS[0][:size]] * 2], [[out]], 500 + size % 2, False, False)
+    assert (out == 2 * XS[0][:size]).all()
+    print(native().helpers() - before <= (6 if size > 9 else 0))
 """
-    assert run(code) == ["0", "0", "1", "2", "2", "2", "2"]
-
-
-def test_the_pool_starts_no_more_threads_than_there_are_shares():
-    """A small batch is divided into few shares of work or one, so it starts few threads or none."""
-    code = """
-size = 20_000
-few = kernel("baseline", "int32", 2, size, (1, ((0, 0, 1),), (~0,)))
-out = np.zeros(size, "int32")
-few.run([[XS[0][:size]] * 2], [[out]], 500, False, False)
-assert (out == 2 * XS[0][:size]).all()
-small = kernel("baseline", "int32", 2, 9, (1, ((0, 0, 1),), (~0,)))
-first = native().helpers()
-small.run([[XS[0][:9]] * 2], [[out[:9]]], 600, False, False)
-print(first <= 8, native().helpers() == first)
-"""
-    assert run(code) == ["True", "True"]
+    assert run(code) == ["0", "0", "1", "2", "2", "2", "2", "True", "True"]
 
 
 @forks
@@ -180,8 +172,11 @@ print(forked(3), native().helpers())
 
 @forks
 def test_a_child_forked_during_a_run_reduces():
-    """A process may fork while other threads run kernels; parent and child can both reduce afterwards."""
+    """A process may fork while other threads run kernels, also by multiprocessing; parent and child can both reduce
+    afterwards."""
     code = """
+import multiprocessing
+
 over = threading.Event()
 failed = []
 
@@ -192,36 +187,23 @@ def busy(threads):
     except BaseException as error:
         failed.append(error)
 
-callers = [threading.Thread(target=busy, args=(threads,)) for threads in (2, 3)]
-for caller in callers:
-    caller.start()
-ends = set()
-for turn in range(15):
-    ends.add(forked(1 + turn % 3))
-over.set()
-for caller in callers:
-    caller.join()
-reduce(3)
-print(*ends, len(failed))
-"""
-    assert run(code) == ["0", "0"]
-
-
-@forks
-def test_multiprocessing_by_fork_reduces():
-    """Workers that multiprocessing forks from a process that has reduced can reduce."""
-    code = """
-import multiprocessing
-
 def work(number):
     reduce(1 + number % 3)
     return number
 
-reduce(3)
+callers = [threading.Thread(target=busy, args=(threads,)) for threads in (2, 3)]
+for caller in callers:
+    caller.start()
+ends = {forked(1 + turn % 3) for turn in range(6)}
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    print(*pool.map_async(work, range(6)).get(timeout=60))
+    numbers = pool.map_async(work, range(6)).get(timeout=60)
+over.set()
+for caller in callers:
+    caller.join()
+reduce(3)
+print(*ends, len(failed), *numbers)
 """
-    assert run(code) == ["0", "1", "2", "3", "4", "5"]
+    assert run(code) == ["0", "0", *"012345"]
 
 
 @linux
@@ -253,33 +235,19 @@ handled = []
 main = threading.main_thread()
 signal.signal(signal.SIGALRM, lambda number, frame: handled.append(threading.current_thread() is main))
 signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-until = time.monotonic() + 20
+until = time.monotonic() + 60
 while len(handled) < 20 and time.monotonic() < until:
     reduce(3)
 signal.setitimer(signal.ITIMER_REAL, 0)
 try:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     while True:
         reduce(3)
-        os.kill(os.getpid(), signal.SIGINT)
 except KeyboardInterrupt:
     print(len(handled) >= 20, all(handled))
 reduce(3)
 """
     assert run(code) == ["True", "True"]
-
-
-def test_an_interrupted_program_ends():
-    """Ctrl-C during a run raises ``KeyboardInterrupt``, and the process can end."""
-    code = """
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-until = time.monotonic() + 20
-try:
-    while time.monotonic() < until:
-        reduce(3)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    assert run(code) == ["interrupted"]
 
 
 def test_a_process_ends_while_daemon_threads_reduce():

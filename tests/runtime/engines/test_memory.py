@@ -71,9 +71,8 @@ def test_the_memory_of_freed_results_is_reused():
     for _ in range(4):
         result = ops.reduce("sum", value, value)
         addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
-        assert (
-            0 <= kernels.memory_usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64
-        )  # for NumPy's alignment
+        grown = kernels.memory_usage()["live"] - before
+        assert 0 <= grown - REPLICAS * NBYTES <= REPLICAS * 64  # for NumPy's alignment
         del result
         usage = kernels.memory_usage()
         assert usage["pooled"] >= REPLICAS * NBYTES
@@ -90,9 +89,9 @@ import crossreduce as cr
 def status(key):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
-value = cr.PerReplica([np.ones(1 << 22, "float32") for _ in range(8)])  # 16 MiB each
+value = cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(8)])  # 4 MiB each
 ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=int(sys.argv[1]))
-outs = [cr.PerReplica([np.ones(1 << 22, "float32") for _ in range(8)]) for _ in range(2)]
+outs = [cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(8)]) for _ in range(2)]
 ops.batch_reduce("sum", [(value, value)] * 2, out=outs)  # starts threads and compiles kernels
 del outs
 before = status("VmRSS")
@@ -105,10 +104,10 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status exists only on Linux")
-@pytest.mark.parametrize(("packs", "exact"), [(0, False), (1, False), (5, False), (5, True)])
+@pytest.mark.parametrize(("packs", "exact"), [(0, False), (5, True)])
 def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs, exact):
     """The peak memory of the process, as Linux reports it, grows by the results and at most 1 MiB for each thread."""
     command = [sys.executable, "-c", PEAK, str(packs), str(exact)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    results = 2 * REPLICAS * (16 << 10)  # in KiB
+    results = 2 * REPLICAS * (4 << 10)  # in KiB
     assert results <= int(ran.stdout) <= results + 1024 * kernels.threads()

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -135,7 +135,7 @@ def test_batches_are_one_group(cuda, torch_):
 
 def test_means_are_divided(cuda, torch_):
     """The mean of n equal numbers is that number; of two float16 40000s too, which NCCL would not compute so."""
-    for n, dtype in product((2, 3, 5, 6, 7, 8), ("float16", "float32", "float64")):
+    for n, dtype in product((2, 3, 5, 7, 8), ("float16", "float32", "float64")):
         xs = [np.full(64, 40000, dtype) * np.arange(1, 65, dtype=dtype) ** (dtype != "float16")] * n
         value = put(cuda, torch_, xs, tuple(range(n)))
         for y in NCCL.reduce("mean", value, value):
@@ -149,43 +149,28 @@ def test_means_are_divided(cuda, torch_):
 def test_broadcasts(cuda, torch_):
     """One array is copied by NCCL, whatever its dtype, to devices with or without its own; results are copies."""
     for dtype, destinations in product(DTYPES, [(1, 0, 2), (2, 3), tuple(range(8))]):
-        xs = small(dtype, (5, 2), 1)
+        xs, op = small(dtype, (5, 2), 1), "max" if dtype == "bool" else "sum"
         value = put(cuda, torch_, xs, (1,))
-        check(
-            torch_,
-            NCCL.reduce("sum" if dtype != "bool" else "max", value, on(*destinations)),
-            "max" if dtype == "bool" else "sum",
-            xs,
-            names(destinations),
-            value,
-        )
+        check(torch_, NCCL.reduce(op, value, on(*destinations)), op, xs, names(destinations), value)
         assert collective(cuda) == "ncclBroadcast"
         assert unchanged(torch_, value, xs)
 
 
 def test_threads_share_communicators(cuda, torch_):
     """Threads with streams of their own may use one op, on the same devices and on others, at the same time."""
-    faults = []
 
     def work(number):
         cuda.threads.number = number
-        try:
-            devices = ((0, 1, 2), (1, 0, 2), (1, 3))[number % 3]
-            for seed in range(30):
-                xs = small("float64", (100,), len(devices), seed)
-                value = put(cuda, torch_, xs, devices)
-                check(torch_, NCCL.reduce("mean", value, value), "mean", xs, names(devices), value)
-        except BaseException as error:
-            faults.append(error)
+        devices = ((0, 1, 2), (1, 0, 2), (1, 3))[number % 3]
+        for seed in range(10):
+            xs = small("float64", (100,), len(devices), seed)
+            value = put(cuda, torch_, xs, devices)
+            check(torch_, NCCL.reduce("mean", value, value), "mean", xs, names(devices), value)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert faults == []
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     called = cuda.called()
-    assert called.count("ncclAllReduce") == 30 * (3 * 2 + 3 * 2 + 2 * 2)
+    assert called.count("ncclAllReduce") == 10 * (3 * 2 + 3 * 2 + 2 * 2)
     assert called.count("ncclCommInitAll") == 2  # one for {0, 1, 2} in any order, one for {1, 3}
 
 
@@ -346,27 +331,20 @@ def test_the_library_is_found_and_its_communicators_are_destroyed_at_exit(path, 
 def test_the_stand_in_reports_misuse(cuda, torch_):
     """The stand-in for NCCL finds every misuse that the other tests rely on it to find."""
     a, b = (cuda.put(torch.ones(4), k) for k in (0, 1))
-    library = nccl_library.library()
-    last = (4, 7, 0)
-    good = [nccl_library.Call("ncclAllReduce", k, (x.data_ptr(), x.data_ptr(), *last)) for k, x in enumerate((a, b))]
-    streams = (4096, 8192)
+    library, streams = nccl_library.library(), (4096, 8192)
+
+    def call(rank, sent, received, count=4):
+        return nccl_library.Call("ncclAllReduce", rank, (sent.data_ptr(), received.data_ptr(), count, 7, 0))
+
+    good = [call(0, a, a), call(1, b, b)]
     misuses = {
         "rank 1 of 2 is missing": (streams, good[:1]),
         "rank 0 of 2 is missing": (streams, [*good, good[1]]),
-        "ranks 0 and 1 disagree": (
-            streams,
-            [good[0], good[1]._replace(arguments=(b.data_ptr(), b.data_ptr(), 3, 7, 0))],
-        ),
+        "ranks 0 and 1 disagree": (streams, [good[0], call(1, b, b, 3)]),
         "device 1 has another's stream": ((4096, 4096), good),
-        "device 1 sends another's": (streams, [good[0], good[0]._replace(rank=1)]),
-        "device 0 sends another's": (
-            streams,
-            [good[0]._replace(arguments=(a.data_ptr(), a.data_ptr(), 5, 7, 0)), good[1]],
-        ),
-        "device 0 writes another's": (
-            streams,
-            [good[0]._replace(arguments=(a.data_ptr(), b.data_ptr(), *last)), good[1]],
-        ),
+        "device 1 sends another's": (streams, [good[0], call(1, a, a)]),
+        "device 0 sends another's": (streams, [call(0, a, a, 5), good[1]]),
+        "device 0 writes another's": (streams, [call(0, a, b), good[1]]),
     }
     for text, (used, calls) in misuses.items():
         with pytest.raises(cr.BackendError, match="invalid usage"):

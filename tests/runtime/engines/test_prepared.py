@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import itertools
 import pickle
 import sys
 import threading
@@ -13,6 +12,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
+from pairs import pairs
 
 import crossreduce as cr
 from crossreduce import kernels
@@ -58,10 +58,9 @@ def equal(found, expected):
 
 
 def cases():
-    """Yield dtypes, ops, shapes and numbers of replicas."""
-    for dtype, shape, n in itertools.product(DTYPES, SHAPES, (1, 2, 5)):
-        for op in OPS.get(dtype, ("sum",)):
-            yield dtype, op, shape, n
+    """Return dtypes, ops, shapes and numbers of replicas."""
+    ops = [(dtype, op) for dtype in DTYPES for op in OPS.get(dtype, ("sum",))]
+    return [(dtype, op, shape, n) for (dtype, op), shape, n in pairs(ops, SHAPES, (1, 2, 5))]
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -84,12 +83,12 @@ def test_prepared_calls_give_the_results_of_the_first(framework, kind):
             expected = in_python(python).reduce(op, second, where)
             assert equal(ops._calls.reduce(op, second, where, None, None), expected)
         expected = [in_python(python).reduce(op, value, value) for value in (second, third, second)]
-        pairs = [(value, value) for value in (second, third, second)]
+        batch = [(value, value) for value in (second, third, second)]
         ops.batch_reduce(op, [(first, first)] * 3)
-        assert all(map(equal, ops._calls.batch_reduce(op, pairs, None, None), expected))
+        assert all(map(equal, ops._calls.batch_reduce(op, batch, None, None), expected))
         outs = [cr.PerReplica(list(map(copied, result.values))) for result in expected[::-1]]
-        ops.batch_reduce(op, pairs, out=outs)
-        found = ops._calls.batch_reduce(op, [pairs[1], pairs[1], pairs[0]], None, outs)
+        ops.batch_reduce(op, batch, out=outs)
+        found = ops._calls.batch_reduce(op, [batch[1], batch[1], batch[0]], None, outs)
         assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
         assert all(map(equal, found, [expected[1], expected[1], expected[0]]))
         if bits(expected[0][0])[1] == bits(second[0])[1]:
@@ -195,28 +194,31 @@ def test_calls_without_devices_differ_by_their_replicas():
             assert ops._calls.all_reduce(cr.ReduceOp.SUM, [*row, *row], None, None, None) is None
 
 
-def test_an_op_with_methods_of_its_own_is_not_prepared():
-    """A subclass that replaces a method that reduces is always called."""
-
-    class Doubled(cr.AllReduceCrossDeviceOps):
-        calls = 0
-
-        def batch_reduce_implementation(self, *arguments):
-            self.calls += 1
-            return super().batch_reduce_implementation(*arguments)
-
-    ops, value = Doubled("ring"), cr.PerReplica([np.ones(3)] * 2)
-    for _ in range(3):
-        ops.reduce("sum", value, value)
-    assert ops.calls == 3
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(cr.ReductionToOneDevice):
     """An op that does not allow attributes to be set."""
 
     _root: str = "cpu:0"
     _accumulate: None = None
+
+
+def test_unusual_ops_and_options():
+    """A subclass that replaces a method that reduces is always called; options without a hash are not prepared; a
+    frozen subclass can prepare calls."""
+    calls, value = [], cr.PerReplica([np.ones(3)] * 2)
+
+    class Watched(cr.AllReduceCrossDeviceOps):
+        def batch_reduce_implementation(self, *arguments):
+            calls.append(arguments)
+            return super().batch_reduce_implementation(*arguments)
+
+    class Unhashable(cr.CommunicationOptions):
+        __hash__ = None
+
+    for ops, options in ((Watched("ring"), None), (cr.AllReduceCrossDeviceOps(), Unhashable()), (Frozen(), None)):
+        for _ in range(3):
+            assert ops.reduce("sum", value, "cpu:0", options)[0].tolist() == [2.0] * 3
+    assert len(calls) == 3
 
 
 def test_ops_with_prepared_calls_are_copied_and_pickled():
@@ -234,17 +236,6 @@ def test_ops_with_prepared_calls_are_copied_and_pickled():
                 assert made.reduce("sum", value, "cpu:0")[0].tolist() == [2.0] * 3
 
 
-def test_options_that_cannot_be_hashed():
-    """Calls with such options are not prepared."""
-
-    class Unhashable(cr.CommunicationOptions):
-        __hash__ = None
-
-    value = cr.PerReplica([np.ones(3)] * 2)
-    for _ in range(2):
-        assert cr.AllReduceCrossDeviceOps().reduce("sum", value, "cpu:0", Unhashable())[0].tolist() == [2.0] * 3
-
-
 def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):
     """If the number of threads is invalid, a prepared call raises the same error as the first one would."""
     value = cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(2)])
@@ -256,13 +247,13 @@ def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):
     assert value[0][0] == 2
 
 
-def test_threads_that_prepare_and_run_calls(monkeypatch):
+def test_threads_that_prepare_and_run_calls():
     """Threads that use one op at once, with more kinds of arrays than are kept, get their own results."""
     ops, failures = cr.AllReduceCrossDeviceOps("direct"), []
 
     def work(number):
-        for step in range(1500):
-            size = 1 + (number * 1500 + step) % 4999
+        for step in range(500):
+            size = 1 + (number * 500 + step) % 1699
             value = cr.PerReplica([np.full(size, float(number)), np.full(size, 1.0)])
             results = [ops.reduce("sum", value, "cpu:0")[0].tolist() for _ in range(2)]
             if results != [[number + 1.0] * size] * 2:

@@ -44,23 +44,19 @@ def check_sum(ops, n, size=37):
     assert all(np.array_equal(part, xs[0]) for part in ops.broadcast(xs[0], value))
 
 
-@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, range(1, 9), [1, 3]))
+PARTS = [(0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)]
+
+
+@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, [*range(1, 9), *PARTS], [1, 3]), ids=str)
 def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
-    """1 to 8 replicas on the first GPUs of a DGX-1V get the correct sum by every algorithm; data may be routed through
-    the other GPUs."""
-    check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=ON_HOST), n)
-
-
-@each_algorithm
-def test_partial_machines(algorithm):
-    """Ops give the right sum on connected subsets of a DGX-1V, and on a DGX-1V without some links."""
-    for some in ((0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)):
-        part = ON_HOST.subset([f"cpu:{k}" for k in some])
-        check_sum(AllReduceCrossDeviceOps(algorithm, topology=part.renamed(names(len(some)))), len(some))
-    broken = ON_HOST
-    for a, b in ((0, 1), (0, 4), (2, 3), (6, 7)):
-        broken = broken.without_link(f"cpu:{a}", f"cpu:{b}")
-    check_sum(AllReduceCrossDeviceOps(algorithm, 2, topology=broken), 8)
+    """1 to 8 replicas on the first GPUs of a DGX-1V, or on a connected part of it, get the correct sum by every
+    algorithm; data may be routed through the other GPUs, also where some links are missing."""
+    topology = DGX if n in (2, 5) else ON_HOST  # by position, or by name
+    if isinstance(n, tuple):
+        topology, n = ON_HOST.subset([f"cpu:{k}" for k in n]).renamed(names(len(n))), len(n)
+    for a, b in ((0, 1), (0, 4), (2, 3), (6, 7)) if n == len(ON_HOST.devices) else ():
+        topology = topology.without_link(f"cpu:{a}", f"cpu:{b}")
+    check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=topology), n)
 
 
 @pytest.mark.parametrize(("machine", "algorithm"), each(MACHINES, ["hierarchical_copy", "ring", "forest", "auto"]))
@@ -68,14 +64,6 @@ def test_machines_are_matched_by_position(machine, algorithm):
     """If the topology has other device names than the value, its i-th device is that of the i-th replica."""
     topology = Topology.machine(machine)
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=topology), len(topology.devices))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "n", "machine"), pairs(ALGORITHMS, [1, 2, 3, 5, 7], ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
-)
-def test_machines_with_more_devices_than_replicas(machine, algorithm, n):
-    """If a topology has more devices than the value has replicas, the replicas are on its first ones."""
-    check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
 
 
 HUB = pytest.mark.xfail(
@@ -130,33 +118,21 @@ def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op,
         oracle.check(part, op, xs)
 
 
-@each_algorithm
-def test_batches_of_several_kinds(algorithm):
+def test_batches_of_several_kinds():
     """A batch of several shapes and dtypes, packed or not, dense and sparse, is reduced correctly on a topology."""
     rng = np.random.default_rng(0)
     kinds = [((3, 4), "float32"), ((), "int32"), ((0,), "float32"), ((50,), "float16"), ((7,), "float32")]
     dense = [[rng.integers(-9, 9, shape).astype(dtype) for _ in range(8)] for shape, dtype in kinds]
     rows = [cr.IndexedSlices(np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(8)]
-    for packs in (0, 1, 4):
+    batch = [(value, value) for value in map(PerReplica, dense)] + [(PerReplica(rows), "cpu:3")]
+    for algorithm, packs in each(ALGORITHMS, (0, 1, 4)):
         ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=DGX)
-        pairs = [(value, value) for value in map(PerReplica, dense)] + [(PerReplica(rows), "cpu:3")]
-        *results, sparse = ops.batch_reduce("sum", pairs)
+        *results, sparse = ops.batch_reduce("sum", batch)
         for xs, result in zip(dense, results, strict=True):
             assert len(result) == 8
             for part in result:
                 oracle.check(part, "sum", xs)
-        total = np.zeros((3, 2))
-        np.add.at(total, np.asarray(sparse[0].indices), np.asarray(sparse[0].values))
-        assert total.tolist() == [[sum(2.0**k for k in range(8) if k % 3 == row)] * 2 for row in range(3)]
-
-
-def test_all_reduce_of_trees():
-    """all_reduce of trees accepts ops with a topology."""
-    trees = [{"w": np.full((2, 3), 9**k), "b": [np.int64(9**k), None]} for k in range(8)]
-    due = sum(9**k for k in range(8))
-    for ops in (HierarchicalCopyAllReduce(2, topology=DGX), AllReduceCrossDeviceOps("forest", topology=DGX)):
-        for tree in cr.all_reduce(trees, "sum", cross_device_ops=ops):
-            assert (tree["w"].tolist(), tree["b"]) == ([[due] * 3] * 2, [due, None])
+        assert np.asarray(sparse[0].values).tolist() == [[2.0**k] * 2 for k in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -261,8 +237,6 @@ def test_devices_that_the_topology_does_not_have():
 
 def test_a_forest_without_a_topology():
     """ "forest" without a topology plans on a full mesh, on which it moves the same bytes as "direct"."""
-    for n, packs in pairs([1, 2, 3, 7, 8], [0, 1, 3]):
-        check_sum(AllReduceCrossDeviceOps("forest", packs), n)
     null = NullFramework()
     value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
     AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
@@ -287,21 +261,3 @@ def test_threads_find_all_routes_of_one_topology():
                 assert [*pool.map(work, range(8))] == [[]] * 8
     finally:
         sys.setswitchinterval(before)
-
-
-def test_threads_reduce_over_one_topology():
-    """Threads that reduce on the same new topology at the same time all get their own sums."""
-    topology = Topology.torus(2, 4, gb_per_s=(17, 34), latency_s=1e-6)
-    start = threading.Barrier(8)
-
-    def work(number):
-        start.wait()
-        for algorithm in NAMED[number % 6 :] + NAMED[: number % 6]:
-            xs = [x * (number + 1) for x in expect.digits(8, (20 + number,))]
-            value = PerReplica(xs)
-            result = AllReduceCrossDeviceOps(algorithm, 1 + number % 3, topology=topology).reduce("sum", value, value)
-            assert all(np.array_equal(part, sum(xs)) for part in result)
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(8)))

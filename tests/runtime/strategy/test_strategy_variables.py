@@ -159,7 +159,7 @@ def test_runs_in_several_threads_keep_a_variable_consistent(library):
     var = variable(strategy, library.array(np.zeros(1000)), aggregation="sum")
 
     def work():
-        for _ in range(60):
+        for _ in range(20):
             strategy.run(lambda: var.assign_add(1.0))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -167,7 +167,7 @@ def test_runs_in_several_threads_keep_a_variable_consistent(library):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert components(library, var) == [[3 * 3 * 60.0] * 1000] * 3
+    assert components(library, var) == [[3 * 3 * 20.0] * 1000] * 3
 
 
 def test_update_runs_for_each_component(library):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from crossreduce.ranks.watchdog import WatchedTransport
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 from crossreduce.threads import start_thread
 
 
@@ -86,7 +86,7 @@ def test_a_queue_of_ops_survives_an_interrupted_start(monkeypatch, interrupt):
 
 
 STORM = """
-import random, signal, sys, time
+import random, signal, sys
 import crossreduce as cr
 
 strategy = cr.MirroredStrategy(8)
@@ -94,8 +94,8 @@ strategy.run(lambda: 1)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 sys.unraisablehook = lambda _: None  # the handler may raise in a callback of the interpreter, too
 random.seed(int(sys.argv[1]))
-interrupts, until = 0, time.monotonic() + 60
-while interrupts < 2000 and time.monotonic() < until:
+interrupts = 0
+while interrupts < int(sys.argv[2]):
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1.5e-3))
         strategy.run(lambda: 1)
@@ -104,12 +104,15 @@ while interrupts < 2000 and time.monotonic() < until:
         interrupts += 1
 signal.signal(signal.SIGALRM, signal.SIG_IGN)
 assert strategy.run(lambda: 1).values == (1,) * 8
-print(interrupts > 100)
+print("survived")
 """
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no interval timers")
-def test_a_storm_of_interrupts_raises_nothing_else():
-    """Of 2,000 runs of 8 replicas that are interrupted at random moments, none raises another exception."""
-    done = subprocess.run([sys.executable, "-c", STORM, "1"], capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+@pytest.mark.parametrize("interrupts", [100, pytest.param(2000, marks=pytest.mark.system)])
+def test_a_storm_of_interrupts_raises_nothing_else(interrupts):
+    """Of runs of 8 replicas that are interrupted at random moments, none raises another exception."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, "1", str(interrupts)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")

@@ -15,10 +15,10 @@ import numpy as np
 import crossreduce as cr
 from crossreduce.engines import cuda, host
 from crossreduce.engines.base import LoweredBuffer
-from crossreduce.engines.device_memory import DeviceMemory, Operands
+from crossreduce.engines.cuda.memory import DeviceMemory, Operands
 from crossreduce.frameworks import get
 from crossreduce.lowering import Program
-from crossreduce.ops import ReduceOp, copying
+from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import Packing
 from crossreduce.reduction.pipeline import layouts
 from crossreduce.values import TensorSpec
@@ -193,7 +193,7 @@ class Case:
         self.destinations = self.names if destinations is None else tuple(self.names[k] for k in destinations)
         self.result_places = places if destinations is None else [places[k] for k in destinations]
         specs = tuple(TensorSpec((size,), dtype) for size in sizes)
-        self.numbers = NUMPY.numbers(ReduceOp(op), dtype, len(places)) if len(places) > 1 else copying(dtype)
+        self.numbers = NUMPY.numbers(ReduceOp(op), dtype, len(places)) if len(places) > 1 else copy_numbers(dtype)
         if result is not None:
             self.numbers = self.numbers._replace(result=result)
         self.sizes = sizes

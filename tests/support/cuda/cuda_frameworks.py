@@ -14,7 +14,7 @@ from paths import SUPPORT
 import crossreduce as cr
 from crossreduce import values
 from crossreduce.engines import loop
-from crossreduce.reduction import cross_device_ops, pipeline
+from crossreduce.reduction import all_reduce_ops, pipeline
 
 SIZES = [(), (1,), (7, 3), (1000,), (0, 4), (33_333,)]
 LOGICAL = [f"cuda:0#{k}" if k else "cuda:0" for k in range(8)]
@@ -83,7 +83,7 @@ def torch_calls(fake):
     import torch
 
     from crossreduce.engines import cuda
-    from crossreduce.engines.device_memory import torch as torch_memory
+    from crossreduce.engines.cuda import torch as torch_memory
     from crossreduce.engines.host import prepared
     from crossreduce.frameworks import torch as torch_framework
 
@@ -118,7 +118,7 @@ def torch_calls(fake):
             rows = [[np.asarray(100 * draw.standard_normal(size)).astype(dtype) for size in SIZES] for _ in LOGICAL]
             tensors = [[torch.from_numpy(x.copy()) for x in row] for row in rows]
             out = [[torch.full_like(x, 77) for x in row] for row in tensors] if with_out else None
-            with mock.patch.object(cross_device_ops, "reduce_batch", wraps=cross_device_ops.reduce_batch) as in_python:
+            with mock.patch.object(all_reduce_ops, "reduce_batch", wraps=all_reduce_ops.reduce_batch) as in_python:
                 devices = None if turn % 2 else LOGICAL  # those that the tensors have by default
                 results = cr.all_reduce(tensors, op, devices=devices, cross_device_ops=ops, out=out)
             assert in_python.call_count == (turn == 0), (dtype, turn, in_python.call_count)

@@ -3,7 +3,7 @@
 The custom call that is made for CUDA is registered for the CPU as well. XLA's CPU devices have no stream, so the call
 gets a device and a stream of the fake driver, and a hook lets the driver own the buffers of a call while it runs. Each
 check asks whether the call ran and the driver reported nothing. Run as a program, in a process of its own since the
-engine keeps its contexts: python cuda_jax_runs.py LIBRARY WHAT ...
+engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "3"
 
+import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +128,7 @@ def check_bits(gpu, is_traced):
               for each in algorithms]  # fmt: skip
     cases += [("bfloat16", "sum", 16, [(5000,)], each) for each in algorithms]
     cases += [("float32", "sum", 70, [(40,)], "ring"), ("float32", "sum", 1, [(40,)], "one_device")]
-    for dtype, op, count, shapes, algorithm in cases:
+    for dtype, op, count, shapes, algorithm in budget.some(cases):
         rows = [[drawn(draw, dtype, shape) for _ in range(count)] for shape in shapes]
         ops = cr.AllReduceCrossDeviceOps(algorithm)
         on_host = [jax.devices()[0]] * count
@@ -237,36 +239,33 @@ def check_gradients(gpu):
     draw = np.random.default_rng(3)
     xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
     weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
-    count = 0
-    for op in ("sum", "mean", "max", "product"):
+    cases = budget.some(product(("sum", "mean", "max", "product"), range(5)))
+    for op, number in cases:
 
         def loss(*xs, op=op, devices=None):
             found = cr.all_reduce([x**2 for x in xs], op, devices=devices)
             return sum((w * x).sum() for w, x in zip(weights, found, strict=True))
 
-        plain = [
+        function = [
             jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
             jax.grad(partial(loss, devices=names(3)), argnums=(0, 1, 2)),
             jax.jit(lambda *xs, loss=loss: jax.jvp(loss, xs, tuple(x + 1 for x in xs))),
             jax.jit(jax.vmap(lambda *ys, op=op: cr.all_reduce(list(ys), op))),
             jax.jit(jax.hessian(lambda x, op=op: cr.all_reduce([x, x * xs[1][0]], op)[1].sum())),
-        ]
-        for number, function in enumerate(plain):
-            arguments = [xs[0][0]] if number == 4 else xs
-            with mock.patch.object(cuda_jax, "supports", return_value=False):
-                right = jax.tree.leaves(function(*arguments))
-            assert gpu.ran() == 0
-            jax.clear_caches()
-            found = jax.tree.leaves(function(*arguments))
-            for a, b in zip(found, right, strict=True):
-                np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
-            runs = gpu.ran()
-            assert runs or number in (0, 1, 3, 4), (op, number)  # gradients of sums do not need their value
-            count += 1
+        ][number]
+        arguments = [xs[0][0]] if number == 4 else xs
+        with mock.patch.object(cuda_jax, "supports", return_value=False):
+            right = jax.tree.leaves(function(*arguments))
+        assert gpu.ran() == 0
+        jax.clear_caches()
+        found = jax.tree.leaves(function(*arguments))
+        for a, b in zip(found, right, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+        assert gpu.ran() or number in (0, 1, 3, 4), (op, number)  # gradients of sums do not need their value
     linear = jax.jit(lambda *cts: jax.linear_transpose(lambda *ys: cr.all_reduce(list(ys), "sum"), *xs)(list(cts)))
     for got in linear(*weights):
         np.testing.assert_allclose(got, weights.sum(0), rtol=1e-6)
-    return count
+    return len(cases)
 
 
 def fails(function, pattern):
@@ -389,10 +388,12 @@ CHECKS = {
 }
 
 
-def main(library, what, *more):
-    """Run what the test asks for; print how much was checked."""
+def main(library, *checks):
+    """Run some checks; print how much each checked."""
     with gpus(library) as gpu:
-        print(what, CHECKS[what](gpu, *more))
+        for what, *more in (each.split("=") for each in checks):
+            gpu.use(0)
+            print(what, CHECKS[what](gpu, *more))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from crossreduce import values as values_module
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
-from crossreduce.engines.device_memory import jax as memory
+from crossreduce.engines.cuda.jax import memory
 from crossreduce.frameworks import jax as framework
 
 HOST = 8  # of 9 JAX devices, the one that stands in for the host

@@ -1,8 +1,4 @@
-"""The CUDA kernels' machine code, without a GPU: the packed file, cubins (ELF), and nvdisasm's listing.
-
-Run as a program after scripts/build_cuda_kernels, it writes the table that tests compare with the packed file,
-cuda_resources.json; it needs nvdisasm (pip install nvidia-cuda-nvdisasm), which does not list sm_70.
-"""
+"""The CUDA kernels' machine code, without a GPU: the packed file, cubins (ELF), and nvdisasm's listing."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from paths import ROOT, SUPPORT
+from paths import ROOT
 
 PACKED = ROOT / "src/crossreduce/engines/cuda/kernels.bin"
-TABLE = SUPPORT / "cuda/cuda_resources.json"
 # Attributes of kernels in .nv.info, and the format of values of any size.
 REGISTERS, STACK, ANY_SIZE = 0x2F, 0x12, 0x04
 
@@ -124,23 +119,3 @@ def loads(instructions: list[str]) -> dict[str, int]:
         "generic": sum(op.split(".")[0] in ("LD", "ST") for op, _ in parsed),
         "constant": sum("CONSTANT" in op or ".NC" in op or ".CI" in op for op, _ in parsed if op.startswith("LD")),
     }
-
-
-def table() -> dict[str, dict[str, dict[str, int]]]:
-    """Return for each kernel its registers and how many loads are ahead of their first use, on each architecture."""
-    program = nvdisasm()
-    assert program, "pip install nvidia-cuda-nvdisasm"
-    made: dict[str, dict[str, dict[str, int]]] = {}
-    for architecture, cubin in unpacked()[1].items():
-        if architecture.startswith("sm_"):
-            for name, used in resources(cubin).items():
-                made.setdefault(name, {"registers": {}, "ahead": {}})["registers"][architecture] = used["registers"]
-            if architecture != "sm_70":
-                for name, instructions in listing(cubin, program).items():
-                    made[name]["ahead"][architecture] = loads(instructions)["ahead"]
-    return made
-
-
-if __name__ == "__main__":
-    rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table().items())]
-    TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")

@@ -1,10 +1,8 @@
-"""Callers of the fake CUDA driver: a pipeline over three devices, and random programs, whose order is recomputed."""
+"""Callers of the fake CUDA driver: random programs, whose order is recomputed."""
 
 import ctypes
-import itertools
 import re
 
-import numpy as np
 from cuda_launches import Tensor, packed
 from fake_cuda import NON_BLOCKING
 
@@ -69,42 +67,6 @@ class Caller:
         """Let a stream wait for another one."""
         self.call("cuEventRecord", event, before)
         self.call("cuStreamWaitEvent", after, event, 0)
-
-
-def pipeline(driver, draw):
-    """Sum arrays of three devices on the first one, and give the sum to all: through events over four streams.
-
-    Return the results and the right ones.
-    """
-    size = 1500
-    caller = Caller(driver, 3)
-    functions = [caller.function(device) for device in range(3)]
-    streams, main = [caller.stream(device) for device in range(3)], driver.stream(0)
-    events, first, last = [caller.event(device) for device in range(3)], caller.event(0), caller.event(0)
-    xs = [draw.integers(-9, 9, size).astype(np.float32) for _ in range(3)]
-    ins, outs = ([driver.memory(4 * size, device) for device in range(3)] for _ in range(2))
-    parts = [driver.memory(4 * size, 0) for _ in range(3)]
-
-    for device, peer in itertools.permutations(range(3), 2):
-        caller.use(device)
-        caller.call("cuCtxEnablePeerAccess", caller.contexts[peer], 0)
-    for device in range(3):
-        driver.write(ins[device], xs[device], main, 0)
-    caller.use(0)
-    caller.call("cuEventRecord", first, main)
-    for device in range(3):
-        caller.use(device)
-        caller.call("cuStreamWaitEvent", streams[device], first, 0)
-        caller.launch(functions[device], streams[device], [ins[device]] * 2, [outs[device]], size)
-        copy = (parts[device], caller.contexts[0], outs[device], caller.contexts[device], 4 * size, streams[device])
-        caller.call("cuMemcpyPeerAsync", *copy)
-        caller.order(events[device], streams[device], streams[0])
-    caller.use(0)
-    caller.launch(functions[0], streams[0], parts, outs, size)  # writes to its peers
-    caller.order(last, streams[0], main)
-    got = [driver.read(each, 4 * size, main, 0) for each in outs]
-    driver.run()
-    return [each.raw for each in got], (2 * sum(xs)).tobytes()
 
 
 class Program:

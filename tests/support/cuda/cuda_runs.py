@@ -2,7 +2,7 @@
 
 Before each call the callers' streams write the sources, and after it they read the results and free all arrays, whose
 memory others write into, so that every missing dependency is reported. Run as a program, in a process of its own since
-the engine keeps its contexts: python cuda_runs.py LIBRARY PEERS WHAT COUNT SEED.
+the engine keeps its contexts: python cuda_runs.py LIBRARY PEERS SEED CHECK=COUNT ...
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ CHECKS = {
 }
 
 
-def main(library, peers, what, count, seed):
-    """Run what the test asks for; print how much was checked."""
-    memory = Memory(FakeDriver(library, 8, peers, seed))
+def main(library, peers, seed, *checks):
+    """Run some checks; print how much each checked."""
+    memory = Memory(FakeDriver(library, 8, peers, int(seed)))
     if peers == "full":  # a framework has enabled this already
         assert memory.fake.lib.cuInit(0) == 0
         assert all(memory.fake.memory(512, device) for device in (1, 3))
@@ -242,12 +242,12 @@ def main(library, peers, what, count, seed):
         memory.on(1)
         assert memory.fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
         memory.fake.lib.cuCtxSetCurrent(None)
-    small = mock.patch.object(
-        sys.modules["crossreduce.engines.cuda.operations"], "_PIECE_NBYTES", 1 << 10
-    )  # so that small arrays are cut into pieces
+    module = sys.modules["crossreduce.engines.cuda.batching"]
+    small = mock.patch.object(module, "_PIECE_NBYTES", 1 << 10)  # so that small arrays are cut into pieces
     with small, mock.patch.object(cuda, "device_memory", return_value=memory):
-        print(what, CHECKS[what](memory, count, seed))
+        for what, count in (each.split("=") for each in checks):
+            print(what, CHECKS[what](memory, int(count), int(seed)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    main(*sys.argv[1:])

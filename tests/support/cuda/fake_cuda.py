@@ -10,30 +10,22 @@ one is kept.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
-from paths import NATIVE, ROOT
+from compiled import compiled
+from paths import NATIVE, ROOT, program, python_path
 
+import crossreduce
+
+PACKAGE = Path(crossreduce.__file__).parent  # with its compiled modules, where it is installed
 KERNELS = ROOT / "src/crossreduce/engines/cuda/native"
-SOURCES = NATIVE
-FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
 HOST = -1  # the "device" of pinned memory
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
-CUBE_MESH = [
-    {1, 2, 3, 4},
-    {0, 2, 3, 5},
-    {0, 1, 3, 6},
-    {0, 1, 2, 7},
-    {0, 5, 6, 7},
-    {1, 4, 6, 7},
-    {2, 4, 5, 7},
-    {3, 4, 5, 6},
-]
+CUBE_MESH = ["1234", "0235", "0136", "0127", "0567", "1467", "2457", "3456"]  # of each device of a DGX-1, its peers
 
 # The parameters of the driver's functions: p pointers and handles, a addresses, z sizes, i int, u unsigned, s text.
 PARAMETERS = {
@@ -53,33 +45,39 @@ TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": 
 TYPES["s"] = ctypes.c_char_p
 
 
-def built(folder, *flags, stub=False, soname="libcuda.so.1"):
-    """Return the path of the library, compiled in a folder that processes may share.
+def host_bodies():
+    """Return the path of the kernels' bodies, compiled for the host: an object file."""
+    command = ["g++", *FLAGS, f"-I{KERNELS}", "-c"]
+    return compiled("cuda_host.o", command, [NATIVE / "cuda_host.cpp"], KERNELS.iterdir())
+
+
+def built(stub=False, soname="libcuda.so.1"):
+    """Return the path of the library; it is compiled only if that of the same sources is not kept.
 
     ``soname``: a process that has loaded a library of this name uses it as the CUDA driver if it is libcuda.so.1.
     ``stub``: one whose calls do nothing and succeed, to measure the cost of the engine on the host.
     """
-    names = ["stub_cuda.cpp"] if stub else ["fake_cuda.cpp", "cuda_host.cpp"]
-    key = hashlib.sha256(repr((FLAGS, flags, names, soname)).encode())
-    for path in sorted([*SOURCES.glob("*cuda*"), *SOURCES.glob("fake_*"), *KERNELS.iterdir()]):
-        key.update(path.read_bytes())
-    into = Path(folder) / f"fake_cuda_{key.hexdigest()[:16]}"
-    into.mkdir(parents=True, exist_ok=True)
-    library = into / "libcuda.so.1"
-    with (into / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            command = ["g++", *FLAGS, *flags, f"-I{KERNELS}", *(str(SOURCES / name) for name in names)]
-            command += ["-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread", "-o", str(into / "made")]
-            subprocess.run(command, check=True, timeout=300)
-            (into / "made").rename(library)
-    return library
+    name = "stub_cuda.cpp" if stub else "fake_cuda.cpp"
+    included = [*NATIVE.glob("fake_*.hpp"), *KERNELS.iterdir()]
+    objects = [compiled(f"{name}.o", ["g++", *FLAGS, f"-I{KERNELS}", "-c"], [NATIVE / name], included)]
+    if not stub:
+        objects.append(host_bodies())
+    return compiled("libcuda.so.1", ["g++", "-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread"], objects)
 
 
-def shared_folder(tmp_path_factory):
-    """Return the temporary folder that all workers of one run of pytest share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+def ran(name, *arguments, package=PACKAGE.parent, timeout=550, **environment):
+    """Run a program of the tests in a process of its own; return the finished process."""
+    command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
+    given = os.environ | {"PYTHONPATH": python_path(package)} | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
+
+
+def printed(name, *arguments):
+    """Run a program of the tests, which must succeed and report nothing; return what it printed."""
+    done = ran(name, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not done.stderr, done.stderr[-3000:]
+    return done.stdout
 
 
 def peer_matrix(peers, devices):
@@ -89,7 +87,7 @@ def peer_matrix(peers, devices):
     access = {
         "full": lambda a, b: True,
         "pairs": lambda a, b: a // 2 == b // 2,
-        "mesh": lambda a, b: b in CUBE_MESH[a],
+        "mesh": lambda a, b: str(b) in CUBE_MESH[a],
         "none": lambda a, b: False,
     }[peers]
     return [[int(a != b and access(a, b)) for b in range(devices)] for a in range(devices)]

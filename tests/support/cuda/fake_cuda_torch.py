@@ -11,7 +11,7 @@ import torch
 
 from crossreduce import values
 from crossreduce.engines import cuda
-from crossreduce.engines.device_memory import torch as torch_memory
+from crossreduce.engines.cuda import torch as torch_memory
 from crossreduce.frameworks import torch as torch_framework
 from crossreduce.reduction import pipeline
 

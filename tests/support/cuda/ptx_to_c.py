@@ -2,34 +2,29 @@
 
 In: PTX, as scripts/build_cuda_kernels packs it. Out: C with the functions of cuda_host.cpp,
 ``name(parameters, blocks)``. Each register is a variable. An access of parameters beyond their end, an access that is
-not aligned as PTX requires, and an instruction that is unknown here are errors. Some lines may have changed ones beside
-them, which are numbered from 1: the library's variable ``change`` chooses the one that runs.
+not aligned as PTX requires, and an instruction that is unknown here are errors.
 Source of the semantics: NVIDIA, Parallel Thread Execution ISA 8.8.
 """
 
 import ctypes
 import re
-import subprocess
-from pathlib import Path
+import tempfile
+
+from compiled import compiled
 
 # The C types of PTX's types, and of a register that holds one.
 TYPES = {f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "usb" for bits in (8, 16, 32, 64)}
 TYPES |= {"f32": "float", "f64": "double", "pred": "uint8_t", "f16": "uint16_t"}
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
-ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
-# Of a kernel's name and a line of its body, counted from 0: the numbers and texts of changed lines.
-Changes = dict[tuple[str, int], list[tuple[int, str]]]
 SPECIAL = {"%tid.x": "thread", "%ctaid.x": "block", "%nctaid.x": "blocks"}
 
 PRELUDE = r"""
-#include <fenv.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-int change = 0; // the number of the changed line that runs; 0: none
 static void stop(const char *why) { fprintf(stderr, "PTX: %s\n", why); abort(); }
 // An address in device memory, or in the parameters, from which nbytes are accessed at once.
 static inline void *device(uint64_t address, int nbytes) {
@@ -48,11 +43,6 @@ static inline uint64_t bits_of_f64(double x) { uint64_t bits; memcpy(&bits, &x, 
 // Conversions of the C compiler, which rounds to nearest even.
 static inline float widen(uint16_t bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
 static inline uint16_t narrow(float x) { _Float16 y = (_Float16)x; uint16_t bits; memcpy(&bits, &y, 2); return bits; }
-static inline uint16_t narrow_to_zero(float x) {
-    const uint16_t bits = narrow(x);
-    const float y = widen(bits);
-    return (y < 0 ? -y : y) > (x < 0 ? -x : x) ? bits - 1 : bits;
-}
 static inline uint64_t field(uint64_t x, uint32_t at, uint32_t count, int width, int is_signed) {
     at &= 255, count &= 255;
     uint64_t y = at < 64 ? x >> at : 0;
@@ -71,15 +61,6 @@ static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return y;
 }
-"""
-ROUNDED = """
-static inline {type} {op}_{rounding}_{short}({type} a, {type} b) {{
-    volatile {type} x = a, y = b;
-    fesetround({mode});
-    volatile {type} z = x {sign} y;
-    fesetround(FE_TONEAREST);
-    return z;
-}}
 """
 
 
@@ -165,8 +146,8 @@ def convert(parts: list[str], source: str) -> str:
     x = operand(source, of)
     if (to, of) == ("f32", "f16") and not rounding:
         return f"widen({x})"
-    if (to, of) == ("f16", "f32") and rounding in ("rn", "rz"):
-        return f"{'narrow' if rounding == 'rn' else 'narrow_to_zero'}({x})"
+    if (to, of) == ("f16", "f32") and rounding == "rn":
+        return f"narrow({x})"
     exact = (to[0] != "f" and of[0] != "f") or (to, of) == ("f64", "f32")
     if (exact and not rounding) or (to[0] == "f" and rounding == "rn") or (of[0] == "f" and rounding == "rzi"):
         return f"(({TYPES[to]}){x})"  # C rounds to nearest even, and integers toward zero
@@ -210,10 +191,8 @@ def value_of(parts: list[str], given: list[str]) -> str:
         beyond = f"{a} < 0 ? -1 : 0" if kind[0] == "s" else "0"
         return f"{count} > {most} ? {beyond} : {a} {'<<' if op == 'shl' else '>>'} {count}"
     x = [operand(each, kind) for each in given]
-    if kind[0] == "f" and op in ("add", "sub", "mul", "div") and len(parts) == 3:
-        if parts[1] == "rn":
-            return f"{x[0]} {OPERATORS[op]} {x[1]}"
-        return f"{op}_{parts[1]}_{kind}({x[0]}, {x[1]})"
+    if kind[0] == "f" and op in ("add", "sub", "mul", "div") and parts[1:-1] == ["rn"]:
+        return f"{x[0]} {OPERATORS[op]} {x[1]}"
     if op in ("mov", "neg", "not") and len(parts) == 2:
         return {"mov": x[0], "neg": f"-{x[0]}", "not": f"!{x[0]}" if kind == "pred" else f"~{x[0]}"}[op]
     if op in ("min", "max") and kind[0] != "f" and len(parts) == 2:
@@ -260,16 +239,12 @@ def translated(line: str) -> str:
     return f"if ({predicate.replace('%', '')}) {{ {code} }}" if predicate else code
 
 
-def function(name: str, room: int, body: str, changes: Changes) -> str:
+def function(name: str, room: int, body: str) -> str:
     """Translate a kernel."""
     lines = []
     for kind, prefix, count in re.findall(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>;", body):
         lines.append(f"{TYPES[kind]} {', '.join(f'{prefix}{k}' for k in range(int(count)))};")
-    for at, line in enumerate(body.split("\n")):
-        code = translated(line)
-        for number, changed in changes.get((name, at), ()):
-            code = f"if (change == {number}) {{ {translated(changed)} }} else {{ {code} }}"
-        lines += [code] * bool(code)
+    lines += filter(None, map(translated, body.split("\n")))
     text = "\n    ".join(lines).replace("ROOM", str(room))
     return (
         f"static void run_{name}(const unsigned char *parameters, "
@@ -288,24 +263,15 @@ def kernels(ptx: str) -> dict[str, tuple[int, str]]:
     return {name: (int(room), body) for name, room, body in re.findall(pattern, ptx, re.DOTALL)}
 
 
-def translate(found: dict[str, tuple[int, str]], changes: Changes) -> str:
+def translate(found: dict[str, tuple[int, str]]) -> str:
     """Return C code for kernels."""
-    code = [PRELUDE]
-    for op in ("add", "sub", "mul", "div"):
-        for rounding, mode in ROUNDINGS.items():
-            for short in ("f32", "f64"):
-                values = {"type": TYPES[short], "op": op, "rounding": rounding, "short": short}
-                code.append(ROUNDED.format(**values, mode=mode, sign=OPERATORS[op]))
-    code += [function(name, *each, changes) for name, each in found.items()]
-    return "".join(code)
+    return PRELUDE + "".join(function(name, *each) for name, each in found.items())
 
 
-def compiled(
-    found: dict[str, tuple[int, str]], folder: Path, *flags: str, changes: Changes | None = None
-) -> ctypes.CDLL:
-    """Return the library of the translated kernels, compiled in a folder."""
-    (folder / "ptx.c").write_text(translate(found, changes or {}))
+def loaded(found: dict[str, tuple[int, str]], *flags: str) -> ctypes.CDLL:
+    """Return the library of the translated kernels."""
     fixed = ("-shared", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-Wl,-Bsymbolic")
-    command = ["gcc", *(flags or ["-O1"]), *fixed, str(folder / "ptx.c"), "-o", str(folder / "ptx.so")]
-    subprocess.run(command, check=True, timeout=300)
-    return ctypes.CDLL(str(folder / "ptx.so"))
+    with tempfile.NamedTemporaryFile("w", suffix=".c") as file:
+        file.write(translate(found))
+        file.flush()
+        return ctypes.CDLL(str(compiled("ptx.so", ["gcc", *(flags or ["-O1"]), *fixed], [file.name])))

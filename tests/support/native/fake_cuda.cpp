@@ -42,7 +42,8 @@ template <class Body> int call(const char *name, Body body, bool needs_init = tr
     }
     int code = SUCCESS;
     try {
-        code = body();
+        if constexpr (std::is_void_v<decltype(body())>) body();
+        else code = body();
     } catch (const Refused &refused) {
         code = refused.code;
         if (!refused.why.empty())

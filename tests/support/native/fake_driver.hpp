@@ -11,30 +11,21 @@ using namespace fake;
 // ---- the driver, devices and contexts
 
 DRIVER cuInit(unsigned flags) {
-    return call(
-        "cuInit",
-        [&] {
-            check_given(flags == 0);
-            is_initialised = true;
-            return SUCCESS;
-        },
-        false);
+    return call("cuInit", [&] {
+        check_given(flags == 0);
+        is_initialised = true;
+    }, false);
 }
 DRIVER cuDriverGetVersion(int *version) {
-    return call(
-        "cuDriverGetVersion",
-        [&] {
-            check_given(version);
-            *version = 12090;
-            return SUCCESS;
-        },
-        false);
+    return call("cuDriverGetVersion", [&] {
+        check_given(version);
+        *version = 12090;
+    }, false);
 }
 DRIVER cuDeviceGetCount(int *count) {
     return call("cuDeviceGetCount", [&] {
         check_given(count);
         *count = state->devices;
-        return SUCCESS;
     });
 }
 DRIVER cuDeviceGet(int *device, int ordinal) {
@@ -43,7 +34,6 @@ DRIVER cuDeviceGet(int *device, int ordinal) {
         if (ordinal < 0 || ordinal >= state->devices)
             refuse(INVALID_DEVICE, "device " + std::to_string(ordinal) + " does not exist");
         *device = ordinal;
-        return SUCCESS;
     });
 }
 DRIVER cuDeviceGetName(char *name, int nbytes, int device) {
@@ -51,7 +41,6 @@ DRIVER cuDeviceGetName(char *name, int nbytes, int device) {
         check_given(name && nbytes > 0);
         context_of(device);
         snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", device);
-        return SUCCESS;
     });
 }
 DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) {
@@ -62,7 +51,6 @@ DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) {
         if (found == attributes.end())
             refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute));
         *value = found->second;
-        return SUCCESS;
     });
 }
 DRIVER cuDevicePrimaryCtxRetain(void **context, int device) {
@@ -72,7 +60,6 @@ DRIVER cuDevicePrimaryCtxRetain(void **context, int device) {
         if (!found.is_active()) state->check_unsafe();
         found.retained++;
         *context = pointer(found.handle);
-        return SUCCESS;
     });
 }
 DRIVER cuDevicePrimaryCtxRelease_v2(int device) {
@@ -80,14 +67,12 @@ DRIVER cuDevicePrimaryCtxRelease_v2(int device) {
         Context &found = context_of(device);
         if (found.retained == 0) refuse(INVALID_CONTEXT, "the primary context was not retained");
         if (--found.retained == 0 && !found.is_foreign) reset_context(found);
-        return SUCCESS;
     });
 }
 DRIVER cuCtxGetCurrent(void **context) {
     return call("cuCtxGetCurrent", [&] {
         check_given(context);
         *context = state->contexts.count(current_handle) ? pointer(current_handle) : nullptr; // it may be of before a reset
-        return SUCCESS;
     });
 }
 DRIVER cuCtxSetCurrent(void *context) {
@@ -99,7 +84,6 @@ DRIVER cuCtxSetCurrent(void *context) {
             if (!found->second->is_active()) refuse(CONTEXT_IS_DESTROYED, "the context was released");
         }
         current_handle = handle;
-        return SUCCESS;
     });
 }
 DRIVER cuDeviceCanAccessPeer(int *can, int device, int peer) {
@@ -107,7 +91,6 @@ DRIVER cuDeviceCanAccessPeer(int *can, int device, int peer) {
         check_given(can);
         context_of(device), context_of(peer);
         *can = device != peer && state->peers[static_cast<size_t>(device * state->devices + peer)];
-        return SUCCESS;
     });
 }
 DRIVER cuCtxEnablePeerAccess(void *peer, unsigned flags) {
@@ -150,7 +133,6 @@ DRIVER cuModuleLoadData(void **module, const void *image) {
         const uint64_t handle = new_handle();
         state->modules[handle] = std::make_shared<Module>(Module{context.handle, {}});
         *module = pointer(handle);
-        return SUCCESS;
     });
 }
 DRIVER cuModuleUnload(void *module) {
@@ -167,7 +149,6 @@ DRIVER cuModuleUnload(void *module) {
         for (auto it = state->functions.begin(); it != state->functions.end();)
             it = it->second->module == handle ? state->functions.erase(it) : std::next(it);
         state->modules.erase(handle);
-        return SUCCESS;
     });
 }
 DRIVER cuModuleGetFunction(void **function, void *module, const char *name) {
@@ -224,7 +205,6 @@ DRIVER cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
             " kernel=" + found.name + " blocks=" + std::to_string(grid_x) + " read=" + std::to_string(read) +
                 " written=" + std::to_string(written));
         state->queue_work(stream, std::move(work));
-        return SUCCESS;
     });
 }
 

@@ -10,7 +10,6 @@ DRIVER cuStreamCreate(void **stream, unsigned flags) {
         Context &context = current();
         check_given(stream && flags <= 1);
         *stream = pointer(add_stream(context, flags == 0, false, false));
-        return SUCCESS;
     });
 }
 DRIVER cuStreamDestroy_v2(void *handle) {
@@ -20,7 +19,6 @@ DRIVER cuStreamDestroy_v2(void *handle) {
         Stream &stream = of_handle(state->streams, handle, "stream");
         if (stream.capture) state->invalidate(CAPTURE_UNSUPPORTED, "the stream is capturing", stream.capture);
         state->streams.erase(stream.handle);
-        return SUCCESS;
     });
 }
 DRIVER cuStreamSynchronize(void *handle) {
@@ -30,7 +28,6 @@ DRIVER cuStreamSynchronize(void *handle) {
         state->catch_up(stream);
         state->synchronize(stream);
         context_at(stream.context, "the stream's context"); // an operation may have failed
-        return SUCCESS;
     });
 }
 DRIVER cuEventCreate(void **event, unsigned flags) {
@@ -43,14 +40,12 @@ DRIVER cuEventCreate(void **event, unsigned flags) {
         made->device = context.device;
         state->events[made->handle] = made;
         *event = pointer(made->handle);
-        return SUCCESS;
     });
 }
 DRIVER cuEventDestroy_v2(void *event) {
     return call("cuEventDestroy_v2", [&] {
         current();
         state->events.erase(of_handle(state->events, event, "event").handle);
-        return SUCCESS;
     });
 }
 DRIVER cuEventRecord(void *handle, void *stream_handle) {
@@ -64,7 +59,6 @@ DRIVER cuEventRecord(void *handle, void *stream_handle) {
         static_cast<Place &>(event) = stream;
         event.recorded = "device=" + std::to_string(stream.device) + " stream=" + std::to_string(stream.number);
         log("record", stream, "");
-        return SUCCESS;
     });
 }
 DRIVER cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
@@ -107,7 +101,6 @@ DRIVER cuStreamIsCapturing(void *handle, int *status) {
         check_given(status);
         const Stream &stream = stream_of(handle, false);
         *status = !stream.capture ? 0 : stream.capture->invalid.empty() ? 1 : 2;
-        return SUCCESS;
     });
 }
 DRIVER cuStreamBeginCapture_v2(void *handle, int mode) {
@@ -120,7 +113,6 @@ DRIVER cuStreamBeginCapture_v2(void *handle, int mode) {
             std::make_shared<Capture>(Capture{stream.handle, mode, std::this_thread::get_id(), {}, true, ""});
         stream.nodes.clear();
         state->captures.push_back(stream.capture);
-        return SUCCESS;
     });
 }
 DRIVER cuStreamEndCapture(void *handle, void **graph) {
@@ -149,7 +141,6 @@ DRIVER cuStreamEndCapture(void *handle, void **graph) {
         const uint64_t made = new_handle();
         state->graphs[made] = std::make_shared<Graph>(Graph{capture->nodes});
         *graph = pointer(made);
-        return SUCCESS;
     });
 }
 DRIVER cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) {
@@ -163,7 +154,6 @@ DRIVER cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long 
         const uint64_t handle = new_handle();
         state->execs[handle] = made;
         *exec = pointer(handle);
-        return SUCCESS;
     });
 }
 DRIVER cuGraphLaunch(void *exec, void *handle) {
@@ -174,20 +164,17 @@ DRIVER cuGraphLaunch(void *exec, void *handle) {
             state->invalidate(NOT_SUPPORTED, "the fake driver cannot capture the launch of a graph", stream.capture);
         log("graph", stream, " nodes=" + std::to_string(found.nodes.size()));
         state->launch(found, stream);
-        return SUCCESS;
     });
 }
 DRIVER cuGraphExecDestroy(void *exec) {
     return call("cuGraphExecDestroy", [&] {
         of_handle(state->execs, exec, "executable graph");
         state->execs.erase(reinterpret_cast<uint64_t>(exec));
-        return SUCCESS;
     });
 }
 DRIVER cuGraphDestroy(void *graph) {
     return call("cuGraphDestroy", [&] {
         of_handle(state->graphs, graph, "graph");
         state->graphs.erase(reinterpret_cast<uint64_t>(graph));
-        return SUCCESS;
     });
 }

@@ -3,7 +3,7 @@
 //
 //   shared_memory_cases [ops] [seed] [ranks]
 //
-// Compile it together with shared_memory.cpp, kernel.cpp, thread_pool.cpp and isa_*.cpp, with -ffp-contract=off.
+// Compile it together with shared_memory.cpp, call_log.cpp, kernel.cpp, thread_pool.cpp and isa_*.cpp, with -ffp-contract=off.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -164,11 +164,11 @@ bool watch(SharedMemory &memory, const std::atomic<bool> &over) {
             const RankState &state = memory.state(rank);
             const uint64_t number = state.number.load(std::memory_order_acquire);
             // The latest op, and the one whose record the next op overwrites.
-            for (const uint64_t of : {number, number - RECORDED_OPS + 1}) {
+            for (const uint64_t of : {number, number - RECORDED_CALLS + 1}) {
                 std::string signature;
                 int64_t started, ended;
                 if (of == 0 || of > number) continue;
-                if (!state.records[of % RECORDED_OPS].read(of, signature, started, ended)) continue;
+                if (!state.calls.records[of % RECORDED_CALLS].read(of, signature, started, ended)) continue;
                 const std::string due = signature_of(of - 1);
                 if (signature != "last" && signature.compare(0, due.size(), due) != 0)
                     return failed("a torn signature", rank, static_cast<long>(of));
@@ -200,7 +200,7 @@ int main(int count, char **given) {
             std::unique_ptr<FILE, decltype(&std::fclose)> file(std::tmpfile(), &std::fclose);
             const auto trace = file ? TraceFile::open(fileno(file.get()), "{}", 1 << 18) : nullptr;
             if (!trace) return failed("no trace", rank, 0), 1;
-            memories[static_cast<size_t>(rank)]->trace_to(trace);
+            memories[static_cast<size_t>(rank)]->calls.trace_to(trace);
         }
         std::atomic<bool> over{false};
         std::vector<std::thread> threads;

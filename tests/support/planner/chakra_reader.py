@@ -1,16 +1,19 @@
-"""Reads Chakra traces without protobuf, and runs them in any order that their dependencies allow.
+"""Reads Chakra traces without protobuf, runs them in any order that their dependencies allow, and replays them.
 
 Written from the description of protobuf's wire format (protobuf.dev/programming-guides/encoding) and from Chakra's
 et_def.proto; shares no code with the exporter.
 """
 
+import heapq
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from itertools import pairwise
 from types import SimpleNamespace
 
 from crossreduce.lowering import lower
 
 COMP, SEND, RECEIVE = 4, 5, 6
+WITHIN = 0.02  # the greatest difference between predictions and replays, for which large plans are tested
 WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) round (\d+) piece (\d+)")
 
 
@@ -80,6 +83,9 @@ def read(data):
         node.src, node.dst, node.size, node.tag = (
             attributes.get(f"comm_{name}", (0, None))[1] for name in ("src", "dst", "size", "tag")
         )
+        through = attributes.get("through", (0, None))[1]
+        node.through = None if through is None else tuple(through.decode().split(","))
+        node.duration_micros = found[4][0] if found[4] else 0
         nodes.append(node)
     return SimpleNamespace(version=head[1][0].decode(), about=about, nodes=nodes)
 
@@ -226,3 +232,105 @@ def _run(program, traces, sizes, values, rng):
                 values[rank][chunk, value, piece] = total
         finish(at)
     assert done == len(nodes)
+
+
+class Link:
+    """A link that carries one message at a time, in the order in which messages reach it."""
+
+    def __init__(self, link):
+        self.bytes_per_s, self.latency_s = float(link.bandwidth) * 1e9, float(link.latency_s)
+        self.waiting, self.is_busy = deque(), False
+
+
+class Replay:
+    """Runs traces as the analytical network of ASTRA-sim does that models congestion: links are FIFOs.
+
+    A link is busy for the time of a message's bytes, and the message arrives one latency later. Switches and devices on
+    a route receive it completely before they forward it. A send or receive is complete when the message has arrived, a
+    computation after its duration. A rank starts the nodes that wait for nothing in the order of their numbers.
+
+    Source: github.com/astra-sim/astra-network-analytical, congestion_aware/network/Link.cc, Chunk.cc, and
+    common/NetworkFunction.cc; github.com/mlcommons/chakra, src/feeder/et_feeder.h (the order of nodes).
+    """
+
+    def __init__(self, traces, topology, devices):
+        self.topology, self.devices, self.now, self.number, self.events = topology, devices, 0.0, 0, []
+        self.nodes = {(rank, node.id): node for rank, nodes in enumerate(traces) for node in nodes}
+        self.left = {at: len(set(node.deps)) + (node.kind == RECEIVE) for at, node in self.nodes.items()}
+        self.followers, receives, self.routes = defaultdict(list), defaultdict(deque), {}
+        self.links = {(link.src, link.dst): Link(link) for link in topology.links}
+        for at, node in self.nodes.items():
+            for dep in set(node.deps):
+                self.followers[at[0], dep].append(at)
+            if node.kind == RECEIVE:
+                receives[self.key(node)].append(at)
+        sends = {at: node for at, node in self.nodes.items() if node.kind == SEND}
+        self.receiver = {at: receives[self.key(node)].popleft() for at, node in sends.items()}
+
+    @staticmethod
+    def key(node):
+        return node.src, node.dst, node.tag, node.size
+
+    def run(self):
+        """Return the time of the last event."""
+        self.start([at for at, left in self.left.items() if not left])
+        while self.events:
+            self.now, _, action, *args = heapq.heappop(self.events)
+            action(*args)
+        assert not any(self.left.values()), "the traces do not end"
+        return self.now
+
+    def after(self, seconds, *what):
+        self.number += 1  # events at the same time happen in the order in which they were scheduled
+        heapq.heappush(self.events, (self.now + seconds, self.number, *what))
+
+    def start(self, places):
+        for at in sorted(places):
+            node = self.nodes[at]
+            if node.kind == SEND:
+                self.arrive(at, self.route(node))
+            else:
+                self.after(node.duration_micros * 1e-6, self.complete, [at])
+
+    def route(self, node):
+        key = node.src, node.dst, node.through
+        if key not in self.routes:
+            ends = self.devices[node.src], self.devices[node.dst]
+            nodes = self.topology.route(*ends) if node.through is None else (ends[0], *node.through, ends[1])
+            self.routes[key] = [self.links[pair] for pair in pairwise(nodes)]
+        return self.routes[key]
+
+    def arrive(self, sender, rest):
+        """Let a message request the next link, or complete its send and receive nodes at its destination."""
+        if rest and rest[0].is_busy:
+            rest[0].waiting.append((sender, rest))
+        elif rest:
+            self.carry(sender, rest)
+        else:
+            self.left[self.receiver[sender]] -= 1
+            self.complete([sender] + [at for at in [self.receiver[sender]] if not self.left[at]])
+
+    def carry(self, sender, rest):
+        link = rest[0]
+        link.is_busy = True
+        seconds = self.nodes[sender].size / link.bytes_per_s
+        self.after(seconds + link.latency_s, self.arrive, sender, rest[1:])
+        self.after(seconds, self.free, link)
+
+    def free(self, link):
+        link.is_busy = False
+        if link.waiting:
+            self.carry(*link.waiting.popleft())
+
+    def complete(self, places):
+        ready = []
+        for follower in [follower for at in places for follower in self.followers[at]]:
+            self.left[follower] -= 1
+            ready += [follower] if not self.left[follower] else []
+        self.start(ready)
+
+
+def replay(traces, topology, devices=None):
+    """Return the seconds that traces take on links that are FIFOs; a trace is a file's bytes, or its nodes."""
+    nodes = [read(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
+    return Replay(nodes, topology, devices or topology.devices).run()

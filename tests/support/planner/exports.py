@@ -124,7 +124,7 @@ def uneven(schedule):
 EXCHANGES = [
     schedule
     for make in (one_shot, recursive_doubling, rotation)
-    for n in (2, 3, 4, 5, 8)
+    for n in (2, 3, 5)
     for schedule in (make(names(n)), uneven(make(names(n), packs=2)))
 ]
 

@@ -1,4 +1,5 @@
-"""A clock of MSCCL++ plans: how long an exported file takes on a topology. It shares no code with the library.
+"""A clock of MSCCL++ plans: how long an exported file takes on a topology. It shares no code with the library's
+exporter.
 
 Each threadblock runs its operations in order. Rank k is the topology's k-th device. Operations that write into another
 GPU's memory move their bytes over all links of the route between the two devices, in slices of at most ``SLICE`` bytes
@@ -19,7 +20,10 @@ receives the sum, and the device that runs the operation also receives the sum o
 import heapq
 import json
 from collections import defaultdict, deque
+from fractions import Fraction
 from itertools import pairwise
+
+from crossreduce.lowering import lower
 
 SLICE = 1 << 16
 
@@ -292,3 +296,22 @@ class PlanClock:
         self.signals[other].append(arrival)
         for number in self.asleep.pop(other, ()):
             self.push(arrival, number)
+
+
+def routes_of(schedule, topology):
+    """Return the routes of a schedule between each two devices, and the part of the buffer that takes each of them."""
+    found = defaultdict(lambda: defaultdict(Fraction))
+    for transfers in lower(schedule).transfers:
+        for chunk, src, dst, through, _ in transfers:
+            a, b = schedule.devices[src], schedule.devices[dst]
+            nodes = topology.route(a, b) if through is None else (a, *through, b)
+            found[a, b][nodes] += schedule.chunks[chunk].share
+    return {pair: list(routes.items()) for pair, routes in found.items()}
+
+
+def algbw(text, schedule, topology, size=256 << 20):
+    """Return the GB/s of a file for messages of at least ``size`` bytes that it runs for, with its plan's routes."""
+    gpu = json.loads(text)["gpus"][0]
+    step = 16 * max(gpu["input_chunks"], gpu["output_chunks"])
+    nbytes = -(-size // step) * step
+    return nbytes / PlanClock(text, topology, nbytes, routes_of(schedule, topology)).seconds / 1e9

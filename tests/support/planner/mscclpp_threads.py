@@ -10,10 +10,18 @@ relaxed signals lack.
 import json
 import random
 from collections import defaultdict, deque
+from typing import Any, NamedTuple
 
 
 class RunError(Exception):
     """A fault of a plan: a race, an invalid access, a wrong result, or a deadlock."""
+
+
+class Packet(NamedTuple):
+    """Data with the number of the call that sends it."""
+
+    value: Any
+    call: int
 
 
 class Step:
@@ -25,19 +33,20 @@ class Step:
     def can_run(self):
         return self.ready is None or self.ready()
 
-    def conflicts(self, other):
-        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
-
 
 class Machine:
-    """``calls`` calls of a plan whose chunks have ``chunk`` bytes, with ``threads`` threads per threadblock."""
+    """``calls`` calls of a plan whose chunks have ``chunk`` bytes, with ``threads`` threads per threadblock.
 
-    def __init__(self, text, chunk, calls=2, threads=2, root=None, *, flushes=True):
+    ``value`` returns a word of a rank's input, by call, rank and word; ``combine`` adds two values.
+    """
+
+    def __init__(self, text, chunk, calls, threads, root=None, *, value=None, combine=int.__add__):
         self.plan = json.loads(text)
         self.gpus, self.coll, self.inplace = self.plan["gpus"], self.plan["collective"], self.plan["inplace"]
         self.n, self.chunk, self.calls, self.threads, self.root = len(self.gpus), chunk, calls, threads, root
         self.align = self.plan.get("buffer_alignment", 16)
-        self.double, self.flushes = self.plan.get("use_double_scratch_buffer", False), flushes
+        self.double, self.combine = self.plan.get("use_double_scratch_buffer", False), combine
+        self.value = value or (lambda call, rank, word: (self.n + 2) ** rank * (1 + call * 1000 + word))
         packets = 2 if self.plan["protocol"] == "LL" else 1
         self.sizes = [
             {
@@ -66,17 +75,34 @@ class Machine:
                     self.agents[rank, t, j] = self.thread(rank, t, j)
             for k in range(len(self.peers(rank, "port"))):
                 self.agents[rank, "port", k] = self.port(rank, k)
-        self.next = {}
-        self.position = {}
+        self.next, self.position = {}, {}
+        self.pending = defaultdict(set)  # by word and whether it is written: the agents whose next step accesses it
         for name in list(self.agents):
             self.advance(name)
 
     def advance(self, name):
+        if name in self.next:
+            self.register(name, set.discard)
         step = next(self.agents[name], None)
         if step is None:
             self.next.pop(name, None)
         else:
             self.next[name] = step
+            self.register(name, set.add)
+
+    def register(self, name, change):
+        step = self.next[name]
+        for written, words in ((False, step.reads), (True, step.writes)):
+            for word in words:
+                change(self.pending[word, written], name)
+
+    def conflicting(self, name):
+        """Yield the agents whose next step conflicts with that of an agent: both access a word, and one writes it."""
+        step = self.next[name]
+        for word in step.reads | step.writes:
+            yield from self.pending[word, True]
+        for word in step.writes:
+            yield from self.pending[word, False]
 
     def run(self, rng, held=None):
         """Run until nothing can run. ``held``: a (rank, threadblock) and operations at which its threads stay as long
@@ -94,8 +120,8 @@ class Machine:
             if rng.random() < 0.02:
                 order[name] = rng.random()
             step = self.next[name]
-            for other in able:
-                if other != name and step.conflicts(self.next[other]):
+            for other in self.conflicting(name):
+                if other != name and self.next[other].can_run():
                     raise RunError(f"a race of {name} and {other}")
             if step.act is not None:
                 step.act()
@@ -128,7 +154,7 @@ class Machine:
 
     def has_packet(self, word, call):
         value = self.memory.get(word)
-        return isinstance(value, tuple) and value[1] == call
+        return isinstance(value, Packet) and value.call == call
 
     def split(self, size, op):
         """Return offset and size of a threadblock's part of an operation."""
@@ -156,9 +182,6 @@ class Machine:
                 self.started[rank] = call
 
             yield Step(words, words, between, lambda call=call: self.ended[rank] == count * (call - 1))
-
-    def value(self, call, rank, word):
-        return (self.n + 2) ** rank * (1 + call * 1000 + word)
 
     def check(self, rank, call):
         if self.coll == "reduce" and rank != self.root:
@@ -283,7 +306,7 @@ class Machine:
             yield Step(writes=[(rank, "outbound", number)], act=lambda: self.send(rank, kind, number))
         else:
             yield from self.ask(rank, number, (what,))
-            if what == "flush" and self.flushes:
+            if what == "flush":
                 goal = self.asked[rank, number]
                 yield Step(ready=lambda: self.done[rank, number] >= goal)
 
@@ -394,34 +417,44 @@ class Machine:
         count = len(srcs[0]) // (2 if 0 in packets[0] else 1)
         for first in range(j * per_step, count, self.threads * per_step):
             indices = range(first, min(first + per_step, count))
-            values = dict.fromkeys(indices, 0)
+            values = {}
             for s, words in enumerate(srcs):
                 for index in indices:
                     if s in packets[0]:
                         cells = words[2 * index : 2 * index + 2]
                         yield Step(cells, ready=lambda cells=cells: all(self.has_packet(c, call) for c in cells))
-                        values[index] += self.memory[cells[0]][0]
+                        value = self.memory[cells[0]][0]
                     else:
                         yield Step([words[index]])
                         value = self.load(words[index])
-                        if isinstance(value, tuple):
+                        if isinstance(value, Packet):
                             raise RunError("packets are read as data")
-                        values[index] += value
+                    values[index] = self.combine(values[index], value) if index in values else value
             for d, words in enumerate(dsts):
                 for index in indices:
                     cells = words[2 * index : 2 * index + 2] if d in packets[1] else [words[index]]
-                    value = (values[index], call) if d in packets[1] else values[index]
+                    value = Packet(values[index], call) if d in packets[1] else values[index]
                     made = dict.fromkeys(cells, value)
                     yield Step(writes=cells, act=lambda made=made: self.memory.update(made))
 
 
-def fault(text, seed, tries, chunk=32, threads=2, root=None, held=None, calls=None):
-    """Return the fault of a plan in one of several random executions, or ``None``."""
-    rng = random.Random(seed)
-    double = json.loads(text).get("use_double_scratch_buffer", False)
+def operations(content):
+    """Return (list, position) of each operation of a plan, those of pipelines included."""
+    blocks = [block["ops"] for gpu in content["gpus"] for block in gpu["threadblocks"]]
+    lists = [ops for block in blocks for ops in (block, *(op["ops"] for op in block if op["name"] == "pipeline"))]
+    return [(ops, k) for ops in lists for k in range(len(ops))]
+
+
+def fault(text, seed, tries, chunk=32, threads=None, root=None, held=None, calls=None):
+    """Return the fault of a plan in one of several random executions, or ``None``.
+
+    ``threads``: per threadblock; by default, one more than the channels of an operation, and at least two.
+    """
+    rng, content = random.Random(seed), json.loads(text)
+    threads = threads or 1 + max(1, *(len(ops[k].get("channel_ids", ())) for ops, k in operations(content)))
     for _ in range(tries):
         try:
-            machine = Machine(text, chunk, calls or (3 if double else 2), threads, root)
+            machine = Machine(text, chunk, calls or 2 + content.get("use_double_scratch_buffer", False), threads, root)
             machine.run(rng, held)
         except RunError as error:
             return str(error)

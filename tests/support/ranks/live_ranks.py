@@ -47,7 +47,7 @@ def moved():
 def main(folder, store):
     dist.init_process_group("crossreduce", store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60))
     communicator = dist.group.WORLD.communicator
-    found = {"before": summed(MIB), "lost": communicator.lost_links}
+    found = {"before": summed(MIB), "lost": communicator.links.lost}
     topology = crossreduce.torch.measure_topology()
     planned = cr.plan(communicator.host_topology, nbytes=64 * MIB)
     found |= {"topology": topology.to_json(), "hosts": communicator.host_topology.to_json()}
@@ -71,7 +71,7 @@ def main(folder, store):
         found["refused"] = str(error)
     meet(folder, "reduced")
     crossreduce.torch.measure_topology(seconds=0.1)
-    found |= {"again": communicator.plan_digest, "lost again": communicator.lost_links}
+    found |= {"again": communicator.plan_digest, "lost again": communicator.links.lost}
     found["after"] &= summed(MIB) and moved() == (found["gathered"], found["exchanged"])
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

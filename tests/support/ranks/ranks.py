@@ -7,10 +7,8 @@ limit, after which its remaining processes are killed by their process numbers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
-import queue
 import select
 import shutil
 import signal
@@ -167,150 +165,31 @@ class SocketRendezvous:
             return None
 
 
+def connected(rendezvous, cancelled=None, **options):
+    """Return a socket for each other rank; all ranks call this together. ``options``: of ``tcp.connect``."""
+    from crossreduce.ranks.transports import tcp
+
+    payloads = []
+
+    def publish(payload):
+        payloads.extend(rendezvous.all_gather(payload))
+
+    cancelled = cancelled or threading.Event()
+    return tcp.connect(rendezvous.rank, range(rendezvous.size), publish, payloads.__getitem__, cancelled, **options)
+
+
 class SocketTransport:
-    """A ``Transport`` with one TCP connection per pair of ranks, each with a sending and a receiving thread."""
+    """A user's own ``Transport``, which the library does not know; the messages are carried by its sockets."""
 
     def __init__(self, rendezvous, address="127.0.0.1"):
-        self.rank, self.closed = rendezvous.rank, False
-        listener = socket.create_server((address, 0), backlog=rendezvous.size)
-        addresses = [pickle.loads(x) for x in rendezvous.all_gather(pickle.dumps(listener.getsockname()[:2]))]
-        self.connections, self.out, self.waiting, self.early, self.threads = {}, {}, {}, {}, []
-        self.lock = threading.Lock()
-        for rank in range(self.rank):
-            self.connections[rank] = socket.create_connection(addresses[rank], timeout=10)
-            self.connections[rank].sendall(struct.pack("<i", self.rank))
-        for _ in range(self.rank + 1, rendezvous.size):
-            listener.settimeout(10)
-            connection, _ = listener.accept()
-            (rank,) = struct.unpack("<i", _exactly(connection, 4))
-            self.connections[rank] = connection
-        listener.close()
-        for rank, connection in self.connections.items():
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.out[rank] = queue.SimpleQueue()
-            for work in (self._send, self._receive):
-                self.threads.append(threading.Thread(target=work, args=(rank, connection), daemon=True))
-        for thread in self.threads:
-            thread.start()
+        from crossreduce.ranks.transports.tcp import TcpTransport
 
-    def _send(self, rank, connection):
-        while (entry := self.out[rank].get()) is not None:
-            address, nbytes, tag, pending = entry
-            try:
-                connection.sendall(struct.pack("<qq", tag, nbytes))
-                if nbytes:
-                    connection.sendall((ctypes.c_char * nbytes).from_address(address))
-                pending.end(None)
-            except OSError as error:
-                pending.end(ConnectionError(str(error)))
-
-    def _receive(self, rank, connection):
-        failure = ConnectionError(f"rank {rank} closed the connection")
-        try:
-            while True:
-                tag, nbytes = struct.unpack("<qq", _exactly(connection, 16))
-                key = (rank, tag)
-                with self.lock:
-                    posted = self.waiting.get(key, [])
-                    entry = posted.pop(0) if posted else None
-                if entry is None:
-                    data = _exactly(connection, nbytes)
-                    with self.lock:
-                        posted = self.waiting.get(key, [])
-                        entry = posted.pop(0) if posted else None
-                        if entry is None:
-                            self.early.setdefault(key, []).append(data)
-                            continue
-                    self._fill(entry, data)
-                    continue
-                address, expected, pending = entry
-                if expected < nbytes:
-                    pending.end(ConnectionError(f"{nbytes} bytes from rank {rank}, {expected} expected"))
-                    return
-                got, view = 0, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else b""
-                while got < nbytes:
-                    part = connection.recv_into(view[got:])
-                    if not part:
-                        pending.end(failure)
-                        return
-                    got += part
-                pending.end(None)
-        except (OSError, EOFError):
-            pass
-        finally:
-            with self.lock:
-                self.early.setdefault((rank, None), []).append(failure)
-                for (src, _), posted in self.waiting.items():
-                    if src == rank:
-                        for *_, pending in posted:
-                            pending.end(failure)
-                        posted.clear()
-
-    @staticmethod
-    def _fill(entry, data):
-        address, expected, pending = entry
-        if expected < len(data):
-            pending.end(ConnectionError(f"{len(data)} bytes, {expected} expected"))
-        else:
-            ctypes.memmove(address, data, len(data))
-            pending.end(None)
-
-    def send(self, address, nbytes, dst, tag):
-        pending = _Pending()
-        if self.closed:
-            pending.end(ConnectionError("the transport was aborted"))
-        else:
-            self.out[dst].put((address, nbytes, tag, pending))
-        return pending
-
-    def receive(self, address, nbytes, src, tag):
-        pending = _Pending()
-        with self.lock:
-            early = self.early.get((src, tag))
-            data = early.pop(0) if early else None
-            if data is None:
-                gone = self.early.get((src, None))
-                if gone:
-                    pending.end(gone[0])
-                else:
-                    self.waiting.setdefault((src, tag), []).append((address, nbytes, pending))
-        if data is not None:
-            self._fill((address, nbytes, pending), data)
-        return pending
+        self.inner, self.closed = TcpTransport(connected(rendezvous, listen_at=address)), False
+        self.send, self.receive, self.close = self.inner.send, self.inner.receive, self.inner.close
 
     def abort(self):
         self.closed = True
-        for connection in self.connections.values():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        """Send the queued messages, then close the connections."""
-        for outgoing in self.out.values():
-            outgoing.put(None)
-        for thread in self.threads[::2]:
-            thread.join(5)
-        self.abort()
-        for thread in self.threads:
-            thread.join(5)
-        for connection in self.connections.values():
-            connection.close()
-
-
-class _Pending:
-    def __init__(self):
-        self.done, self.error = threading.Event(), None
-
-    def end(self, error):
-        self.error = error
-        self.done.set()
-
-    def wait(self, timeout_s):
-        if not self.done.wait(timeout_s):
-            raise TimeoutError(f"a message was not sent or received within {timeout_s} s")
-        if self.error is not None:
-            raise self.error
+        self.inner.abort()
 
 
 class Died:
@@ -438,6 +317,7 @@ def _child(store, rank, n, function, args, writer, environment):
     """Run one rank, and end without the exit handlers of the test's process."""
     global _IN_RANK
     _IN_RANK = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
     try:
         os.environ.update(environment)
         store.listener.close()

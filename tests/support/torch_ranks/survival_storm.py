@@ -1,8 +1,7 @@
 """One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
 
 A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep what they have committed. ``Shared`` is memory that the processes and the test share. ``storm_of_torch`` and
-``storm_of_numpy`` have the calls of each kind of groups.
+keep what they have committed. ``Shared`` is memory that the processes and the test share.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
 
@@ -56,13 +56,10 @@ class Shared:
 
 
 class Process:
-    """A process of the storm; see ``lives``.
+    """A process of the storm, in a group of one of the ``kinds_of_groups``; see ``lives``."""
 
-    A subclass has the calls of one kind of groups: ``make_group``, ``join``, ``invitation``, ``synchronised``,
-    ``reduce``, ``committed``, ``grow`` and ``leave``.
-    """
-
-    def __init__(self, number, case, shared):
+    def __init__(self, number, kind, case, shared):
+        self.kind, self.group = kind, None
         self.number, self.case, self.shared = number, case, shared
         self.folder = Path(case["folder"])
         self.step_number = self.total = 0
@@ -71,8 +68,8 @@ class Process:
         self.records, self.delays, self.slowest = [], [], {}
         self.detected_at = None
         self.failures = [each for each in case["failures"] if each["who"] == number]
-        for what, (place, name) in self.PLACES.items():
-            setattr(place, name, self.wrapped(what, getattr(place, name)))
+        for name, place in kind.places.items():
+            setattr(place, name, self.wrapped(name.split("_")[0], getattr(place, name)))
 
     def wrapped(self, what, function):
         """Return a function that measures ``function``, and perhaps lets this process fail in it."""
@@ -117,9 +114,11 @@ class Process:
     def begin(self):
         case = self.case
         if self.known:
-            self.make_group()
+            ranks = SimpleNamespace(rank=self.number, size=case["size"])
+            self.group = self.kind(ranks, f"{case['address']}:{case['port']}")
+            self.group.set_timeout(case["timeout_s"])
             partial, whole = self.folder / f"partial{self.number}", self.folder / f"invitation{self.number}"
-            partial.write_text(self.invitation())
+            partial.write_text(self.group.invitation())
             partial.rename(whole)
             Path(self.folder, f"ready{self.number}").touch()
             return
@@ -127,7 +126,8 @@ class Process:
         while not self.shared.ends:
             for path in sorted(self.folder.glob("invitation*")):
                 with suppress(PeerLostError, CollectiveTimeout):
-                    self.join(path.read_text())
+                    self.group = self.kind(None, "")
+                    self.group.join(path.read_text(), timeout_s=3)
                     self.synchronise = True
                     return
         raise ExcludedError("the storm has ended before this process has joined")
@@ -135,10 +135,10 @@ class Process:
     def step(self):
         """Make random collectives; return the ranks that took part, as bits, and whether the storm ends."""
         if self.synchronise:
-            known, self.step_number, self.total = self.synchronised([self.known, self.step_number, self.total])
+            known, self.step_number, self.total = self.group.broadcast([self.known, self.step_number, self.total])
             assert known, "the lowest rank has no state"
         draw = random.Random(self.step_number)
-        mask, ends = self.reduce(draw, [1 << self.number, self.shared.ends])
+        mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared.ends])
         if self.detected_at is not None:
             self.delays.append(time.monotonic() - self.detected_at)
             self.detected_at = None
@@ -153,13 +153,13 @@ class Process:
 
     def train(self):
         while not self.ends:
-            mask, ends = self.committed()
+            mask, ends = self.group.committed(self.detecting, timeout_s=self.case["wait_s"])
             self.known, self.synchronise, self.ends = True, False, ends
             self.total += mask
             self.records.append((self.step_number, mask, self.total))
             self.step_number += 1
             self.shared[self.number] += 1
-            if self.case["joiners"] and self.step_number % GROW_EVERY == 0 and self.grow():
+            if self.case["joiners"] and self.step_number % GROW_EVERY == 0 and self.group.grow():
                 self.synchronise = True
 
     def run(self):
@@ -171,7 +171,7 @@ class Process:
         except ExcludedError as error:
             end = f"excluded: {error}"
         if end == "done":
-            self.leave()
+            self.group.leave()
         return {"records": self.records, "delays": self.delays, "slowest": self.slowest, "end": end}
 
 
@@ -205,7 +205,7 @@ def lives(rendezvous, kind, case, shared):
         if case["namespaces"]:
             enter(case["namespaces"][rendezvous.rank])
         try:
-            return kind(rendezvous.rank, case, shared).run()
+            return Process(rendezvous.rank, kind, case, shared).run()
         except BaseException:
             opened.write(traceback.format_exc())
             raise

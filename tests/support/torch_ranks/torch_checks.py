@@ -97,63 +97,52 @@ def forms_of_tensors(c):
 
 
 @check
-def reduce_to_each_root(c):
-    """reduce writes the result on the root, and does not change the others' tensors."""
-    for root in range(c.size):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            xs = inputs(c, (33, 5), dtype, 11 + root)
-            x = xs[c.rank].clone()
-            dist.reduce(x, root)
-            if c.rank == root:
-                expect_reduced(x, SUM, xs)
-            else:
-                assert torch.equal(x, xs[c.rank])
-    for dtype in (torch.float64, torch.int8):
-        xs = inputs(c, (4, 6), dtype, 17)
-        x = xs[c.rank].clone()
-        dist.reduce(x.T, 0, AVG)
-        if c.rank == 0:
-            expect_reduced(x, AVG, xs)
+def every_collective_of_every_dtype(c):
+    """Each collective gives the right values of each dtype, also of those that cannot be reduced.
+
+    Forms, sizes, strides and overlaps are drawn in test_torch_overlap.py.
+    """
+    n = c.size
+    for salt, dtype in enumerate([*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.float8_e4m3fn]):
+        source, root = torch.float32 if dtype is torch.float8_e4m3fn else dtype, salt % n
+        xs = [torch.stack([given(rank, (4, 9), source, 20 + part) for part in range(n)]).to(dtype) for rank in range(n)]
+        x, firsts = xs[c.rank], [rows[0] for rows in xs]
+        out = [torch.empty_like(each) for each in firsts]
+        dist.broadcast(copied := x[0].clone(), root)
+        expect_same([copied], [firsts[root]])
+        dist.all_gather(out, x[0].clone())
+        expect_same(out, firsts)
+        dist.all_gather_into_tensor(joined := torch.empty((4 * n, 9), dtype=dtype), x[0].clone())
+        expect_same([joined], [torch.cat(firsts)])
+        dist.gather(x[0].clone(), out if c.rank == root else None, root)
+        expect_same(out, firsts)
+        dist.scatter(got := torch.empty_like(x[0]), list(x) if c.rank == root else None, root)
+        expect_same([got], [xs[root][c.rank]])
+        dist.all_to_all_single(moved := torch.empty_like(x), x)
+        expect_same([moved], [torch.stack([rows[c.rank] for rows in xs])])
+        if dtype not in (torch.bool, torch.float8_e4m3fn):
+            own = [rows[c.rank] for rows in xs]
+            for op in (SUM, AVG):
+                dist.reduce_scatter_tensor(got := torch.empty_like(x[0]), x, op)
+                expect_reduced(got, op, own)
+                dist.reduce(total := x[0].clone(), root, op)
+                if c.rank == root:
+                    expect_reduced(total, op, firsts)
+                else:
+                    expect_same([total], [x[0]])
+
+
+def expect_same(got, wanted):
+    """Check that tensors have the same bits."""
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), one.dtype
 
 
 @check
-def broadcast_from_each_root(c):
-    """broadcast copies tensors of any dtype, also of those that cannot be reduced."""
-    dtypes = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.float8_e4m3fn]
-    for salt, dtype in enumerate(dtypes):
-        root = salt % c.size
-        made = torch.float32 if dtype is torch.float8_e4m3fn else dtype
-        xs = [x.to(dtype) for x in inputs(c, (40, 3), made, 20 + salt)]
-        x = xs[c.rank].clone()
-        dist.broadcast(x, root)
-        assert torch.equal(x.view(torch.uint8), xs[root].view(torch.uint8)), dtype
-    xs = inputs(c, (4, 5), torch.float32, 40)
-    x = xs[c.rank].clone()
-    dist.broadcast(x.T, 2 % c.size)
-    assert torch.equal(x, xs[2 % c.size])
-    for shape in ((), (0,), (0, 3)):
-        dist.broadcast(torch.empty(shape), 0)
-
-
-@check
-def all_gather_forms(c):
-    """all_gather collects every rank's tensor, as a list, as one tensor, coalesced, and of different sizes."""
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16):
-        xs = inputs(c, (5, 7), dtype, 50)
-        out = [torch.empty_like(x) for x in xs]
-        dist.all_gather(out, xs[c.rank])
-        assert all(map(torch.equal, out, xs))
-        joined = torch.empty((5 * c.size, 7), dtype=dtype)
-        dist.all_gather_into_tensor(joined, xs[c.rank])
-        assert torch.equal(joined, torch.cat(xs))
+def coalesced_and_aliased_gathers(c):
+    """Blocks that coalesce calls run all of them, and an input may be a part of the output, as in FSDP."""
     xs = inputs(c, (5, 7), torch.float32, 51)
-    stacked = torch.empty(c.size, 5, 7)
-    dist.all_gather_into_tensor(stacked, xs[c.rank])
-    assert torch.equal(stacked, torch.stack(xs))
-    out = [torch.empty(7, 5).T for x in xs]
-    dist.all_gather(out, xs[c.rank].T.contiguous().T)
-    assert all(map(torch.equal, out, xs))
-    aliased = torch.zeros(c.size, 5, 7)  # the input is a part of the output, as in FSDP
+    aliased = torch.zeros(c.size, 5, 7)
     aliased[c.rank] = xs[c.rank]
     dist.all_gather_into_tensor(aliased, aliased[c.rank])
     assert torch.equal(aliased, torch.stack(xs))
@@ -163,36 +152,10 @@ def all_gather_forms(c):
         dist.all_gather_into_tensor(ys[1], xs[c.rank][1, :4].clone())
     assert torch.equal(ys[0], torch.cat([x[0] for x in xs]))
     assert torch.equal(ys[1], torch.cat([x[1, :4] for x in xs]))
-    uneven = [given(rank, (rank + 1, 2), torch.float64, 52) for rank in range(c.size)]
-    out = [torch.empty_like(x) for x in uneven]
-    dist.all_gather(out, uneven[c.rank])
-    assert all(map(torch.equal, out, uneven))
-    empty = [torch.empty(0) for _ in xs]
-    dist.all_gather(empty, torch.empty(0))
-
-
-@check
-def reduce_scatter_forms(c):
-    """reduce_scatter gives rank k the reduction of the k-th tensors of all ranks, in every form."""
-    cases = ((SUM, torch.float32), (AVG, torch.bfloat16), (AVG, torch.int8), (MAX, torch.int32))
-    for op, dtype in (*cases, (PRODUCT, torch.float64)):
-        xs = [[given(rank, (3, 5), dtype, 60 + part) for part in range(c.size)] for rank in range(c.size)]
-        wanted = [x[c.rank] for x in xs]
-        out = torch.empty(3, 5, dtype=dtype)
-        dist.reduce_scatter(out, xs[c.rank], op)
-        expect_reduced(out, op, wanted)
-        out.zero_()
-        dist.reduce_scatter_tensor(out, torch.stack(xs[c.rank]), op)
-        expect_reduced(out, op, wanted)
-        aliased = torch.stack(xs[c.rank])
-        dist.reduce_scatter_tensor(aliased[c.rank], aliased, op)
-        expect_reduced(aliased[c.rank], op, wanted)
-    xs = [[given(rank, (part + 1, 2), torch.float32, 70 + part) for part in range(c.size)] for rank in range(c.size)]
-    out = torch.empty(c.rank + 1, 2)
-    dist.reduce_scatter(out, xs[c.rank], SUM)
-    expect_reduced(out, SUM, [x[c.rank] for x in xs])
-    ys = [given(rank, (2 * c.size, 3), torch.float32, 80) for rank in range(c.size)]
-    outs = [torch.empty(2, 3), torch.empty(3, 2).T]
+    ys, outs = (
+        [given(rank, (2 * c.size, 3), torch.float32, 80) for rank in range(c.size)],
+        [torch.empty(2, 3), torch.empty(3, 2).T],
+    )
     with dist.distributed_c10d._coalescing_manager():
         for out in outs:
             dist.reduce_scatter_tensor(out, ys[c.rank])
@@ -201,90 +164,16 @@ def reduce_scatter_forms(c):
 
 
 @check
-def gather_and_scatter(c):
-    """gather collects tensors on the root, and scatter distributes those of the root."""
-    for root in range(c.size):
-        for dtype in (torch.float32, torch.int8, torch.complex64):
-            xs = inputs(c, (4, 9), dtype, 90 + root)
-            out = [torch.empty_like(x) for x in xs] if c.rank == root else None
-            dist.gather(xs[c.rank], out, root)
-            assert c.rank != root or all(map(torch.equal, out, xs))
-            parts = [given(part, (4, 9), dtype, 95 + root) for part in range(c.size)]
-            got = torch.empty(9, 4, dtype=dtype).T
-            dist.scatter(got, parts if c.rank == root else None, root)
-            assert torch.equal(got, parts[c.rank])
-
-
-@check
-def all_to_all_forms(c):
-    """all_to_all gives rank k the k-th part of every rank: equal or different parts, as lists and as one tensor."""
+def splits_of_all_to_all(c):
+    """Only one rank may pass equal splits explicitly; numbers of rows that do not match raise on all ranks."""
     n = c.size
-    for dtype in (torch.float32, torch.complex64, torch.uint8):
-        xs = [[given(n * src + dst, (3, 2), dtype, 100) for dst in range(n)] for src in range(n)]
-        out = [torch.empty(3, 2, dtype=dtype) for _ in range(n)]
-        dist.all_to_all(out, xs[c.rank])
-        assert all(torch.equal(out[src], xs[src][c.rank]) for src in range(n))
-        joined = torch.empty(3 * n, 2, dtype=dtype)
-        dist.all_to_all_single(joined, torch.cat(xs[c.rank]))
-        assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    # Rank 0 sends and receives parts of equal sizes; those of the other ranks differ in size.
-    rows = [[2 if 0 in (src, dst) else 1 + (src + 2 * dst) % 4 for dst in range(n)] for src in range(n)]
-    xs = [[given(n * src + dst, (rows[src][dst], 2), torch.float32, 101) for dst in range(n)] for src in range(n)]
-    out = [torch.empty(rows[src][c.rank], 2) for src in range(n)]
-    dist.all_to_all(out, xs[c.rank])
-    assert all(torch.equal(out[src], xs[src][c.rank]) for src in range(n))
-    joined = torch.empty(sum(rows[src][c.rank] for src in range(n)), 2)
-    dist.all_to_all_single(joined, torch.cat(xs[c.rank]), [rows[src][c.rank] for src in range(n)], rows[c.rank])
-    assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal parts, which only rank 0 passes explicitly
+    splits = [[1] * n] * 2 if c.rank == 0 else []
     moved = torch.empty(n)
     dist.all_to_all_single(moved, torch.arange(float(n)) + 10 * c.rank, *splits)
     assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)
-    wrong = [1] * n
-    raises(
-        ValueError,
-        "another number of rows",
-        dist.all_to_all_single,
-        torch.empty(n),
-        torch.empty(n + n),
-        wrong,
-        [2] * n,
-    )
+    call = dist.all_to_all_single, torch.empty(n), torch.empty(n + n), [1] * n, [2] * n
+    raises(ValueError, "another number of rows", *call)
     dist.barrier()
-
-
-@check
-def overlapping_tensors(c):
-    """Collectives of tensors that overlap give what they give on copies; if results overlap, all ranks raise."""
-    for size in (3, 300_001):
-        whole = inputs(c, (c.size * size,), torch.float64, 102)
-        parts = [x.split(size) for x in whole]
-        for start in (0, size // 2, size, size + 1):
-            z = whole[c.rank].clone()
-            dist.reduce_scatter_tensor(z[start : start + size], z)
-            expect_reduced(z[start : start + size], SUM, [x[c.rank] for x in parts])
-        for source in range(c.size):
-            outs = [x.clone() for x in parts[c.rank]]
-            dist.all_gather(outs, outs[source])
-            assert all(torch.equal(out, x[source]) for out, x in zip(outs, parts, strict=True))
-            ins = [x.clone() for x in parts[c.rank]]
-            outs = ins[source:] + ins[:source]
-            dist.all_to_all(outs, ins)
-            assert all(torch.equal(out, x[c.rank]) for out, x in zip(outs, parts, strict=True))
-        for shift in (0, 1, size):
-            z = torch.cat([whole[c.rank], torch.empty(size)])
-            dist.all_to_all_single(z[shift : shift + c.size * size], z[: c.size * size])
-            assert torch.equal(z[shift : shift + c.size * size], torch.cat([x[c.rank] for x in parts]))
-    x, y = torch.ones(3), torch.zeros(9)
-    raises(ValueError, "share memory", dist.all_gather, [y[k : k + 3] for k in range(c.size)], x)
-    apart = [y[4 * k : 4 * k + 1] for k in range(c.size)] if c.rank else [y[:1]] * c.size  # only rank 0 is at fault
-    raises(ValueError, "rank 0: all_gather", dist.all_gather, apart, x[:1])
-    raises(ValueError, "share memory", dist.all_reduce, y[:1].expand(4))
-    raises(ValueError, "share memory", lambda: dist.group.WORLD.allreduce_coalesced([y[:3], y[2:]]).wait())
-    assert not y.any()
-    twice = 2 * [torch.full((2,), 4.0**c.rank)]  # a tensor that all ranks list twice is reduced once, as in gloo
-    dist.group.WORLD.allreduce_coalesced(twice).wait()
-    assert torch.equal(twice[0], torch.full((2,), sum(4.0**rank for rank in range(c.size))))
 
 
 @check
@@ -314,23 +203,6 @@ def messages_between_two_ranks(c):
             sources.add(src)
             assert torch.equal(part, given(src, (100,), torch.float32, 110)[::2])
         assert sources == set(range(1, c.size))
-
-
-@check
-def objects(c):
-    """torch's collectives of Python objects, which call those of tensors, give the right objects."""
-    out = [None] * c.size
-    dist.all_gather_object(out, {"rank": c.rank, "text": "x" * c.rank})
-    assert out == [{"rank": rank, "text": "x" * rank} for rank in range(c.size)]
-    listed = [c.rank, "a" * 5000] if c.rank == 1 else [None, None]
-    dist.broadcast_object_list(listed, 1)
-    assert listed == [1, "a" * 5000]
-    got = [None]
-    dist.scatter_object_list(got, list(range(c.size)) if c.rank == 0 else None, 0)
-    assert got == [c.rank]
-    listed = [None] * c.size if c.rank == 0 else None
-    dist.gather_object(c.rank**2, listed, 0)
-    assert c.rank or listed == [rank**2 for rank in range(c.size)]
 
 
 CHECKS |= torch_group_checks.CHECKS

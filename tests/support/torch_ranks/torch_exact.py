@@ -1,4 +1,4 @@
-"""The program of each rank in test_torch_exact.py: exact sums of tensors.
+"""The program of each rank in test_torch_backend.py: exact sums of tensors.
 
 ``python torch_exact.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle is rational arithmetic.
 """

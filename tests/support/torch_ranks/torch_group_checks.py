@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 import threading
 import time
 import traceback
@@ -58,18 +57,6 @@ def ops_in_callbacks(c):
 
 
 @check
-def coalesced_all_reduces(c):
-    """All-reduces of several shapes in a coalescing block complete at its end."""
-    xs = [given(c.rank, (k,), torch.float32, 130 + k) for k in (1, 10, 100)]
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
-        for x in xs:
-            dist.all_reduce(x)
-    manager.wait()
-    for k, x in zip((1, 10, 100), xs, strict=True):
-        expect_reduced(x, SUM, inputs(c, (k,), torch.float32, 130 + k))
-
-
-@check
 def inner_backend(c):
     """gloo executes sparse and bitwise reductions, which crossreduce does not support, and no other collective."""
     collectives, rows = dist.group.WORLD._collectives, torch.ones(c.size, 5)
@@ -112,45 +99,6 @@ def inner_backend(c):
 
 
 @check
-def inner_backend_releases_tensors(c):
-    """When an op returns, gloo has released its tensors, even if its threads rarely get the interpreter lock."""
-
-    class Watched:
-        def __init__(self, gloo):
-            self.gloo, self.given = gloo, []
-
-        def allreduce(self, tensors, options):
-            self.given.append(weakref.ref(tensors[0]))
-            return self.gloo.allreduce(tensors, options)
-
-    collectives, interval = dist.group.WORLD._collectives, sys.getswitchinterval()
-    collectives._gloo = watched = Watched(collectives._gloo)
-    sys.setswitchinterval(100)
-    try:
-        for x in [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.int32)] * 10:
-            dist.all_reduce(x, SUM if x.is_sparse else dist.ReduceOp.BAND)
-            assert watched.given.pop()() is None
-    finally:
-        sys.setswitchinterval(interval)
-        collectives._gloo = watched.gloo
-
-
-@check
-def references_cause_no_delay(c):
-    """References to a sparse tensor during its reduction delay neither this rank nor others."""
-    tensor, seen, took = torch.eye(300).to_sparse(), [], []
-    for _ in range(5):
-        begun = time.monotonic()
-        work = dist.all_reduce(tensor, async_op=True)
-        while not work.is_completed():
-            seen.append(tensor)
-            time.sleep(0)
-        work.wait()
-        took.append(time.monotonic() - begun)
-    assert min(took) < 0.5, took
-
-
-@check
 def sparse_leaf(c):
     """A sparse tensor that requires gradients, coalesced or not, is reduced like others."""
     every = [torch.sparse_coo_tensor([[0, 0, rank + 1]], given(rank, (3,)), (c.size + 1,)) for rank in range(c.size)]
@@ -159,15 +107,6 @@ def sparse_leaf(c):
         dist.all_reduce(leaf)
         assert leaf.is_leaf
         torch.testing.assert_close(leaf.detach().to_dense(), sum(x.to_dense() for x in every))
-
-
-@check
-def errors_of_a_subgroup_have_global_ranks(c):
-    """Errors of a sub-group name its ranks by their numbers in the world."""
-    group = dist.new_group([0, 2])
-    if c.rank != 1:
-        raises(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
-        dist.destroy_process_group(group)
 
 
 @check

@@ -1,11 +1,13 @@
 """Starts the ranks of the tests of ``crossreduce.torch`` as programs, and ends them with the test."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,24 +15,61 @@ HERE = Path(__file__).parent
 
 
 def start(argv, n, environment=None):
-    """Start n ranks of a Python program; return their processes."""
+    """Start n ranks of a Python program; return their processes.
+
+    A program whose path is the first of ``argv`` is forked from a process that has imported torch (``Forked``); options
+    of the interpreter need one of their own.
+    """
     running = []
     for rank in range(n):
         # Variables that torchrun also sets, and PYTHONFAULTHANDLER, with which a rank that crashes prints its stack.
         own = {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        own |= environment(rank) if environment else {}
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, argv)],
-                env={**os.environ, **own},
-                cwd=HERE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+        env = {**os.environ, **own, **(environment(rank) if environment else {})}
+        if str(argv[0]).startswith("-"):
+            outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            command = [sys.executable, *map(str, argv)]
+            running.append(subprocess.Popen(command, env=env, cwd=HERE, start_new_session=True, **outputs))
+        else:
+            running.append(Forked([str(HERE / argv[0]), *map(str, argv[1:])], env))
     return running
+
+
+@functools.cache
+def server():
+    """Start the process from which ranks are forked; it ends when this process does."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, "-u", str(HERE / "torch_server.py")]
+    return subprocess.Popen(command, env=env, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def asked(**request):
+    """Return the answer of the server to a request."""
+    print(json.dumps(request), file=server().stdin, flush=True)
+    return json.loads(server().stdout.readline())
+
+
+class Forked:
+    """A rank that the server has forked, with those methods of ``Popen`` that tests call."""
+
+    def __init__(self, argv, env):
+        opened, self._output = tempfile.mkstemp()
+        os.close(opened)
+        self.pid, self.returncode = asked(argv=argv, env=env, cwd=str(HERE), output=self._output), None
+
+    def poll(self, seconds=0):
+        self.returncode = asked(wait=self.pid, seconds=seconds) if self.returncode is None else self.returncode
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout=600):
+        """Return what the rank has written, when it has ended, and delete the file that has it."""
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        text = Path(self._output).read_text()
+        Path(self._output).unlink()
+        return text, None
 
 
 def finish(running, timeout_s):

@@ -25,8 +25,8 @@ from ... import __version__, kernels
 from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
 from ...planning.explain import duration, size
-from ..output import atomic_file, atomic_json, drawing, progress, terminal
-from ..trainers import TRAINERS
+from ..support.output import atomic_file, atomic_json, drawing_bar, progress, terminal
+from ..train.trainers import TRAINERS
 from . import nccl_tests, ranks
 from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
 from .launch import launch, terminate
@@ -55,7 +55,7 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
             write(report)
         show(report)
         if file is not None:
-            with drawing():
+            with drawing_bar():
                 draw_ratios(report, file)
     return int(report["wrong"] > 0)
 
@@ -230,12 +230,12 @@ def notes(report: dict[str, Any]) -> Iterator[str]:
         yield "* All devices share one result, so fewer bytes are written; crossreduce writes one for each device."
     if len(fastest) < sum(len(row["peers"]) for row in report["rows"]):
         yield f"- This library has no all-reduce for {config['op']} of {config['type']}."
-    ways: dict[str, dict[str, None]] = {}
+    names_by_peer: dict[str, dict[str, None]] = {}
     for each in fastest:
         if each.peer in TRAINERS:
-            ways.setdefault(each.peer, {})[each.way] = None
-    if ways:
-        yield "Fastest ways: " + "; ".join(f"{peer}: {', '.join(names)}" for peer, names in ways.items())
+            names_by_peer.setdefault(each.peer, {})[each.way] = None
+    if names_by_peer:
+        yield "Fastest ways: " + "; ".join(f"{peer}: {', '.join(names)}" for peer, names in names_by_peer.items())
     if any(row["memory"] == KEPT for row in report["rows"]):
         yield "kept: after crossreduce.keep_memory(), which lets all libraries reuse freed memory."
     faster = [

@@ -102,13 +102,13 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         for number, peer in enumerate(peers):
             colour = theme.colours[number % len(theme.colours)]
             for memory in (DEFAULT, KEPT):
-                found = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
-                if not found:
+                points = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
+                if not points:
                     continue
                 kept = memory == KEPT
                 axes.plot(
-                    [each.row["size"] for each in found],
-                    [each.ratio for each in found],
+                    [each.row["size"] for each in points],
+                    [each.ratio for each in points],
                     linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
                     color=colour,
                     marker=_MARKERS[number % len(_MARKERS)],

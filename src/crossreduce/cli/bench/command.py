@@ -16,19 +16,24 @@ from typer import Exit, Option
 from ... import Topology
 from ...errors import ArgumentError
 from ...planning.optimal.bounds import COLLECTIVES
-from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
-from ..topology import check_picture
-from ..trainers import TRAINERS, numbered
+from ..support.arguments import (
+    MAX_DEVICES,
+    at_least,
+    one_of,
+    read_algorithms,
+    read_device_list,
+    read_machine,
+    read_nbytes,
+)
+from ..support.topologies import check_picture
+from ..train.trainers import TRAINERS, numbered_devices
 from . import against as contests
 from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
-DEVICES: Final = (
-    "Number of devices, in host memory (CuPy: on its GPUs), or their names: cpu:0-3, cuda:0-7. "
-    "Default: as many as the topology has, or 8."
-)
-LAUNCH: Final = "Start and measure N ranks, one process each. Or use torchrun."
+DEVICES: Final = "Number of devices, or names: cuda:0-7."
+LAUNCH: Final = "Measure N ranks, one process each."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
     name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
@@ -39,90 +44,48 @@ SPELLINGS: Final = {"float16": "half", "float32": "float", "float64": "double", 
 
 
 def bench(
-    minbytes: Annotated[
-        str | None, Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024. Default: 32M.")
-    ] = None,
+    minbytes: Annotated[str | None, Option("-b", "--minbytes", help="First size. Default: 32M.")] = None,
     maxbytes: Annotated[str | None, Option("-e", "--maxbytes", help="Last size. Default: 32M.")] = None,
     stepfactor: Annotated[
-        int | None, Option("-f", "--stepfactor", help="Multiply sizes by this; 1, the default: see -i.")
+        int | None, Option("-f", "--stepfactor", help="Factor between sizes. Default: 1: see -i.")
     ] = None,
-    stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
+    stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Step between sizes if -f is 1.")] = "1M",
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
     warmup_iters: Annotated[
-        int | None, Option("-w", "--warmup_iters", help="Untimed calls before, at each size. Default: 1.")
+        int | None, Option("-w", "--warmup_iters", help="Untimed calls before. Default: 1.")
     ] = None,
     devices: Annotated[str | None, Option("-g", "--ngpus", "--devices", help=DEVICES)] = None,
-    op: Annotated[str, Option("-o", "--op", help=f"{', '.join(OPS)}; or product, mean")] = "sum",
-    datatype: Annotated[
-        str, Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
-    ] = "float",
-    root: Annotated[str, Option("-r", "--root", help="Root of reduce and broadcast: a rank, or all.")] = "0",
-    check: Annotated[int, Option("-c", "--check", help="1: check all elements of the results; 0: do not.")] = 1,
-    average: Annotated[
-        int, Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: average, 2: minimum, 3: maximum.")
-    ] = 1,
-    json: Annotated[Path | None, Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
+    op: Annotated[str, Option("-o", "--op", help=", ".join(OPS))] = "sum",
+    datatype: Annotated[str, Option("-d", "--datatype", help="half, float, ..., or NumPy's names")] = "float",
+    root: Annotated[str, Option("-r", "--root", help="Root: a rank, or all.")] = "0",
+    check: Annotated[int, Option("-c", "--check", help="1: check all elements; 0: do not.")] = 1,
+    average: Annotated[int, Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: mean, 2: min, 3: max.")] = 1,
+    json: Annotated[Path | None, Option("-J", "--json", help="Write nccl-tests' JSON.")] = None,
     per_iter_report: Annotated[
         int, Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
     ] = 0,
-    algorithm: Annotated[
-        str, Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
-    ] = "auto",
-    num_packs: Annotated[int, Option(help="Number of packs that the array is cut into; 0: no packing.")] = 1,
+    algorithm: Annotated[str, Option("-A", "--algorithm", "--algo", help="A name, a list, or all.")] = "auto",
+    num_packs: Annotated[int, Option(help="Packs of the array; 0: no packing.")] = 1,
     collective: Annotated[
-        str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
+        str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; for ranks also all_gather, reduce_scatter.")
     ] = "all_reduce",
     framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
-    exact: Annotated[
-        bool, Option("--exact", metavar=" ", help="crossreduce's sums and means of floats are exact: rounded once.")
-    ] = False,
-    topology: Annotated[
-        str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
-    ] = None,
+    exact: Annotated[bool, Option("--exact", metavar=" ", help="Sums and means are rounded once.")] = False,
+    topology: Annotated[str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology.")] = None,
     launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
-    peers: Annotated[
-        str, Option(help=f"With ranks: also measure these, and print ratios: {', '.join(ranks.PEERS)}.")
-    ] = "",
-    against: Annotated[
-        str, Option(metavar="PEERS", help=f"Print one table of ratios to these: {','.join(contests.PEERS)}.")
-    ] = "",
-    picture: Annotated[
-        Path | None, Option(metavar="FILE.svg|.png", help="With --against: draw the ratios over the sizes.")
-    ] = None,
+    peers: Annotated[str, Option(help=f"With ranks: measure {', '.join(ranks.PEERS)}, too.")] = "",
+    against: Annotated[str, Option(metavar="PEERS", help=f"Print ratios to {','.join(contests.PEERS)}.")] = "",
+    picture: Annotated[Path | None, Option(metavar="FILE.svg|.png", help="With --against: draw the ratios.")] = None,
     keep_memory: Annotated[
-        bool, Option("--keep-memory", metavar=" ", help="With --against: also measure with crossreduce.keep_memory().")
+        bool, Option("--keep-memory", metavar=" ", help="With --against: also with keep_memory().")
     ] = False,
 ) -> None:
     """Time a collective and print the table of nccl-tests.
 
-    Time is the mean over the calls, each until its results are ready; the
-    JSON also contains median and p99. In place, results are written over the
-    inputs (out=). In-place times are N/A (null in JSON) for collectives
-    other than all_reduce and reduce, for JAX and TensorFlow, whose arrays
-    cannot be written, and for means of integers (floats) without ranks.
-
-    GPUs: for example bench --framework torch -g cuda:0-7. The times of their
-    calls contain the end of the work on all devices.
-
-    Sizes are rounded down to whole elements, as in nccl-tests, but to at
-    least one element (all_gather, reduce_scatter: one per rank).
-
-    Devices in host memory are an emulation, which compares algorithms; their
-    times do not predict those of GPUs.
-
-    With --launch, or under torchrun, each rank is a process, and the backend
-    crossreduce of torch.distributed is measured.
-
-    With --against, crossreduce all-reduces in turn with the own ways of each
-    listed framework, in one process with one array per device, and with gloo
-    and MPI in one process per device. Defaults are then -b 1K -e 64M -f 4
-    -w 10; --iters is the number of rounds; --json writes all ratios.
-
-    --exact is exact=True of the calls, and the option of the torch backend;
-    the peers add as always. Data that cancels takes longer than the inputs.
-
-    The exit code is 1 if an element is wrong. The inputs are such that their
-    reduction is exact in any order.
+    Times are means over the calls, each until its results are ready. With
+    --launch or under torchrun, each rank is a process; with --against, each
+    peer all-reduces in turn. See docs/command-line.md.
+    The exit code is 1 if an element is wrong.
     """
     in_ranks = launch is not None or ranks.is_rank()
     excluded = {"--launch": in_ranks, "--peers": bool(peers), "--topology": topology is not None}
@@ -147,8 +110,8 @@ def bench(
         machine = None if topology is None else read_machine(topology)
         count = 8 if machine is None else len(machine.devices)
         one_of(TRAINERS, "--framework", framework)
-        names = read_device_list("--devices", devices or str(count), partial(numbered, framework))
-        planned_on = None if machine is None else _renamed(machine, names)
+        names = read_device_list("--devices", devices or str(count), partial(numbered_devices, framework))
+        planned_on = None if machine is None else _rename_devices(machine, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
@@ -221,14 +184,14 @@ def _rank_count(
     """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
     if launch is not None and ranks.is_rank():
         raise ArgumentError("--launch cannot be used in a process that is already a rank: omit it under torchrun.")
-    given = {
+    options = {
         "--devices": devices is not None,
         "--algorithm": algorithm != "auto",
         "--num-packs": num_packs != 1,
         "--framework": framework not in ("numpy", "torch"),
         "--topology": topology is not None,
     }
-    wrong = ", ".join(option for option, is_given in given.items() if is_given)
+    wrong = ", ".join(option for option, is_given in options.items() if is_given)
     if wrong:
         raise ArgumentError(f"{wrong} cannot be used with ranks: omit {wrong}, or start without --launch and torchrun.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
@@ -238,7 +201,7 @@ def _rank_count(
     return count
 
 
-def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
+def _rename_devices(topology: Topology, names: tuple[str, ...]) -> Topology:
     """Return the topology if it has devices of these names; else the part of its first ones, renamed to them."""
     if set(names) <= set(topology.devices):
         return topology

@@ -20,9 +20,9 @@ import numpy as np
 
 from ... import AllReduceCrossDeviceOps, PerReplica, keep_memory
 from ...errors import ReductionError
-from ..trainers import load
+from ..train.trainers import load
 from . import exact
-from .ranks import MPIS, OURS, Backend, MpiBackend, TorchBackend, combined
+from .ranks import MPIS, OURS, Backend, MpiBackend, TorchBackend, combine_times
 from .ranks import PEERS as RANK_PEERS
 from .request import BenchRequest
 
@@ -60,7 +60,7 @@ def times(
         for name, contender in contenders.items():
             time.sleep(REST_S)
             agree(None)  # a barrier
-            found[name].append(combined(request, agree(_seconds(contender.run, calls[name]))))
+            found[name].append(combine_times(request, agree(_seconds(contender.run, calls[name]))))
     return found
 
 

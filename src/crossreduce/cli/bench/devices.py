@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
-from ..output import atomic_json, print_lines
-from ..trainers import Trainer, load
+from ..support.output import atomic_json, print_lines
+from ..train.trainers import Trainer, load
 from . import exact, nccl_tests
 from .request import BenchRequest, Measure, Row
 
@@ -51,14 +51,14 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
         patterns: list[NDArray[Any]], count: int, root: int, in_place: bool
     ) -> tuple[list[Any], Callable[[], Mirrored]]:
         """Return new copies of the inputs, each on its device, and the function to time."""
-        given = [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
-        value = PerReplica(given, devices)
+        inputs = [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
+        value = PerReplica(inputs, devices)
         if collective == "broadcast":
-            return given, lambda: ops.broadcast(given[root], value)
+            return inputs, lambda: ops.broadcast(inputs[root], value)
         if collective == "reduce":
-            out = PerReplica([given[root]], [devices[root]]) if in_place else None
-            return given, lambda: ops.reduce(op, value, devices[root], options, out=out)
-        return given, lambda: ops.reduce(op, value, value, options, out=value if in_place else None)
+            out = PerReplica([inputs[root]], [devices[root]]) if in_place else None
+            return inputs, lambda: ops.reduce(op, value, devices[root], options, out=out)
+        return inputs, lambda: ops.reduce(op, value, value, options, out=value if in_place else None)
 
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool

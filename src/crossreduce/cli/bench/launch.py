@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from subprocess import DEVNULL
 from typing import IO, Any, Final
 
-from ..output import PROGRESS_FD
+from ..support.output import PROGRESS_FD
 
 _GRACE_S: Final = 1.0  # after one rank failed, the others have this time to end by themselves
 _TERMINATE_S: Final = 3.0

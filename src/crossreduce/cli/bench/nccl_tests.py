@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import __version__
 from ...devices import parse
-from ..output import print_lines, progress
+from ..support.output import print_lines, progress
 from .request import BenchRequest, Row, Timing
 
 
@@ -71,14 +71,14 @@ def devices(request: BenchRequest) -> list[dict[str, Any]]:
 def print_table(request: BenchRequest, name: str, rows: Iterable[Row]) -> list[Row]:
     """Print the table of one algorithm or backend, each row when it is measured, and return the rows."""
     print_lines(_table_header(request, name))
-    found = []
+    rows_of_size = []
     with progress(f"measuring {name}", len(list(request.sizes())) * len(request.roots), quiet=True) as bar:
         for row in rows:
-            with bar.hidden():
+            with bar.hide():
                 print_lines([_line(request, row)])
-            found.append(row)
+            rows_of_size.append(row)
             bar(f"measuring {name}")
-    return found
+    return rows_of_size
 
 
 def _table_header(request: BenchRequest, algorithm: str) -> list[str]:
@@ -198,11 +198,11 @@ def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))
 
-    found = []
+    ratios_by_size = []
     for k, row in enumerate(rows):
         by_peer = {name: median(theirs[k]) / median(row) for name, theirs in peers.items()}
-        found.append({"size": row.size, "root": str(row.root), "by_peer": by_peer})
-    return found
+        ratios_by_size.append({"size": row.size, "root": str(row.root), "by_peer": by_peer})
+    return ratios_by_size
 
 
 def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
@@ -233,8 +233,8 @@ def bad_count(rows: list[Row]) -> int:
 
 
 def _average(rows: list[Row]) -> float:
-    found = [timing.busbw for row in rows for timing in row.timings]
-    return math.fsum(found) / len(found)
+    busbws = [timing.busbw for row in rows for timing in row.timings]
+    return math.fsum(busbws) / len(busbws)
 
 
 def _widths(request: BenchRequest) -> list[int]:

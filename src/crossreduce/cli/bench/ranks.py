@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, ReductionError, UnsupportedError
-from ..output import atomic_json, print_lines
-from ..trainers import load
+from ..support.output import atomic_json, print_lines
+from ..train.trainers import load
 from . import exact, nccl_tests
 from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
@@ -90,9 +90,9 @@ class TorchBackend:
         return self._trainer.get(x)
 
     def gather(self, value: Any) -> list[Any]:
-        found = [None] * self.size
-        self._dist.all_gather_object(found, value, group=self._control)
-        return found
+        values = [None] * self.size
+        self._dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         dist, group, size = self._dist, self._group, self.size
@@ -146,7 +146,7 @@ class MpiBackend:
         mpi_op = {"sum": mpi.SUM, "mean": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}[op]
 
         into, here = source if in_place else result, collective != "reduce" or self.rank == root
-        given = mpi.IN_PLACE if in_place and here else source
+        send_buffer = mpi.IN_PLACE if in_place and here else source
 
         def run() -> None:
             if collective == "broadcast":
@@ -156,16 +156,16 @@ class MpiBackend:
             elif collective == "reduce_scatter":
                 world.Reduce_scatter_block(source, result, mpi_op)
             elif collective == "all_reduce":
-                world.Allreduce(given, into, mpi_op)
+                world.Allreduce(send_buffer, into, mpi_op)
             else:
-                world.Reduce(given, into if here else None, mpi_op, root)
+                world.Reduce(send_buffer, into if here else None, mpi_op, root)
             if op == "mean" and here:  # MPI does not define an average, so divide the sum
                 np.divide(into, size, out=into)
 
         return run
 
 
-def combined(request: BenchRequest, seconds: list[float]) -> float:
+def combine_times(request: BenchRequest, seconds: list[float]) -> float:
     """Return the times of all ranks as one, as ``request.average`` says."""
     return _COMBINED[request.average](seconds)
 
@@ -212,7 +212,7 @@ def require(request: BenchRequest, option: str) -> None:
 
 
 def _absent(peer: str) -> str | None:
-    """Return what is not installed of the things that an MPI peer needs, or ``None``."""
+    """Return the missing requirement of an MPI peer, or ``None``."""
     if launcher(peer) is None:
         return "mpiexec" if peer == "mpi" else "Intel MPI"
     return "mpi4py" if find_spec("mpi4py") is None else None
@@ -222,8 +222,8 @@ def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
     """Return the path of an MPI's mpiexec, and the environment variables by which mpi4py finds it; or ``None``."""
     here = Path(sys.executable).parent
     if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
-        found = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
-        return None if found is None else (found, {})
+        path = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
+        return None if path is None else (path, {})
     for folder in (os.environ.get("I_MPI_ROOT"), here.parent):
         if folder and (Path(folder) / "bin" / "impi_info").exists():
             library = str(Path(folder) / "lib")
@@ -242,14 +242,14 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
     ) -> tuple[list[float], int | None]:
         share = count // size
-        given = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
+        own = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
         if collective == "all_gather":
             expected = np.concatenate([np.resize(x, share) for x in patterns])
         else:
             expected = np.resize(patterns[root] if collective == "broadcast" else reduced, count)
         if collective == "reduce_scatter":
             expected = expected[backend.rank * share :][:share]
-        source, result = backend.array(given), backend.array(np.zeros_like(expected))
+        source, result = backend.array(own), backend.array(np.zeros_like(expected))
         call = backend.call(collective, request.op, source, result, root, in_place)
         times = []
         backend.gather(None)
@@ -261,14 +261,14 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
         nwrong = None
         if request.validation:
             if in_place:  # each call above overwrote its inputs: check a call on new inputs
-                source = backend.array(given)
+                source = backend.array(own)
                 backend.call(collective, request.op, source, result, root, True)()
             written = source if in_place or collective == "broadcast" else result
             checked = collective != "reduce" or backend.rank == root
             nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
-        found = backend.gather((times, nwrong))
-        times = [combined(request, list(each)) for each in zip(*(seconds for seconds, _ in found), strict=True)]
-        return times, None if nwrong is None else sum(wrong for _, wrong in found)
+        measured = backend.gather((times, nwrong))
+        times = [combine_times(request, list(each)) for each in zip(*(seconds for seconds, _ in measured), strict=True)]
+        return times, None if nwrong is None else sum(wrong for _, wrong in measured)
 
     return request.rows(name, measure)
 
@@ -306,27 +306,27 @@ def _measure(request: BenchRequest, dist: Any) -> int:
                 pass
         return 0
     start_time = nccl_tests.now()
-    found: dict[str, list[Row]] = {}
+    rows_by_peer: dict[str, list[Row]] = {}
     with atomic_json("--json", request.json) as write:
         print_lines([*nccl_tests.header(request), f"# Time: {_TIMES[request.average]}"])
         for name, backend in _backends(request, dist, control):
-            found[name] = nccl_tests.print_table(request, name, rows(backend, request, name))
+            rows_by_peer[name] = nccl_tests.print_table(request, name, rows(backend, request, name))
         for name in request.backends:
             if name in MPIS:
-                found[name] = nccl_tests.print_table(request, name, _rows_of_mpi(request, name))
+                rows_by_peer[name] = nccl_tests.print_table(request, name, _rows_of_mpi(request, name))
         first, *peers = request.backends
-        ratios = nccl_tests.ratios(found[first], {name: found[name] for name in peers})
-        *footer, concluded = nccl_tests.footer(request, found[first])
+        ratios = nccl_tests.ratios(rows_by_peer[first], {name: rows_by_peer[name] for name in peers})
+        *footer, concluded = nccl_tests.footer(request, rows_by_peer[first])
         print_lines([*footer, *([*nccl_tests.ratio_lines(ratios), "#"] if peers else []), concluded])
-        report = nccl_tests.report(request, found[first], start_time)
+        report = nccl_tests.report(request, rows_by_peer[first], start_time)
         report["crossreduce"] |= {
             "backend": first,
             "average": request.average,
-            "peers": {name: nccl_tests.results(request, found[name]) for name in peers},
+            "peers": {name: nccl_tests.results(request, rows_by_peer[name]) for name in peers},
             "ratios": ratios,
         }
         write(report)
-    return int(nccl_tests.bad_count(found[first]) > 0)
+    return int(nccl_tests.bad_count(rows_by_peer[first]) > 0)
 
 
 def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:

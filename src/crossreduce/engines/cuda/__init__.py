@@ -2,8 +2,8 @@
 
 Input: a layout on CUDA devices (and on the host, whose arrays are copied to and from one of them). Output: launches and
 copies, queued on the callers' current streams without waiting. What shares a device's memory is reduced in one launch;
-devices that can read each other's memory do so in their kernels; between others the driver copies. ``steps.py`` and
-``operations.py`` make the plan, ``native/plan.cpp`` runs it.
+devices that can read each other's memory do so in their kernels; between others the driver copies. ``fusion.py``,
+``batching.py`` and ``streams.py`` make the plan, ``native/plan.cpp`` runs it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ...devices import parse
 from ...frameworks import Array
 from ...ops import Numbers
 from ..base import Executable, Layout, PreparedRun
-from ..device_memory import DeviceMemory, Operands, device_memory
 from ..loop import ENGINE as LOOP
 from . import driver
+from .batching import operations
+from .encoding import plan_of
 from .kernels import MAX_ADDRESSES, is_supported
-from .operations import Operations, operations
-from .plans import plan_of
+from .memory import DeviceMemory, Operands, device_memory
+from .streams import Operations
 
 _IN_GRAPHS: Final[list[Any]] = []
 """Memory that graphs of several devices use, for the life of the process.
@@ -44,7 +45,7 @@ class _Placed(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _placed(layout: Layout) -> _Placed | None:
+def _placement(layout: Layout) -> _Placed | None:
     """Return the physical devices of a layout; ``None``: none is CUDA, or the engine cannot use one."""
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     parsed = {name: parse(name) for name in names}
@@ -72,13 +73,13 @@ def _memory(layout: Layout) -> DeviceMemory:
     return memory
 
 
-def _jax() -> Any:
+def _jax_module() -> Any:
     return importlib.import_module(".jax", __package__)
 
 
 def _is_custom_call(layout: Layout) -> bool:
     """Return whether a layout is of JAX's arrays on one CUDA device, or of those that it traces."""
-    return layout.framework.name == "jax" and bool(_jax().supports(layout))
+    return layout.framework.name == "jax" and bool(_jax_module().supports(layout))
 
 
 class CudaEngine:
@@ -93,7 +94,7 @@ class CudaEngine:
             return False
         if _is_custom_call(layout):
             return not driver.unusable()
-        placed = None if layout.on_host else _placed(layout)
+        placed = None if layout.on_host else _placement(layout)
         if placed is None or driver.unusable():
             return False
         numbers = {*placed.numbers.values()}
@@ -102,8 +103,8 @@ class CudaEngine:
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
         """Return addresses, or the arrays of a custom call; ``None`` if the engine cannot run these arrays."""
         if _is_custom_call(layout):
-            return _jax().bind(layout, arrays)
-        memory, placed = _memory(layout), _placed(layout)
+            return _jax_module().bind(layout, arrays)
+        memory, placed = _memory(layout), _placement(layout)
         assert placed is not None
         if placed.host_sources:
             move = layout.framework.to_device
@@ -119,7 +120,7 @@ class CudaEngine:
         unsupported = not is_supported(numbers) or too_many or (len(layout.sources) == 1 and converts)
         if _is_custom_call(layout):
             by_loop = unsupported or not layout.nbytes
-            return LOOP.compile(layout, numbers, with_out) if by_loop else _jax().JaxExecutable(layout, numbers)
+            return LOOP.compile(layout, numbers, with_out) if by_loop else _jax_module().JaxExecutable(layout, numbers)
         if unsupported:
             return _ByLoop(layout, numbers)
         return CudaExecutable(layout, numbers, with_out)
@@ -149,7 +150,7 @@ class CudaExecutable:
     """The operations of a layout. See ``engines.base.Executable``."""
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
-        memory, placed = _memory(layout), _placed(layout)
+        memory, placed = _memory(layout), _placement(layout)
         assert placed is not None
         self._memory, self._framework = memory, layout.framework
         self._shapes, self._dtype = layout.shapes, numbers.result
@@ -162,8 +163,8 @@ class CudaExecutable:
 
         def plan(has_peers: bool) -> _Planned:
             readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
-            made = operations(layout, numbers, placed.numbers, readable, with_out)
-            return _Planned(made, plan_of(made), has_peers)
+            planned = operations(layout, numbers, placed.numbers, readable, with_out)
+            return _Planned(planned, plan_of(planned), has_peers)
 
         self._new_plan = plan
         self.planned = plan(len(physical) > 1 and memory.is_peer_readable())
@@ -180,7 +181,7 @@ class CudaExecutable:
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
         fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
         results = memory.allocate_all(self._shapes, self._dtype, [self._devices[k] for k in fresh])
-        given = [{} for _ in self._shapes] if out is None else self._given(out)
+        given = [{} for _ in self._shapes] if out is None else self._addresses_in(out)
         for row, addresses in zip(results, given, strict=True):
             addresses.update((k, memory.address(x)) for k, x in zip(fresh, row, strict=True))
         targets = [[addresses[k] for k in range(len(self._devices))] for addresses in given]
@@ -203,12 +204,12 @@ class CudaExecutable:
         move = self._framework.to_device
         return [[move(x, self._on_host[k]) if k in self._on_host else x for k, x in enumerate(row)] for row in finished]
 
-    def _given(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
+    def _addresses_in(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
         """Return for each tensor the addresses of the arrays of ``out`` that are on CUDA devices, by their numbers."""
         there = {k: device for k, device in enumerate(self._devices) if k not in self._on_host}
         rows = [[row[k] for k in there] for row in out]
-        found = self._memory.writable_outputs(rows, list(there.values()))
-        return [dict(zip(there, addresses, strict=True)) for addresses in found]
+        listed = self._memory.writable_outputs(rows, list(there.values()))
+        return [dict(zip(there, addresses, strict=True)) for addresses in listed]
 
 
 ENGINE: Final = CudaEngine()

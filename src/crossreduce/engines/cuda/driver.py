@@ -45,13 +45,13 @@ def unusable() -> str:
     if wanted not in ("0", "1"):
         problem = "CROSSREDUCE_CUDA must be 0 or 1."
         raise ArgumentError.of(problem, shown(wanted), "CROSSREDUCE_CUDA=0 to use the frameworks' own operations")
-    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _missing()
+    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _why_missing()
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
 
 
-def _missing() -> str:
+def _why_missing() -> str:
     module = native()
     if module is None:
         return "the compiled module was not built: install crossreduce with a C++ compiler"
@@ -85,7 +85,7 @@ def load_kernels(device: int) -> None:
     """Load the kernels on a device, unless they are loaded already.
 
     Raises:
-      BackendError: there is no machine code for this device.
+      BackendError: ``kernels.bin`` has no machine code for this device.
       DriverError: the driver failed.
     """
     module = native()
@@ -95,7 +95,7 @@ def load_kernels(device: int) -> None:
 
 @cache
 def lacks_kernels(device: int) -> str:
-    """Return why there are no kernels for a device; an empty text: they are loaded, or the driver failed otherwise."""
+    """Return why a device has no kernels; an empty text: they are loaded, or the driver failed otherwise."""
     try:
         load_kernels(device)
     except BackendError as error:

@@ -52,7 +52,7 @@ class KernelKind(NamedTuple):
     values: int
 
 
-def _made(name: str, has_large: bool, units: int, nbytes: tuple[int, int, int], kind: int) -> KernelKind:
+def _kernel_kind(name: str, has_large: bool, units: int, nbytes: tuple[int, int, int], kind: int) -> KernelKind:
     return KernelKind(name, has_large, units, nbytes, kind, min(16 // nbytes[0], 32 // nbytes[1], 8))
 
 
@@ -60,7 +60,7 @@ def copy_kernel(dtype: str) -> KernelKind:
     """Return the kernel that copies one source to all results, without a change of any bit."""
     size = itemsize(dtype)
     units, unit = (2, 8) if size == 16 else (1, size)
-    return _made(f"sum_u{8 * unit}_any", True, units, (unit, unit, unit), 0)
+    return _kernel_kind(f"sum_u{8 * unit}_any", True, units, (unit, unit, unit), 0)
 
 
 def is_supported(numbers: Numbers) -> bool:
@@ -85,7 +85,7 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
     nbytes = itemsize(dtype), itemsize(numbers.accumulator), result
     if op is ReduceOp.MEAN and dtype in INTEGERS:
         kind = _RESULT_KINDS[numbers.result] if final else _ACCUMULATOR
-        return _made(f"mean_{_SHORT[dtype]}_mixed", False, 1, nbytes, kind)
+        return _kernel_kind(f"mean_{_SHORT[dtype]}_mixed", False, 1, nbytes, kind)
     verb = {ReduceOp.MEAN: "sum"}.get(op, op.value)
     if dtype in COMPLEX:
         half = nbytes[0] // 2
@@ -98,10 +98,10 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
         short = short.replace("i", "u")
     name = f"{verb}_{short}"
     if numbers.accumulator != dtype and (wide or not final):
-        return _made(f"{name}_mixed", False, 1, nbytes, 0 if final else _ACCUMULATOR)
+        return _kernel_kind(f"{name}_mixed", False, 1, nbytes, 0 if final else _ACCUMULATOR)
     return _variant(name, sources, 1, nbytes)
 
 
 def _variant(name: str, sources: int, units: int, nbytes: tuple[int, int, int]) -> KernelKind:
     fixed = name in _FIXED and 2 <= sources <= _MAX_FIXED
-    return _made(f"{name}_{sources if fixed else 'any'}", name.startswith("sum"), units, nbytes, 0)
+    return _kernel_kind(f"{name}_{sources if fixed else 'any'}", name.startswith("sum"), units, nbytes, 0)

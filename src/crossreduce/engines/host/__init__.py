@@ -12,75 +12,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ... import kernels
 from ...frameworks import FRAMEWORKS, Array
+from ...frameworks.host_memory import ArrayMemory
 from ...kernels import FusedProgram, Kernel, Segment
 from ...lowering import element_ranges
-from ...ops import Numbers
+from ...ops import KERNEL_OPS, Numbers
 from ...packing import itemsize
 from ..base import Layout, OverlapError, PreparedRun
-
-
-class ArrayMemory(Protocol):
-    """Lets kernels read and write one framework's arrays, and makes new arrays of memory that a kernel has filled.
-
-    Nested sequences have one row per tensor of a batch, with one array per replica or destination.
-    """
-
-    shares_results: bool
-    """Whether one result suffices for all destinations, because arrays are immutable."""
-
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        """Return what the kernels read: buffers, addresses or strided addresses.
-
-        ``None``: the kernels cannot read some arrays; they are traced, for example, or on an accelerator.
-        """
-
-    def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or buffers of which ``wrap`` makes arrays."""
-
-    def writable(self, arrays: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """Return allocated memory in the form that the kernels accept: writable buffers or addresses."""
-        return arrays
-
-    def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        """Return a user's arrays in the form that the kernels accept, as for ``writable``.
-
-        Raises:
-          BufferError, ValueError: an array cannot be written into. Some frameworks leave this check to the kernel.
-        """
-
-    def wrap(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        """Return filled memory as arrays: for each tensor one array per device."""
-        return list(map(tuple, blanks))
-
-    def threads(self) -> int | None:
-        """Return the framework's own limit of threads on the host; ``None``: unlimited."""
-        return None
-
-    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
-        """Tell the framework that a user's arrays were written into."""
-
-
-class SharedResults(ArrayMemory, Protocol):
-    """For frameworks with immutable arrays: one result is computed, and all devices' arrays share its memory."""
-
-    shares_results: bool = True
-
-    def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        assert count == 1
-        size = itemsize(dtype)
-        return [[kernels.memory(math.prod(shape) * size)] for shape in shapes]
-
-    def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        raise BufferError("these arrays are immutable")
-
-    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
-        raise AssertionError("immutable arrays are never written into")
+from .prepared import read_tensors
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +33,10 @@ def array_memory(framework: str) -> ArrayMemory | None:
     """
     if framework not in FRAMEWORKS or framework == "cupy":
         return None
-    memory: ArrayMemory = importlib.import_module(f".{framework}", __package__).MEMORY
+    module = importlib.import_module(f".{framework}", __package__)
+    if framework == "torch":
+        read_tensors(module.functions_for_compiled_code())
+    memory: ArrayMemory = module.MEMORY
     return memory
 
 
@@ -172,7 +117,14 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
         programs, segments = _programs_and_segments(layout, results)
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
     return kernels.compile_kernel(
-        numbers.kernel_op, dtypes, numbers.divisor, len(layout.sources), results, sizes, programs, segments
+        KERNEL_OPS[numbers.op, numbers.exact],
+        dtypes,
+        numbers.divisor,
+        len(layout.sources),
+        results,
+        sizes,
+        programs,
+        segments,
     )
 
 

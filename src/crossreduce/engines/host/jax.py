@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...frameworks import Array
+from ...frameworks.host_memory import SharedResults
 from ...frameworks.jax import cpu_number, place
-from . import SharedResults
 
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 
@@ -57,7 +57,7 @@ class JaxMemory(SharedResults):
 
 def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
     """Return for each NumPy array one JAX array per device; all of these use its memory."""
-    replicated = _replicated(devices)
+    replicated = _replicated_sharding(devices)
     if replicated is None:  # several names are logical devices of one physical device
         shardings = [place(device)[1] for device in devices]
         made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
@@ -72,7 +72,7 @@ def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def _replicated(devices: tuple[str, ...]) -> NamedSharding | None:
+def _replicated_sharding(devices: tuple[str, ...]) -> NamedSharding | None:
     """Return the sharding with a complete copy on each device; ``None`` if two names are one physical device."""
     places = [place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())

@@ -11,8 +11,8 @@ import numpy as np
 
 from ... import kernels
 from ...frameworks import Array
+from ...frameworks.host_memory import ArrayMemory
 from ...frameworks.numpy import DTYPES_BY_NAME
-from . import ArrayMemory
 
 
 def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
@@ -26,7 +26,7 @@ except ImportError:
 
 
 class NumPyMemory(ArrayMemory):
-    """See ``ArrayMemory``. Arrays have the buffer protocol, so the kernels read and write them as they are."""
+    """See ``ArrayMemory``. Arrays have the buffer protocol, so the kernels read and write them directly."""
 
     shares_results = False
 

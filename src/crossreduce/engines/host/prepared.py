@@ -8,6 +8,7 @@ recognises: whatever differs from the first call takes the path in Python again,
 from __future__ import annotations
 
 import copyreg
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -26,27 +27,34 @@ FRAMEWORKS = ("numpy", "torch")
 
 
 @cache
-def compiled() -> Any:
+def compiled_module() -> Any:
     """Return the compiled module, ready for use, or ``None`` where it was not built."""
     if kernels.native() is None:
         return None
     try:
-        from . import _calls
+        module = importlib.import_module("._calls", __package__)
     except ImportError:
         return None
     from .numpy import large_array_offset
 
     names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
     names |= {name.upper(): op for name, op in names.items()}
-    _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
-    copyreg.pickle(_calls.Calls, _without_calls)
-    return _calls
+    module.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
+    copyreg.pickle(module.Calls, _without_calls)
+    return module
 
 
 def new_calls() -> Calls | None:
     """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
-    module = None if kernels.instruction_set() == "numpy" else compiled()
+    module = None if kernels.instruction_set() == "numpy" else compiled_module()
     return None if module is None else module.Calls()
+
+
+def read_tensors(functions: tuple[Any, ...] | None) -> None:
+    """Let calls in compiled code read and write tensors of torch, by these functions of torch."""
+    module = compiled_module()
+    if module is not None and functions is not None:
+        module.use_torch(*functions)
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from ...devices import canonical, parse
 from ...frameworks import Array
+from ...frameworks.host_memory import SharedResults
 from ...frameworks.tensorflow import FRAMEWORK
-from . import SharedResults
 
 
 class TensorFlowMemory(SharedResults):
@@ -31,7 +31,7 @@ class TensorFlowMemory(SharedResults):
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
         # ``to_device`` to another logical device of the host copies no memory.
-        made = [_wrapped(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        made = [_wrap(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
         return [tuple(FRAMEWORK.to_device(x, device) for device in devices) for x in made]
 
 
@@ -47,7 +47,7 @@ def _is_recording() -> bool:
     return bool(record.could_possibly_record())
 
 
-def _wrapped(memory: Any, shape: tuple[int, ...], dtype: str) -> Array:
+def _wrap(memory: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """Return a tensor on cpu:0 that uses aligned memory without a copy."""
     bits = dtype == "bfloat16"  # NumPy's DLPack export has no bfloat16
     array = np.frombuffer(memory, np.uint16 if bits else dtype).reshape(shape)

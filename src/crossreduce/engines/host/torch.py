@@ -11,9 +11,8 @@ import torch
 
 from ... import kernels
 from ...frameworks import Array
+from ...frameworks.host_memory import ArrayMemory
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
-from . import ArrayMemory
-from .prepared import compiled
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -28,7 +27,7 @@ class TorchMemory(ArrayMemory):
             return None
         if any(x.dim() > _MOST_AXES for row in arrays for x in row):
             return None
-        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        found = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
         if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
             return None
         return found
@@ -56,7 +55,7 @@ class TorchMemory(ArrayMemory):
                 torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
 
 
-def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     size = x.element_size()
     return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
 
@@ -70,7 +69,10 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 MEMORY: Final = TorchMemory()
 
-if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and (calls := compiled()) is not None:  # torch 2.10 and newer
+
+def functions_for_compiled_code() -> tuple[Any, ...] | None:
+    """Return the functions of torch that ``Calls`` uses; ``None``: this torch, before 2.10, lacks one."""
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
-    exchange, mark_dirty = torch.Tensor.__dlpack_c_exchange_api__, torch._C._increment_version
-    calls.use_torch(torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)
+    mark_dirty = torch._C._increment_version
+    return None if exchange is None else (torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)

@@ -34,7 +34,7 @@ class MeshAxes:
 
     def vary(self, x: Array) -> Array:
         """Return ``x``, with a type that varies over these axes (see ``varying``), unless it is unreduced over them."""
-        missing = tuple(axis for axis in self.names if axis not in varying(x) | unreduced(x))
+        missing = tuple(axis for axis in self.names if axis not in varying_axes(x) | unreduced_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     def __str__(self) -> str:
@@ -42,14 +42,14 @@ class MeshAxes:
         return f"axis {names}" if len(self.names) == 1 else f"axes {names}"
 
 
-def varying(x: Array) -> frozenset[Hashable]:
+def varying_axes(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value varies, as ``shard_map`` tracks them."""
     kind = jax.typeof(x)
     found: frozenset[Hashable] = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return found
 
 
-def unreduced(x: Array) -> frozenset[Hashable]:
+def unreduced_axes(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value is unreduced: the array is the sum of the devices' parts (explicit meshes)."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     found: frozenset[Hashable] = getattr(kind, "unreduced", frozenset())
@@ -65,7 +65,7 @@ def read_axes(axis_name: Any) -> MeshAxes:
             raise ArgumentError.of(problem, shown(axis_name), 'axis_name="x"')
         sizes = tuple(int(lax.axis_size(name)) for name in names)
         # A device's position has a varying type only if shard_map checks types.
-        checked = any(varying(lax.axis_index(name)) for name in names)
+        checked = any(varying_axes(lax.axis_index(name)) for name in names)
     except (NameError, TypeError) as error:
         remedy = "a name of the mesh's axes, inside jax.shard_map (or jax.pmap and jax.vmap with axis_name=)"
         problem = "the calling function is not mapped over every axis in axis_name."

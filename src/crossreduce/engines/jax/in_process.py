@@ -29,7 +29,7 @@ from ...errors import ArgumentError, shown
 from ...frameworks import Array
 from ...frameworks.jax import finish
 from ...kernels import FusedProgram, Segment
-from ...ops import Numbers
+from ...ops import KERNEL_OPS, Numbers
 from .axes import MeshAxes
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -74,9 +74,8 @@ def _has_kernel(numbers: Numbers) -> bool:
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
     program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
     try:
-        kernels.compile_kernel(
-            numbers.kernel_op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),)
-        )
+        op = KERNEL_OPS[numbers.op, numbers.exact]
+        kernels.compile_kernel(op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),))
     except ValueError:
         return False
     return True
@@ -129,36 +128,36 @@ def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
     """Return the cotangents of the arrays, as ``psum`` does: if types are checked, all devices have the same ones."""
-    given = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
-    values = [cotangents[k] for k in given]
+    nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    values = [cotangents[k] for k in nonzero]
     if axes.checked:
         values = [axes.vary(finish(numbers, value)) for value in values]
     else:
         values = _ALL_REDUCE.bind(*values, numbers=numbers, axes=axes, **params)
-    found = list(cotangents)
-    for k, value in zip(given, values, strict=True):
-        found[k] = value
-    return found
+    results = list(cotangents)
+    for k, value in zip(nonzero, values, strict=True):
+        results[k] = value
+    return results
 
 
 def _batch(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[list[Array], Sequence[Any]]:
     return _ALL_REDUCE.bind(*args, **params), dims
 
 
-def _lower_otherwise(ctx: Any, *operands: Any, otherwise: Reduce, **_: Any) -> Any:
+def _lower_to_collectives(ctx: Any, *operands: Any, otherwise: Reduce, **_: Any) -> Any:
     return mlir.lower_fun(lambda *xs: otherwise(xs))(ctx, *operands)
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     if jax.process_count() > 1 or ctx.module_context.lowering_parameters.for_export:
-        return _lower_otherwise(ctx, *operands, **params)
+        return _lower_to_collectives(ctx, *operands, **params)
     numbers, axes = params["numbers"], params["axes"]
     number = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
     own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[number])
     )
     # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
-    unshaped = list(map(_unshaped, operands))
+    unshaped = list(map(_value_before_reshapes, operands))
     same = numbers.dtype == numbers.result
     lowering = jax.ffi.ffi_lowering(
         _TARGET,
@@ -174,7 +173,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         ),
         *unshaped,
         *own,
-        op=numbers.kernel_op,
+        op=KERNEL_OPS[numbers.op, numbers.exact],
         accumulator=numbers.accumulator,
         axes=str(axes),
     )
@@ -184,7 +183,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     ]
 
 
-def _unshaped(value: Any) -> Any:
+def _value_before_reshapes(value: Any) -> Any:
     """Return the value that a value is made of by reshaping it."""
     while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
         value = value.owner.operands[0]
@@ -202,7 +201,7 @@ def _is_kept(ctx: Any, value: Any) -> bool:
         return False
     parent = value.owner.owner.operation
     if parent.name == "sdy.manual_computation":
-        return _is_kept(ctx, _unshaped(parent.operands[ir.BlockArgument(value).arg_number]))
+        return _is_kept(ctx, _value_before_reshapes(parent.operands[ir.BlockArgument(value).arg_number]))
     return parent.name == "func.func" and value.type not in _donated_types(ctx.module_context.module)
 
 
@@ -219,5 +218,5 @@ def _donated_types(module: Any) -> list[Any]:
 _ALL_REDUCE.def_abstract_eval(_abstract_eval)
 ad.deflinear2(_ALL_REDUCE, _transpose)
 batching.primitive_batchers[_ALL_REDUCE] = _batch
-mlir.register_lowering(_ALL_REDUCE, _lower_otherwise)
+mlir.register_lowering(_ALL_REDUCE, _lower_to_collectives)
 mlir.register_lowering(_ALL_REDUCE, _lower, platform="cpu", cacheable=False)

@@ -268,10 +268,10 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
             for pair, old in path:
                 paint(pair, other if old == color else color)
         paint((src, dst), _lowest(both) if both else color)
-    found: list[list[Pair]] = [[] for _ in range(degree)]
+    by_color: list[list[Pair]] = [[] for _ in range(degree)]
     for (src, color), dst in partner[0].items():
-        found[color].append((src, dst))
-    return [sorted(matching) for matching in found]
+        by_color[color].append((src, dst))
+    return [sorted(matching) for matching in by_color]
 
 
 def _lowest(bits: int) -> int:
@@ -288,11 +288,11 @@ def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
     >>> ranges([[0, 1, 4], [2, 3, 4]])
     [((0, 2), 2), ((4, 4), 1)]
     """
-    found: list[tuple[tuple[int, ...], int]] = []
+    joined: list[tuple[tuple[int, ...], int]] = []
     for column in zip(*rows, strict=True):
-        starts, size = found[-1] if found else ((), 0)
-        if found and all(row == start + size for row, start in zip(column, starts, strict=True)):
-            found[-1] = starts, size + 1
+        starts, size = joined[-1] if joined else ((), 0)
+        if joined and all(row == start + size for row, start in zip(column, starts, strict=True)):
+            joined[-1] = starts, size + 1
         else:
-            found.append((column, 1))
-    return found
+            joined.append((column, 1))
+    return joined

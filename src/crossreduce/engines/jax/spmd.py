@@ -50,19 +50,19 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
 def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
     compiled, spans = compile_permutations(program), program.spans(x.size)
     flat, position = x.reshape(-1), lax.axis_index(axes.names)
-    stacks = [[_stacked(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
+    stacks = [[_stack(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
     for permutations, combinations in compiled.by_round:
-        for received in [_permuted(stacks, permutation, axes, position) for permutation in permutations]:
+        for received in [_permute(stacks, permutation, axes, position) for permutation in permutations]:
             for blocks, rows in zip(stacks, received, strict=True):
                 blocks.append(rows)
         for stack, operands in combinations:
             blocks = stacks[stack]
-            blocks.append(reduce(FUNCTIONS[op], [_take(blocks, table, position) for table in operands]))
-    results = [_result(blocks, table, position) for blocks, table in zip(stacks, compiled.results, strict=True)]
-    return _unstacked(results, compiled, spans).reshape(x.shape)
+            blocks.append(reduce(FUNCTIONS[op], [_take_rows(blocks, table, position) for table in operands]))
+    results = [_result_rows(blocks, table, position) for blocks, table in zip(stacks, compiled.results, strict=True)]
+    return _unstack(results, compiled, spans).reshape(x.shape)
 
 
-def _stacked(flat: Array, spans: list[tuple[int, int]]) -> Array:
+def _stack(flat: Array, spans: list[tuple[int, int]]) -> Array:
     """Return ranges of a flat array as a stack: rows of the same length; shorter ranges are padded."""
     longest = max(stop - start for start, stop in spans)
     if _is_even(spans):
@@ -70,7 +70,7 @@ def _stacked(flat: Array, spans: list[tuple[int, int]]) -> Array:
     return jnp.stack([jnp.pad(flat[start:stop], (0, longest - (stop - start))) for start, stop in spans])
 
 
-def _unstacked(results: list[Array], compiled: PermutationProgram, spans: tuple[tuple[int, int], ...]) -> Array:
+def _unstack(results: list[Array], compiled: PermutationProgram, spans: tuple[tuple[int, int], ...]) -> Array:
     """Return the rows of all stacks as one flat array, in the order of the chunks."""
     if len(results) == 1 and _is_even(spans):
         return results[0].reshape(-1)
@@ -88,22 +88,22 @@ def _is_even(spans: Sequence[tuple[int, int]]) -> bool:
     return len(lengths) == 1 and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-def _permuted(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes, position: Array) -> list[Array]:
+def _permute(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes, position: Array) -> list[Array]:
     """Send rows of all stacks in one message per pair, and return the received rows of each stack."""
-    sent = [_take(blocks, table, position) for blocks, table in zip(stacks, permutation.sent, strict=True)]
+    sent = [_take_rows(blocks, table, position) for blocks, table in zip(stacks, permutation.sent, strict=True)]
     flat = sent[0] if len(sent) == 1 else jnp.concatenate([rows.reshape(-1) for rows in sent])
     pairs = permutation.pairs
     if axes.mapped:  # under vmap, every position must send and receive
         idle = [sorted({*range(axes.devices)} - {pair[side] for pair in pairs}) for side in (0, 1)]
         pairs += tuple(zip(*idle, strict=True))
-    received = lax.ppermute(flat, *_in_mesh_order(axes, pairs))
+    received = lax.ppermute(flat, *_pairs_in_mesh_order(axes, pairs))
     if len(sent) == 1:
         return [received]
     ends = list(accumulate(rows.size for rows in sent))
     return [part.reshape(rows.shape) for part, rows in zip(jnp.split(received, ends[:-1]), sent, strict=True)]
 
 
-def _in_mesh_order(axes: MeshAxes, pairs: tuple[Pair, ...]) -> tuple[Any, tuple[Pair, ...]]:
+def _pairs_in_mesh_order(axes: MeshAxes, pairs: tuple[Pair, ...]) -> tuple[Any, tuple[Pair, ...]]:
     """Return the names of the axes and pairs of positions for ``lax.ppermute``.
 
     ``lax.ppermute`` numbers positions in the mesh's order of the axes, even if they are listed in another order;
@@ -120,27 +120,27 @@ def _in_mesh_order(axes: MeshAxes, pairs: tuple[Pair, ...]) -> tuple[Any, tuple[
     return tuple(axes.names[k] for k in axes.mesh_order), tuple((numbers[src], numbers[dst]) for src, dst in pairs)
 
 
-def _take(blocks: list[Array], table: Table, position: Array) -> Array:
+def _take_rows(blocks: list[Array], table: Table, position: Array) -> Array:
     """Return the rows that the table lists for this device."""
     used = sorted({block for places in table for block, _ in places})
     if not used:
         return blocks[0][:0]
-    if len(used) <= _SELECTED and all(places == _consecutive(places) for places in table):
+    if len(used) <= _SELECTED and all(places == _consecutive_places(places) for places in table):
         # Each device reads consecutive rows of one block: select between the blocks, without joining them first.
         firsts = [places[0] for places in table]
-        rows = _cut(blocks[used[0]], used[0], firsts, len(table[0]), position)
+        rows = _cut_rows(blocks[used[0]], used[0], firsts, len(table[0]), position)
         for block in used[1:]:
-            other = _cut(blocks[block], block, firsts, len(table[0]), position)
-            rows = jnp.where(_own([first == block for first, _ in firsts], position), other, rows)
+            other = _cut_rows(blocks[block], block, firsts, len(table[0]), position)
+            rows = jnp.where(_own_element([first == block for first, _ in firsts], position), other, rows)
         return rows
     starts = dict(zip(used, accumulate((len(blocks[block]) for block in used), initial=0), strict=False))
     joined = blocks[used[0]] if len(used) == 1 else jnp.concatenate([blocks[block] for block in used])
     wanted = ranges([[starts[block] + row for block, row in places] for places in table])
-    parts = [lax.dynamic_slice_in_dim(joined, _own(firsts, position), size) for firsts, size in wanted]
+    parts = [lax.dynamic_slice_in_dim(joined, _own_element(firsts, position), size) for firsts, size in wanted]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _result(blocks: list[Array], table: Table, position: Array) -> Array:
+def _result_rows(blocks: list[Array], table: Table, position: Array) -> Array:
     """Return the rows that the table lists for this device.
 
     If all devices need the same rows in different orders, each row is written to its place in the result: XLA's CPU
@@ -148,34 +148,34 @@ def _result(blocks: list[Array], table: Table, position: Array) -> Array:
     """
     places = sorted(table[0])
     if all(own == table[0] for own in table) or any(sorted(own) != places for own in table):
-        return _take(blocks, table, position)
+        return _take_rows(blocks, table, position)
     result = jnp.zeros_like(blocks[0])
     for block, group in groupby(places, key=itemgetter(0)):
         rows = [row for _, row in group]
         at = 0
         for starts, size in ranges([[own.index((block, row)) for row in rows] for own in table]):
-            part = _take(blocks, (tuple((block, row) for row in rows[at : at + size]),) * len(table), position)
-            result = lax.dynamic_update_slice_in_dim(result, part, _own(starts, position), 0)
+            part = _take_rows(blocks, (tuple((block, row) for row in rows[at : at + size]),) * len(table), position)
+            result = lax.dynamic_update_slice_in_dim(result, part, _own_element(starts, position), 0)
             at += size
     return result
 
 
-def _consecutive(places: Sequence[Place]) -> tuple[Place, ...]:
+def _consecutive_places(places: Sequence[Place]) -> tuple[Place, ...]:
     """Return the places of ``len(places)`` consecutive rows of one block, starting with the first place."""
     block, first = places[0]
     return tuple((block, first + k) for k in range(len(places)))
 
 
-def _cut(rows: Array, block: int, firsts: Sequence[Place], size: int, position: Array) -> Array:
+def _cut_rows(rows: Array, block: int, firsts: Sequence[Place], size: int, position: Array) -> Array:
     """Return ``size`` rows of a block from this device's first place; unused rows if that place is in another block."""
     if size == len(rows):
         return rows
     default = next(row for number, row in firsts if number == block)
     starts = [row if number == block else default for number, row in firsts]
-    return lax.dynamic_slice_in_dim(rows, _own(starts, position), size)
+    return lax.dynamic_slice_in_dim(rows, _own_element(starts, position), size)
 
 
-def _own(numbers: Sequence[Any], position: Array) -> Any:
+def _own_element(numbers: Sequence[Any], position: Array) -> Any:
     """Return this device's element of ``numbers``: a constant if all elements are equal."""
     if len(set(numbers)) == 1:
         return numbers[0]

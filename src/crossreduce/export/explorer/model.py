@@ -16,9 +16,9 @@ from ...planning import Plan
 from ...planning.explain import duration, heaviest_cuts, percent, size
 from ...planning.plans import planned
 from ...planning.schedules import CHOICES, REGISTRY
+from ...schedule.link_use import link_use
 from ...schedule.schedule import many
-from ...schedule.usage import link_use
-from .places import places
+from .positions import places
 from .trees import groups
 
 PARTS: Final = 240  # of the duration, in which the use of links is shown

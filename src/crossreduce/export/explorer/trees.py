@@ -87,7 +87,7 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
         )
         for (kind, devices), routes in kinds.items()
     ]
-    return _limited(sorted(found, key=lambda group: -group.share))
+    return _limit_routes(sorted(found, key=lambda group: -group.share))
 
 
 def _links(hops: set[_Hop], plan: Plan, names: tuple[str, ...]) -> frozenset[Pair]:
@@ -123,7 +123,7 @@ def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
     return nested(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
 
 
-def _limited(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:
+def _limit_routes(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:
     """Return the groups with as many routes as the file may hold; each has at least its first route."""
     each = _MOST_LINKS // max(1, len(found))
     limited = []

@@ -1,7 +1,7 @@
 """A schedule as one of NCCL's collectives: its kind, and the ranges of the ranks' buffers that its chunks occupy.
 
 Ranks are positions in the schedule's devices. The shares determine into how many equal units the buffers are divided;
-a block is a run of units that one operation moves. ``placement.py`` determines where the values of a block are stored.
+a block is a run of units that one operation moves. ``register_allocation.py`` determines where values are stored.
 """
 
 from __future__ import annotations

@@ -5,17 +5,15 @@ Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock
 There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
 a piece over a link. The first group shows by how much each tick of the simulation extends the time. The trace of one
 rank has the links into and out of its device.
-
-Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations
 
-import json
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
+from ...chrome_trace import Event, Row, trace_json
 from ...lowering import lower
 from ...schedule import Schedule, TimedTransfer, byte_count, simulate, timeline
 from ...schedule.costs import Pair
@@ -45,6 +43,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
       PlanError: the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
 
+    >>> import json
     >>> from crossreduce.planning import ring
     >>> topology = Topology.ring(2, gb_per_s=25)
     >>> events = json.loads(to_chrome_trace(ring(topology.devices), topology, 50_000))["traceEvents"]
@@ -72,7 +71,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     ends = list(accumulate(simulation.ticks, initial=0.0))
     for t, (start, end) in enumerate(pairwise(ends[: schedule.round_count + shown])):
         first, last = max(0, t - schedule.pieces + 1), min(t, schedule.round_count - 1)
-        events.append(_event(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
+        events.append(_slice(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
     speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
     free = dict.fromkeys(used, 0.0)  # the time at which each link has carried all earlier transfers
     moving = timeline(schedule, topology, nbytes, node=node)
@@ -90,7 +89,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
             for pair in shown_links(move) if size and move.piece < shown else ():
                 start = max(free[pair], move.start + move.latency_s)
                 free[pair] = start + size / speeds[pair]
-                events.append(_event(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
+                events.append(_slice(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
     other = {
         "schedule": schedule.head,
         "bytes": nbytes,
@@ -100,43 +99,23 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     }
     if node is not None:
         other |= {"rank": rank, "device": node}
-    content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
-    return json.dumps(content, separators=(",", ":"))
+    return trace_json(events, other)
 
 
-def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[str, int]], list[dict[str, Any]]]:
-    """Return the numbers of process and thread for the ticks (``None``) and each link, and the events that name them.
-
-    All threads' numbers differ, since a viewer may treat threads of one number as one, even in different processes.
-    """
-    rows: dict[Pair | None, dict[str, int]] = {None: {"pid": 1, "tid": 1}}
-    names = [*_name("process", rows[None], "schedule"), *_name("thread", rows[None], "ticks")]
+def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, Row], list[Event]]:
+    """Return the rows of the ticks (``None``) and of each link, and the events that name them."""
+    rows: dict[Pair | None, Row] = {None: Row(1, 1)}
+    names = [*rows[None].process_names("schedule"), *rows[None].thread_names("ticks", 1)]
     groups = {node: number for number, node in enumerate(topology.nodes, start=2)}
     for src, pairs in groupby(sorted(used, key=lambda pair: (groups[pair[0]], groups[pair[1]])), key=itemgetter(0)):
         for number, pair in enumerate(pairs):
-            rows[pair] = {"pid": groups[src], "tid": len(groups) + len(rows) + 1}
-            names += _name("process", rows[pair], f"{src} sends") if number == 0 else []
-            names += _name("thread", rows[pair], f"to {pair[1]}")
+            row = rows[pair] = Row(groups[src], len(groups) + len(rows) + 1)
+            names += row.process_names(f"{src} sends") if number == 0 else []
+            names += row.thread_names(f"to {pair[1]}", row.tid)
     return rows, names
 
 
-def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:
-    """Return the events that give a process or thread its name, and its number as its position in the viewer."""
-    place = row["pid" if what == "process" else "tid"]
-    return [
-        {"ph": "M", "name": f"{what}_name", **row, "args": {"name": name}},
-        {"ph": "M", "name": f"{what}_sort_index", **row, "args": {"sort_index": place}},
-    ]
-
-
-def _event(
-    row: dict[str, int], name: str, kind: str, start: float, end: float, details: dict[str, Any]
-) -> dict[str, Any]:
-    """Return an event with a start and a duration, which the format calls a complete event."""
-    times = {"ts": _us(start), "dur": round(_us(end) - _us(start), 6)}
-    return {"ph": "X", "name": name, "cat": kind, **row, **times, "args": details}
-
-
-def _us(seconds: float) -> float:
-    """Return microseconds, rounded to picoseconds, so that events that follow each other do not overlap."""
-    return round(seconds * 1e6, 6)
+def _slice(row: Row, name: str, category: str, start: float, end: float, details: Event) -> Event:
+    """Return an event whose microseconds are rounded to picoseconds, so that successive events do not overlap."""
+    start_us, end_us = round(start * 1e6, 6), round(end * 1e6, 6)
+    return row.slice(name, category, start_us, round(end_us - start_us, 6), details)

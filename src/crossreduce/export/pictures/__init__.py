@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from ...errors import ArgumentError, shown
 from ...schedule import Schedule, fluid_rate, simulate
 from ...topology import Topology, TopologyLike, topology_of
-from .figure import new_figure, title_height, wrapped
-from .folding import Folding, folded
+from .figure import new_figure, title_height, wrap_title
+from .folding import Folding, fold_topology
 from .graph_layout import GraphLayout, graph_layout, label
 from .grouping import ScheduleTree, tree_groups
 from .map_parts import GREY, INK, all_links, background, lines, nodes, panel, shades
@@ -49,12 +49,12 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
     plurals = {"device": "devices", "switch": "switches", "link": "links"}
     counts = zip(map(len, (complete.devices, complete.switches, complete.links)), plurals, strict=True)
     head = title or ", ".join(f"{n} {noun if n == 1 else plurals[noun]}" for n, noun in counts if n)
-    topology, _, names, note = folded(complete)
+    topology, _, names, note = fold_topology(complete)
     layout = graph_layout(topology, names)
     wide, high = layout.size
     head = f"{head}\n{note}" if note else head
     width = max(wide, min(5.2, 0.4 + 0.105 * max(map(len, head.splitlines()))), 2.2)
-    head = wrapped(head, width)
+    head = wrap_title(head, width)
     shade = shades(topology)
     drawn: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by label, colour, width, whether both ways
     for link in topology.links:
@@ -106,7 +106,7 @@ def draw_schedule(
         raise ArgumentError.of("draw_schedule requires a Schedule.", shown(schedule), "plan.schedule")
     topology = topology_of(topology)
     groups = tree_groups(schedule, topology)
-    folding = folded(topology)
+    folding = fold_topology(topology)
     layout = graph_layout(folding.topology, folding.labels)
     rate = fluid_rate(schedule, topology)
     head = title or schedule.head + ("" if rate is None else f"\nthe busiest link allows {float(rate):.4g} GB/s")
@@ -119,7 +119,7 @@ def draw_schedule(
     entries = 4 + len(speeds) + (len(groups) > PANELS)
     columns = max(1, int((grid.width - 2.9) / 2.1))
     foot = max(0.75, 0.25 + 0.2 * math.ceil(entries / columns))
-    head = wrapped(head, grid.width)
+    head = wrap_title(head, grid.width)
     with new_figure(path, grid.width, grid.height + foot + title_height(head), head) as figure:
         for k, group in enumerate(shown_groups):
             column, row = grid.cells[k]

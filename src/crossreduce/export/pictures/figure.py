@@ -17,7 +17,7 @@ _PIXELS: Final = 8000  # the most pixels of a side of a PNG: its bitmap takes at
 _LETTER: Final = 0.095  # the usual width of a letter of a title, in inches
 
 
-def wrapped(title: str, width: float) -> str:
+def wrap_title(title: str, width: float) -> str:
     """Return a title in lines that fit into a picture of ``width`` inches."""
     return "\n".join("\n".join(textwrap.wrap(line, max(20, int(width / _LETTER)))) for line in title.split("\n"))
 

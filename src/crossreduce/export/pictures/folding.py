@@ -28,10 +28,10 @@ class Folding(NamedTuple):
     note: str  # a line for readers; "": nothing is folded
 
 
-def folded(topology: Topology) -> Folding:
+def fold_topology(topology: Topology) -> Folding:
     """Return a topology with fewer nodes if it has too many devices for a picture.
 
-    >>> found = folded(Topology.machine("hgx-h100", hosts=16))
+    >>> found = fold_topology(Topology.machine("hgx-h100", hosts=16))
     >>> len(found.topology.devices), found.labels["host3/cuda:0"]
     (16, 'host3 (8)')
     """

@@ -89,7 +89,7 @@ class GraphLayout:
         return [points[left - 1] + rest * min(abs(x), abs(y), most), *points[left:]]
 
 
-def towards(a: complex, b: complex, distance: float) -> complex:
+def point_towards(a: complex, b: complex, distance: float) -> complex:
     """Return the point at a distance from ``a`` in the direction of ``b``."""
     return a + (b - a) * distance / abs(b - a)
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from ...topology import Topology
-from .graph_layout import NODE, GraphLayout, towards
+from .graph_layout import NODE, GraphLayout, point_towards
 
 INK, GREY, PALE = "#1b1f24", "#c3cad2", "#eef1f4"
 # Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without its palest (colorbrewer2.org).
@@ -97,7 +97,7 @@ def lines(ax: Any, drawn: list[list[complex]], colours: Any, width: float, head:
     if head:
         shortened = []
         for *points, last in drawn:
-            back = towards(last, points[-1], head)
+            back = point_towards(last, points[-1], head)
             wing = 0.4j * (last - back)
             heads.append([(point.real, point.imag) for point in (last, back + wing, back - wing)])
             shortened.append([*points, back])

@@ -36,7 +36,7 @@ class ArrayAccess {
     virtual TemporaryMemory temporary(int, int64_t) const { return nullptr; }
     // Return whether the current stream of a CUDA device was found.
     virtual bool stream(int, uint64_t &) const { return false; }
-    // Whether arrays may be used now. Asked once a call.
+    // Whether arrays may be used now. Each call asks once.
     virtual bool is_usable() const { return true; }
     // Tell the framework that arrays, in a tuple, were written into. Return false with an error set if that fails.
     virtual bool mark_written(PyObject *) const { return true; }

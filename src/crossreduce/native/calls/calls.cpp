@@ -300,7 +300,7 @@ PyObject *use(PyObject *, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOOOOOn", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &offset))
         return nullptr;
     large_array_offset = static_cast<size_t>(offset);
-    for (PyObject *one : given) Py_INCREF(one); // kept for ever
+    for (PyObject *one : given) Py_INCREF(one); // until the process ends
     per_replica = reinterpret_cast<PyTypeObject *>(given[0]);
     mirrored = reinterpret_cast<PyTypeObject *>(given[1]);
     reduce_op = reinterpret_cast<PyTypeObject *>(given[2]);

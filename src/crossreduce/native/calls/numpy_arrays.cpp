@@ -9,7 +9,7 @@
 
 namespace {
 
-static_assert(sizeof(npy_intp) == sizeof(int64_t), "sizes are passed as they are");
+static_assert(sizeof(npy_intp) == sizeof(int64_t), "sizes are passed without a conversion");
 
 class NumPyAccess final : public ArrayAccess {
   public:

@@ -177,7 +177,7 @@ bool Batch::view_outs(const Prepared &prepared) {
                     extents.push_back({data, data + in, 0, -1});
             }
         }
-    return find_overlap(extents, spare) == nullptr;
+    return find_overlap(extents, scratch) == nullptr;
 }
 
 PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out) {

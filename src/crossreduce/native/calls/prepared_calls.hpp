@@ -1,4 +1,4 @@
-// Prepared calls: what they consist of, and how a call is recognised and run.
+// Prepared calls: their parts, and how a call is recognised and run.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,7 @@ struct Run { // one kernel or plan, which reduces some tensors of a batch
 struct Prepared {
     std::vector<int64_t> signature;
     std::vector<Run> runs;
-    PyObject *kept = nullptr; // a tuple: what must live as long as this
+    PyObject *kept = nullptr; // a tuple of objects that must live as long as this
     ~Prepared() { Py_XDECREF(kept); }
 };
 
@@ -55,7 +55,7 @@ struct Batch {
     std::vector<int64_t> signature; // dtypes and sizes
     std::vector<Source> sources;    // of one kernel, and the memory of its results
     std::vector<char *> targets;
-    std::vector<Extent> extents, spare; // see find_overlap
+    std::vector<Extent> extents, scratch; // see find_overlap
 
     // Forget everything but the memory of the vectors.
     void clear();
@@ -110,7 +110,7 @@ PyObject *read_op(PyObject *op);
 bool same_sizes(const ArrayView &a, const ArrayView &b);
 uint64_t hash_of(const std::vector<int64_t> &signature);
 
-// Classes and values of the package, kept for ever.
+// Classes and values of the package, kept until the process ends.
 extern PyTypeObject *reduce_op;
 extern PyObject *ops_by_name, *default_options, *name_threads;
 

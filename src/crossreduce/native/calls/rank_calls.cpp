@@ -26,7 +26,7 @@ struct BufferPlace { // a caller's buffer of a rank program
 
 struct RankCall {
     std::vector<int64_t> signature;
-    PyObject *kept = nullptr; // a tuple: what must live as long as this
+    PyObject *kept = nullptr; // a tuple of objects that must live as long as this
     PyObject *executable, *program;
     std::string text; // describes the call
     std::vector<BufferPlace> buffers;

@@ -1,5 +1,5 @@
 // PyTorch's tensors in the compiled call path, through the C functions that torch 2.10 and newer offer to exchange
-// tensors without Python calls (DLPack 1.2, DLPackExchangeAPI in dlpack.h; declared here as far as they are used).
+// tensors without Python calls (DLPack 1.2, DLPackExchangeAPI in dlpack.h; declared here are the parts in use).
 #include "arrays.hpp"
 
 #include <algorithm>

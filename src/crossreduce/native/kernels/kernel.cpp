@@ -1,22 +1,17 @@
 #include "kernel.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
 
 #include "exact.hpp"
+#include "format.hpp"
 #include "thread_pool.hpp"
 
 namespace {
 
-// A pass reads at most this many sources. A fold of more sources runs tile by tile, in several passes.
-constexpr size_t MAX_PASS_SOURCES = 8;
-// Programs with more operands than this, slots included, also run tile by tile.
-constexpr size_t MAX_LINE_OPERANDS = 32;
 // Arrays often have the same offset within their pages, so all arrays that a pass accesses compete for the same ways of
 // the first-level cache. If there are more arrays than ways, results that stay in the cache are therefore computed in a
 // tile, which is then copied to one array after the other. Measured, as the time with copies / without: with 8 ways about
@@ -25,45 +20,9 @@ constexpr size_t MAX_LINE_OPERANDS = 32;
 constexpr size_t MANY_WAYS = 12, MANY_ARRAYS = 24;
 // With at least this many lines, a pass starts at a line boundary of the first result.
 constexpr size_t MIN_LINES_TO_ALIGN = 16;
-// The bytes of the accumulator's dtype in a tile. From about 8 KiB on, glibc copies with an instruction that does not
-// read the lines that it overwrites. Measured: 64 arrays of 16 KiB take 0.94 of the time with tiles of 4 KiB.
-constexpr size_t TILE_NBYTES = 8192;
 // The bytes of a replica that a thread takes at a time. The start of a share costs cache and TLB misses (1 MiB is 5 to
 // 20 % faster than 128 KiB), but every thread needs work until the end.
 constexpr int64_t MAX_SHARE = 1 << 20, MIN_SHARE = 1 << 14, SHARES_PER_THREAD = 8;
-// Programs with many slots use smaller tiles, so that the working memory of a thread stays below this.
-constexpr size_t MAX_SCRATCH = 512 * 1024;
-
-bool is_complex(DType dtype) { return dtype == C64 || dtype == C128; }
-bool is_half(DType dtype) { return dtype == F16 || dtype == BF16; }
-
-// Divide integers, truncating towards zero, as NCCL's ncclAvg does (FuncSumPostDiv in src/device/reduce_kernel.h).
-// Quotients of integers below 2^32 are divided as doubles, which is faster; they are never rounded up to an integer.
-template <class T> void divide_each(char *data, size_t size, double divisor) {
-    using Wide = std::conditional_t<sizeof(T) == 8, T, double>;
-    const Wide by = static_cast<Wide>(divisor);
-    for (size_t i = 0; i < size; i++) {
-        T x;
-        std::memcpy(&x, data + i * sizeof x, sizeof x);
-        x = static_cast<T>(static_cast<Wide>(x) / by);
-        std::memcpy(data + i * sizeof x, &x, sizeof x);
-    }
-}
-
-using Divide = void (*)(char *data, size_t size, double divisor);
-Divide divide_of(DType dtype) { // null: not an integer
-    switch (dtype) {
-    case I8: return divide_each<int8_t>;
-    case I16: return divide_each<int16_t>;
-    case I32: return divide_each<int32_t>;
-    case I64: return divide_each<int64_t>;
-    case U8: return divide_each<uint8_t>;
-    case U16: return divide_each<uint16_t>;
-    case U32: return divide_each<uint32_t>;
-    case U64: return divide_each<uint64_t>;
-    default: return nullptr;
-    }
-}
 
 // Allocates from a thread's working memory. Copies of an allocator start at the same position.
 struct Scratch {
@@ -74,22 +33,6 @@ struct Scratch {
         return reinterpret_cast<T *>(at);
     }
 };
-
-// The pass function of a kernel and the formats that it reads and writes.
-struct Format {
-    PassFunction function;
-    size_t line;                           // units in a line of the results
-    size_t units;                          // units per element: 2 if complex
-    size_t in, acc, out;                   // bytes of a unit of the sources, accumulator and results
-    bool convert_sources, convert_results; // whether tiles are converted before and after the pass
-    Divide divide = nullptr;               // divides integers, instead of the pass and of the conversion after it
-    // Whether tiles of the accumulator's dtype have another order of elements within each line (isa.inc, WidenedPairs).
-    // Then all passes over a tile divide it into the same lines, and a line is never stored in part.
-    bool permuted = false;
-};
-
-// Return the dtype of the real and imaginary parts, or the dtype itself.
-DType part_of(DType dtype) { return dtype == C64 ? F32 : dtype == C128 ? F64 : dtype; }
 
 struct Run { // one run of a kernel
     const Kernel &kernel;
@@ -104,21 +47,6 @@ struct Run { // one run of a kernel
     const Source *sources_of(const Segment &s) const { return &sources[static_cast<size_t>(s.tensor * kernel.sources)]; }
     char *const *results_of(const Segment &s) const { return &results[static_cast<size_t>(s.tensor * kernel.results)]; }
 };
-
-Format format_of(const Kernel &kernel) {
-    const InstructionSet &isa = *kernel.isa;
-    const size_t units = is_complex(kernel.accumulator) ? 2 : 1, acc = ITEMSIZES[kernel.accumulator] / units;
-    if (kernel.op == EXACT_SUM) {
-        const size_t in = ITEMSIZES[kernel.dtype] / units, out = ITEMSIZES[kernel.result] / units;
-        return {nullptr, LINE / out, units, in, in, out, false, false};
-    }
-    if (is_half(kernel.dtype) && kernel.accumulator == F32 && kernel.result == kernel.dtype)
-        return {isa.half[kernel.op][kernel.dtype == BF16], LINE / 2, 1, 2, 4, 2, false, false};
-    const bool before = kernel.dtype != kernel.accumulator, after = kernel.accumulator != kernel.result;
-    const Divide divide = kernel.divisor != 1 && !after ? divide_of(kernel.accumulator) : nullptr;
-    const PassFunction function = isa.same[kernel.op][kernel.accumulator];
-    return {function, LINE / acc, units, acc, acc, acc, before, after || divide != nullptr, divide};
-}
 
 // Copy elements start..stop, counted in C order, of a strided array.
 void gather(char *to, const Source &from, int64_t start, int64_t stop, size_t itemsize) {
@@ -210,17 +138,6 @@ void run_pass(const Pass &pass, const Format &f, size_t count, bool streaming, S
     const size_t tail = head + (count - head) / f.line * f.line;
     if (tail > head) f.function(pass, head, tail);
     if (count > tail) run_partial_line(pass, f, tail, count - tail, scratch);
-}
-
-// Whether all results are the same value.
-bool has_one_value(const FusedProgram &program) {
-    const auto &results = program.results;
-    return std::equal(results.begin() + 1, results.end(), results.begin());
-}
-
-// Whether all results are the value of the last fold, which is then written from registers.
-bool ends_in_fold(const FusedProgram &program) {
-    return has_one_value(program) && !program.folds.empty() && program.results[0] == ~program.folds.back().slot;
 }
 
 // Return one output per distinct value, with all results that it is written to, and the number of outputs.
@@ -422,136 +339,7 @@ size_t ways() {
 #endif
 }
 
-constexpr int64_t MAX_ELEMENTS = int64_t{1} << 48; // keeps all byte counts within 64 bits
-
-bool in_range(int operand, int sources, int slots) { return operand < sources && operand >= -slots; }
-
-// Return a dtype of the same size whose sum is defined, for copies.
-DType copy_dtype(DType dtype) {
-    const size_t size = ITEMSIZES[dtype];
-    return size == 1 ? U8 : size == 2 ? U16 : size == 4 ? U32 : size == 8 ? U64 : C128;
-}
-
-// Copy each source that is a result to a slot, if there are several values. A result that is written in place may be in
-// the memory of a source that is another result.
-void read_before_write(FusedProgram &program) {
-    if (has_one_value(program)) return;
-    const std::vector<int> results = program.results;
-    for (size_t r = 0; r < results.size(); r++) {
-        if (program.results[r] < 0) continue;
-        program.folds.push_back({program.slots, {results[r]}});
-        std::replace(program.results.begin(), program.results.end(), results[r], ~program.slots++);
-    }
-}
-
-// Return the working memory of a thread: descriptions of a pass and of its padded copy, slots, and tiles of sources.
-size_t scratch_size(const Kernel &kernel, size_t tile) {
-    const size_t results = static_cast<size_t>(kernel.results), slots = static_cast<size_t>(kernel.slots);
-    const size_t descriptions =
-        2 * results * (sizeof(Output) + sizeof(Target) + 4 * LINE) + (4 * MAX_PASS_SOURCES + 16) * 4 * LINE;
-    const auto sources = static_cast<size_t>(kernel.sources);
-    const size_t terms = kernel.op == EXACT_SUM ? sources * (tile + EXACT_PADDING + 2 * LINE) : 0;
-    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile + terms; // an upper bound
-    return descriptions + slots * std::max(tile, 2 * MAX_LINES * LINE) + tiles + 64 * LINE;
-}
-
-const char *validate_program(const FusedProgram &program, const Kernel &kernel) {
-    if (program.slots < 0 || program.slots > 10000) return "a program has too many slots";
-    std::vector<bool> written(static_cast<size_t>(program.slots));
-    for (const Fold &fold : program.folds) {
-        if (fold.slot < 0 || fold.slot >= program.slots || fold.operands.empty()) return "a fold is malformed";
-        for (size_t k = 0; k < fold.operands.size(); k++) {
-            const int operand = fold.operands[k];
-            if (!in_range(operand, kernel.sources, program.slots)) return "an operand is out of range";
-            if (operand < 0 && !written[static_cast<size_t>(~operand)]) return "a slot is read before it is written";
-            if (k > 0 && operand == ~fold.slot) return "a fold overwrites an operand before reading it";
-        }
-        written[static_cast<size_t>(fold.slot)] = true;
-    }
-    const auto results = static_cast<size_t>(kernel.results);
-    if (program.results.size() != results) return "a program has the wrong number of results";
-    for (int value : program.results) {
-        if (!in_range(value, kernel.sources, program.slots)) return "a result is out of range";
-        if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that is never written";
-    }
-    return nullptr;
-}
-
-// Return the fault of an exact sum, or null: its programs must be single folds of sources, whose value is every result.
-const char *validate_exact_sum(const Kernel &kernel) {
-    if (kernel.isa->exact[part_of(kernel.dtype)][part_of(kernel.result)] == nullptr ||
-        is_complex(kernel.dtype) != is_complex(kernel.result))
-        return "exact sums are not defined for the dtypes";
-    if (!(kernel.divisor >= 1 && kernel.divisor <= MAX_EXACT_COUNT && kernel.divisor == std::floor(kernel.divisor)))
-        return "an exact sum can be divided only by an integer from 1 to 2^24";
-    for (const FusedProgram &program : kernel.programs) {
-        if (program.folds.size() != 1 || !ends_in_fold(program)) return "an exact sum must be one fold";
-        const std::vector<int> &operands = program.folds[0].operands;
-        if (*std::min_element(operands.begin(), operands.end()) < 0) return "an exact sum must be a fold of sources";
-        if (operands.size() > MAX_EXACT_COUNT) return "an exact sum has too many sources";
-    }
-    return nullptr;
-}
-
 } // namespace
-
-const char *validate(Kernel &kernel) {
-    const Format f = format_of(kernel);
-    const InstructionSet &isa = *kernel.isa;
-    kernel.slots = 0;
-    kernel.by_line = true;
-    kernel.only_copies = kernel.divisor == 1 && kernel.dtype == kernel.result;
-    if (kernel.sources < 1 || kernel.results < 1) return "a kernel needs at least one source and one result";
-    for (int64_t size : kernel.sizes)
-        if (size < 0 || size > MAX_ELEMENTS) return "the size of a tensor is out of range";
-    for (FusedProgram &program : kernel.programs) {
-        if (const char *fault = validate_program(program, kernel)) return fault;
-        kernel.only_copies = kernel.only_copies && program.folds.empty();
-        read_before_write(program);
-        size_t operands = 0, sources = 0;
-        for (const Fold &fold : program.folds)
-            for (int operand : fold.operands) {
-                operands++;
-                sources += operand >= 0;
-            }
-        kernel.slots = std::max(kernel.slots, program.slots);
-        kernel.by_line = kernel.by_line && sources <= MAX_PASS_SOURCES && operands <= MAX_LINE_OPERANDS;
-    }
-    kernel.elements = 0;
-    for (const Segment &segment : kernel.segments) {
-        const bool known = segment.tensor >= 0 && segment.tensor < static_cast<int64_t>(kernel.sizes.size()) &&
-                           segment.program >= 0 && segment.program < static_cast<int>(kernel.programs.size());
-        if (!known || segment.start < 0 || segment.stop < segment.start ||
-            segment.stop > kernel.sizes[static_cast<size_t>(segment.tensor)])
-            return "a segment is out of range";
-        kernel.elements += segment.stop - segment.start;
-    }
-    kernel.tile_nbytes = TILE_NBYTES;
-    while (kernel.tile_nbytes > 8 * LINE && scratch_size(kernel, kernel.tile_nbytes) > MAX_SCRATCH)
-        kernel.tile_nbytes /= 2;
-    kernel.scratch_nbytes = scratch_size(kernel, kernel.tile_nbytes);
-    if (kernel.only_copies) {
-        kernel.op = SUM;
-        kernel.dtype = kernel.accumulator = kernel.result = copy_dtype(kernel.dtype);
-        return nullptr;
-    }
-    if (kernel.op == EXACT_SUM) return validate_exact_sum(kernel);
-    if (f.function == nullptr) return "the op is not defined for the dtype";
-    if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||
-        (f.convert_results && f.divide == nullptr && isa.convert[kernel.accumulator][kernel.result] == nullptr))
-        return "the conversion between the dtypes is not defined";
-    if (f.divide != nullptr && !(kernel.divisor >= 1 && kernel.divisor <= std::numeric_limits<int>::max() &&
-                                 kernel.divisor == static_cast<int>(kernel.divisor)))
-        return "integers can be divided only by a positive integer";
-    const bool divisible = kernel.accumulator == F32 || kernel.accumulator == F64 || is_complex(kernel.accumulator);
-    if (kernel.divisor != 1 && !divisible && f.divide == nullptr) return "the accumulator's dtype cannot be divided";
-    return nullptr;
-}
-
-int64_t traffic_nbytes(const Kernel &kernel) {
-    return kernel.elements * (kernel.sources * static_cast<int64_t>(ITEMSIZES[kernel.dtype]) +
-                              kernel.results * static_cast<int64_t>(ITEMSIZES[kernel.result]));
-}
 
 // Copy the source of each segment to its only result.
 void copy_segments(const Kernel &kernel, const std::vector<Source> &sources, const std::vector<char *> &results) {

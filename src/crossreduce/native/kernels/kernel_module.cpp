@@ -249,9 +249,9 @@ PyObject *kernel_run(PyObject *object, PyObject *args) {
     try {
         Operands operands;
         if (!read_operands(kernel, sources, results, operands)) return nullptr;
-        std::vector<Extent> extents, spare;
+        std::vector<Extent> extents, scratch;
         if (check_overlap) extents = extents_of(kernel, operands);
-        if (const Extent *found = find_overlap(extents, spare))
+        if (const Extent *found = find_overlap(extents, scratch))
             return Py_BuildValue("LL", static_cast<long long>(found->tensor), static_cast<long long>(found->result));
         const auto run = [&](int on, bool streamed) {
             return run_kernel(kernel, operands.sources, operands.results, on, streamed);

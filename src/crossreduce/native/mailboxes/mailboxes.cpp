@@ -395,47 +395,6 @@ std::vector<uint64_t> Mailboxes::completed() {
     return std::exchange(ended, {});
 }
 
-bool Mailboxes::withdraw(uint64_t id) {
-    Lock lock(mutex);
-    const auto found = messages.find(id);
-    if (found == messages.end()) return true;
-    const Shared message = found->second;
-    if (message->status != MessageStatus::waiting) return true;
-    MessageStatus status = MessageStatus::mismatch;
-    const auto is_its = [&](const Outgoing &one) { return one.message == message; };
-    std::deque<Outgoing> none, &records = message->source == ANY_RANK ? none : outgoing[static_cast<size_t>(message->source)];
-    const auto record = std::find_if(records.begin(), records.end(), is_its);
-    if (message->sends && record == records.end()) { // the other rank knows of it
-        message->withdrawn = true;
-        auto &parts = streams[static_cast<size_t>(message->peer)];
-        parts.erase(std::remove(parts.begin(), parts.end(), message), parts.end());
-        return false;
-    }
-    if (message->sends) {
-        records.erase(record);
-    } else if (record != records.end()) { // it has ended, except that its reply was not written
-        status = record->status;
-        record->message = nullptr;
-        replies++;
-    } else if (message->offer == 0) {
-        const auto at = posted.find({message->peer, message->tag});
-        at->second.erase(std::find(at->second.begin(), at->second.end(), message));
-        if (at->second.empty()) posted.erase(at);
-    } else if (pulled.erase({message->source, message->offer}) == 0) { // of a pulled one, the next parts are dropped
-        message->withdrawn = true;
-        end_reading(message);
-        while (message->readers > 0) {
-            lock.unlock();
-            sched_yield();
-            lock.lock();
-        }
-        if (message->status != MessageStatus::waiting) return true; // another thread has withdrawn it, too
-        reply(message->source, DONE, message->offer);
-    }
-    complete(message, status);
-    return true;
-}
-
 #else // no futex
 
 Mailboxes *Mailboxes::map(int, int64_t, int, int, int64_t, bool) {
@@ -450,6 +409,5 @@ uint64_t Mailboxes::receive(int, int64_t, char *, uint64_t) { return 0; }
 bool Mailboxes::is_pending(uint64_t) { return false; }
 void Mailboxes::forget(uint64_t) {}
 std::vector<uint64_t> Mailboxes::completed() { return {}; }
-bool Mailboxes::withdraw(uint64_t) { return true; }
 
 #endif

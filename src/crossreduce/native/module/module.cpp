@@ -163,7 +163,7 @@ constexpr long FIRST_PAYLOAD = 0;
 
 int fill(PyObject *module) {
     if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;
-    memory_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Memory")); // kept for ever
+    memory_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Memory")); // until the process ends
     Ref capsule(PyCapsule_New(&api, KERNEL_API, nullptr));
     if (memory_type == nullptr || !capsule || PyModule_AddObjectRef(module, "API", capsule.object) < 0) return -1;
     if (PyModule_AddIntMacro(module, FIRST_PAYLOAD) < 0) return -1;

@@ -110,13 +110,13 @@ PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(observer_new)}
 PyObject *ops_of(const SharedMemory &memory, int rank) {
     const RankState &state = memory.state(rank);
     const uint64_t last = state.number.load(std::memory_order_acquire);
-    const uint64_t first = last < RECORDED_OPS ? 1 : last - RECORDED_OPS + 1, ops = last - first + 1;
+    const uint64_t first = last < RECORDED_CALLS ? 1 : last - RECORDED_CALLS + 1, ops = last - first + 1;
     PyObject *all = PyList_New(0);
     for (uint64_t k = 0; all != nullptr && k < ops; k++) { // a count: corrupt memory may have the greatest number as `last`
         const uint64_t number = first + k;
         std::string signature;
         int64_t started, ended;
-        if (!state.records[number % RECORDED_OPS].read(number, signature, started, ended)) continue;
+        if (!state.calls.records[number % RECORDED_CALLS].read(number, signature, started, ended)) continue;
         Ref end(ended == 0 ? Py_BuildValue("") : PyFloat_FromDouble(static_cast<double>(ended) * 1e-9));
         Ref text(PyUnicode_DecodeUTF8(signature.data(), static_cast<Py_ssize_t>(signature.size()), "replace"));
         append(all, !end || !text ? nullptr
@@ -128,7 +128,7 @@ PyObject *ops_of(const SharedMemory &memory, int rank) {
 
 PyObject *counts_of(const SharedMemory &memory, int rank) {
     PyObject *kinds = PyList_New(0), *waits = PyList_New(0);
-    for (const CallCounts &of : memory.state(rank).counts)
+    for (const CallCounts &of : memory.state(rank).calls.counts)
         append(kinds, Py_BuildValue("(KKKKK)", value(of.calls), value(of.nbytes), value(of.ns), value(of.waited_ns),
                                     value(of.between_hosts_ns)));
     for (int other = 0; waits != nullptr && other < memory.ranks; other++) {

@@ -59,6 +59,7 @@ SharedMemory *SharedMemory::over(void *memory, int rank, int ranks, int64_t slot
     made->states = reinterpret_cast<RankState *>(static_cast<char *>(memory) + sizeof(GroupState));
     made->wait_counts = reinterpret_cast<WaitCounts *>(made->states + ranks);
     made->slots = static_cast<char *>(memory) + slots_offset(ranks);
+    made->calls.attach(made->states[rank].calls, &made->waits(rank, 0));
     return made;
 }
 
@@ -69,36 +70,6 @@ void SharedMemory::describe(const std::vector<int64_t> &global_ranks, const std:
     group->about_length = static_cast<uint32_t>(std::min<size_t>(text.size(), ABOUT_NBYTES));
     std::memcpy(group->about, text.data(), group->about_length);
     group->layout.store(LAYOUT, std::memory_order_release);
-}
-
-// A sequence lock: `number` is cleared before the first change and set after the last one. Each store releases the
-// stores before it; each load acquires before the loads after it.
-void OpRecord::write(uint64_t new_number, const std::string &text, int64_t ns) {
-    number.store(0, std::memory_order_relaxed);
-    const size_t size = std::min<size_t>(text.size(), SIGNATURE_NBYTES);
-    length.store(static_cast<uint32_t>(size), std::memory_order_release);
-    started_ns.store(ns, std::memory_order_release);
-    ended_ns.store(0, std::memory_order_release);
-    for (size_t at = 0; at < size; at += 8) {
-        uint64_t word = 0;
-        std::memcpy(&word, text.data() + at, std::min<size_t>(8, size - at));
-        signature[at / 8].store(word, std::memory_order_release);
-    }
-    number.store(new_number, std::memory_order_release);
-}
-
-bool OpRecord::read(uint64_t wanted, std::string &text, int64_t &started, int64_t &ended) const {
-    if (number.load(std::memory_order_acquire) != wanted) return false;
-    const size_t size = std::min<size_t>(length.load(std::memory_order_acquire), SIGNATURE_NBYTES);
-    char copy[SIGNATURE_NBYTES];
-    for (size_t at = 0; at < size; at += 8) {
-        const uint64_t word = signature[at / 8].load(std::memory_order_acquire);
-        std::memcpy(copy + at, &word, 8);
-    }
-    text.assign(copy, size);
-    started = started_ns.load(std::memory_order_acquire);
-    ended = ended_ns.load(std::memory_order_acquire);
-    return number.load(std::memory_order_relaxed) == wanted;
 }
 
 #if defined(__linux__)
@@ -180,13 +151,11 @@ bool SharedMemory::wait(int64_t until_ns) {
     if (!reached) {
         const int64_t began = now_ns(CLOCK_MONOTONIC);
         reached = wait_from(began, until_ns);
-        const auto ns = static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began);
-        count(waits(rank, latest).ns, ns);
-        count(states[rank].counts[program->kind].waited_ns, ns);
+        calls.add_wait(latest, now_ns(CLOCK_MONOTONIC) - began);
     }
     // The ranks are checked in order, from the first that is missing on, so the last one that was missing arrived last:
     // in this wait, or after an earlier one for the same barrier.
-    count(waits(rank, latest).barriers, reached);
+    if (reached) calls.add_barrier(latest);
     return reached;
 }
 
@@ -266,12 +235,7 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     const auto turn = static_cast<int64_t>(number / 2 % static_cast<uint64_t>(turns));
     start = static_cast<int64_t>(number % 2) * (slot / 2) + turn * TURN_NBYTES;
     RankState &own = states[rank];
-    record = &own.records[number % RECORDED_OPS];
-    const int64_t now = now_ns(CLOCK_MONOTONIC);
-    record->write(number, signature, now);
-    if (traced != next_trace) traced = next_trace;
-    if (traced) traced->begin(number, signature, now, queued_ns);
-    queued_ns = 0;
+    calls.begin(number, signature, program->kind, program->nbytes);
     own.number.store(number, std::memory_order_release);
     if (is_aborted()) return; // this op will not run; others may still need what the last ones published
     for (size_t k = 0; k < READABLE_BUFFERS && k < buffers.size(); k++)
@@ -297,11 +261,11 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
     const bool in_place = buffers.size() > 1 && buffers[0] == buffers[1];
     Phase phase = Phase::none; // of the instructions since the last record of a trace
     const auto trace_until = [&](Phase following) {
-        if (phase != Phase::none && phase != following) trace(phase, next);
+        if (phase != Phase::none && phase != following) calls.trace(phase, next);
         phase = following;
     };
     for (const Instruction &one : instructions) {
-        if (traced) trace_until(one.phase);
+        if (calls.is_traced()) trace_until(one.phase);
         if (one.sources[0].region >= PEER_BUFFER) { // a copy
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
             const int peer = one.sources[0].region - PEER_BUFFER;
@@ -316,7 +280,7 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         const int count = traffic_nbytes(*one.kernel) < THREADED_NBYTES ? 1 : threads;
         if (!run_kernel(*one.kernel, sources, results, count, one.streaming && !in_place)) return Outcome::out_of_memory;
     }
-    if (traced) trace_until(Phase::none);
+    if (calls.is_traced()) trace_until(Phase::none);
     return Outcome::done;
 }
 
@@ -336,13 +300,13 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
                 if (now_ns(CLOCK_MONOTONIC) >= until_ns) return Outcome::waiting;
             }
             if (!wait(until_ns)) {
-                if (traced) traced->record_open_wait(now_in_trace(), latest, next);
+                calls.trace_open_wait(latest, next);
                 if (group->aborted.load() == 0) return Outcome::waiting;
                 abort_trace();
                 return Outcome::aborted;
             }
             waiting = false;
-            if (traced && latest >= 0) traced->record(Phase::wait, now_in_trace(), latest, next);
+            if (latest >= 0) calls.trace(Phase::wait, next, latest);
             if (next == 1 && !signatures_match()) {
                 end_op(Outcome::mismatch);
                 return Outcome::mismatch;
@@ -354,30 +318,18 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
         next++;
     }
     if (next == program->stages.size()) {
-        CallCounts &counts = states[rank].counts[program->kind];
-        count(counts.calls, 1);
-        count(counts.nbytes, static_cast<uint64_t>(program->nbytes));
-        end_op();
-        count(counts.ns, static_cast<uint64_t>(record->ended_ns.load(std::memory_order_relaxed) -
-                                               record->started_ns.load(std::memory_order_relaxed)));
+        calls.end(static_cast<int>(Outcome::done), true);
+        program = nullptr;
     }
     return Outcome::done;
 }
 
-int64_t SharedMemory::now_in_trace() { return now_ns(CLOCK_MONOTONIC); }
-
 void SharedMemory::abort_trace() {
-    if (!traced || program == nullptr) return;
-    const int64_t now = now_in_trace();
-    if (waiting && latest >= 0) traced->record_open_wait(now, latest, next);
-    traced->end(now, static_cast<int>(Outcome::aborted));
+    if (waiting && latest >= 0) calls.trace_open_wait(latest, next);
+    calls.abort_trace(static_cast<int>(Outcome::aborted));
 }
 
 void SharedMemory::end_op(Outcome outcome) {
-    if (program != nullptr) {
-        const int64_t now = now_ns(CLOCK_MONOTONIC);
-        record->ended_ns.store(now, std::memory_order_relaxed);
-        if (traced) traced->end(now, static_cast<int>(outcome));
-    }
+    calls.end(static_cast<int>(outcome), false);
     program = nullptr;
 }

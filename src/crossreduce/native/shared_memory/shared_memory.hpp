@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kernel.hpp"
-#include "trace_file.hpp"
+#include "call_log.hpp"
 
 constexpr int PEER_BUFFER = 1 << 20;
 constexpr int READABLE_BUFFERS = 64; // how many of the first buffers of a caller other ranks may read
@@ -50,40 +50,10 @@ struct RankProgram {
     int64_t nbytes;
 };
 
-constexpr int RECORDED_OPS = 32;    // the number of ops of each rank that the flight recorder stores
-constexpr int SIGNATURE_WORDS = 29; // words of 8 bytes
-constexpr int SIGNATURE_NBYTES = 8 * SIGNATURE_WORDS;
 constexpr int CAUSE_NBYTES = 2040;
 constexpr int ABOUT_NBYTES = 1000;
-constexpr int CALL_KINDS = 10; // the collectives, one of which is "other"; crossreduce.observe.counters has their names
 // Identifies the memory of a group; the last digits are the version of its layout. Change it with the structures below.
 constexpr uint64_t LAYOUT = 0x6372726564'000001;
-
-struct OpRecord { // an op in the flight recorder of a rank
-    std::atomic<uint64_t> number;              // the op's number, from 1; 0: the record is empty or being written
-    std::atomic<int64_t> started_ns, ended_ns; // by the monotonic clock; ended_ns is 0 until the op ends
-    std::atomic<uint32_t> length;
-    // Another rank may read the signature while it is overwritten; `read` then returns false.
-    std::atomic<uint64_t> signature[SIGNATURE_WORDS];
-
-    void write(uint64_t number, const std::string &signature, int64_t started_ns);
-    // Read the record if it is the op of this number; else return false.
-    bool read(uint64_t number, std::string &signature, int64_t &started_ns, int64_t &ended_ns) const;
-};
-
-// Counters of a rank's completed ops of one kind. Only the rank itself writes them; others, and other programs, read.
-struct CallCounts {
-    std::atomic<uint64_t> calls, nbytes, ns, waited_ns, between_hosts_ns;
-};
-
-struct WaitCounts { // the waits of one rank for another: at how many barriers it was the last one, and how long
-    std::atomic<uint64_t> barriers, ns;
-};
-
-// Add to a counter that only this thread writes: cheaper than an atomic addition.
-inline void count(std::atomic<uint64_t> &counter, uint64_t more) {
-    counter.store(counter.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
-}
 
 struct alignas(64) RankState {
     // What other ranks read at every barrier is in one cache line.
@@ -96,8 +66,7 @@ struct alignas(64) RankState {
     alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
     std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
     std::atomic<int64_t> global_rank;         // its number in messages
-    CallCounts counts[CALL_KINDS];
-    OpRecord records[RECORDED_OPS];
+    RankCalls calls;
     std::atomic<uint64_t> more_buffers[2][READABLE_BUFFERS - 2];
 
     // The address of a buffer of the caller of an op.
@@ -139,17 +108,6 @@ class SharedMemory {
     Outcome advance(size_t until, int64_t slice_ns);
     // End the current op early. All ranks must do so in the same stage.
     void end_op(Outcome outcome = Outcome::done);
-    // Record the ops that begin from now on in a file; null: in none. Another thread may run stages of an op meanwhile,
-    // which stays in its file, but must not begin one: the caller has the lock of the Python object for both.
-    void trace_to(std::shared_ptr<TraceFile> file) {
-        next_trace = std::move(file);
-        if (program == nullptr) traced = next_trace;
-    }
-    int trace_problem() const { return next_trace ? next_trace->problem() : 0; }
-    // Record that this rank has done something outside of the stages, since the last record.
-    void trace(Phase phase, size_t stage) {
-        if (traced && program != nullptr) traced->record(phase, now_in_trace(), 0, stage);
-    }
     // End the trace of the current op, which was aborted. No other thread may run stages.
     void abort_trace();
     // Abort the group and wake all ranks. Later causes are ignored.
@@ -168,13 +126,11 @@ class SharedMemory {
     int turns = 1;
     // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
     std::function<bool()> progress;
-    int64_t queued_ns = 0; // since when the next op has waited in a queue, for a trace; 0: it did not
+    CallLog calls; // of this rank
     RankState &state(int of) const { return states[of]; }
     // The waits of one rank for another.
     WaitCounts &waits(int by, int of) const { return wait_counts[static_cast<size_t>(by) * row_of_waits(ranks) + of]; }
     const GroupState &about_group() const { return *group; }
-    // Add to the time that the current op has spent in the exchange with other hosts.
-    void count_between_hosts(uint64_t ns) { if (program != nullptr) count(states[rank].counts[program->kind].between_hosts_ns, ns); }
     // The memory of a rank's slot for the current op, and how many bytes an op may use there.
     char *memory(int of) const { return slots + of * slot + start; }
     int64_t room() const { return slot / 2 - (turns - 1) * TURN_NBYTES; }
@@ -191,7 +147,6 @@ class SharedMemory {
     Outcome run(const std::vector<Instruction> &instructions);
     bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
-    static int64_t now_in_trace();
 
     GroupState *group = nullptr;
     RankState *states = nullptr;
@@ -211,7 +166,5 @@ class SharedMemory {
     int64_t start = 0;    // where the current op's memory begins in each slot
     size_t next = 0;      // the next stage
     bool waiting = false; // this rank has reached a barrier that others have not
-    OpRecord *record = nullptr;
     int latest = -1; // the rank for which this one has last waited at its barrier; -1: it has not waited
-    std::shared_ptr<TraceFile> traced, next_trace; // of the current op; of the next one
 };

@@ -1,5 +1,5 @@
-// The Python classes RankProgram and SharedMemory.
-#include "module.hpp"
+// The Python class SharedMemory.
+#include "rank_program_module.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -14,96 +14,6 @@ std::shared_ptr<Connections> *connections_in(PyObject *object);
 #endif
 
 namespace {
-
-constexpr int64_t MAX_NBYTES = int64_t{1} << 46;
-constexpr int MAX_REGIONS = 1000000, MAX_RANKS = 100000;
-
-struct ProgramObject {
-    PyObject_HEAD
-    RankProgram *program;
-    PyObject *kernels; // a list that owns references to them
-};
-
-// Read [(region, offset), ...]; each refers to `nbytes` bytes.
-bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferRef> &refs, RankProgram &program) {
-    if (PySequence_Size(list) != static_cast<Py_ssize_t>(count))
-        return !PyErr_Occurred() && value_error("the number of operands of an instruction is not its kernel's");
-    for (size_t k = 0; k < count; k++) {
-        Ref one(item(list, static_cast<Py_ssize_t>(k)));
-        std::vector<int64_t> fields;
-        if (!one || !read_ints(one.object, fields)) return false;
-        if (fields.size() != 2 || fields[1] < 0 || fields[1] > MAX_NBYTES || fields[0] < -MAX_REGIONS ||
-            fields[0] >= PEER_BUFFER + READABLE_BUFFERS * MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
-            return value_error("an operand of an instruction is (region, offset)");
-        const int region = static_cast<int>(fields[0]);
-        if (region >= PEER_BUFFER) {
-            program.peers = std::max(program.peers, (region - PEER_BUFFER) / READABLE_BUFFERS + 1);
-        } else if (region >= 0) {
-            program.slots = std::max(program.slots, region + 1);
-            program.slot_nbytes = std::max(program.slot_nbytes, fields[1] + nbytes);
-        } else {
-            program.buffers = std::max(program.buffers, ~region + 1);
-        }
-        refs.push_back({region, fields[1]});
-    }
-    return true;
-}
-
-bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruction> &stage) {
-    PyObject *kernel_object, *sources, *results;
-    int streaming;
-    if (!PyTuple_Check(fields)) return value_error("an instruction is (kernel, sources, results, streaming)");
-    if (!PyArg_ParseTuple(fields, "OOOp", &kernel_object, &sources, &results, &streaming)) return false;
-    const Kernel *kernel = kernel_of(kernel_object);
-    if (kernel == nullptr || PyList_Append(self.kernels, kernel_object) < 0) return false;
-    if (kernel->sizes.size() != 1) return value_error("the kernel of an instruction must have one tensor");
-    stage.push_back({kernel, {}, {}, streaming != 0});
-    const int64_t size = kernel->sizes[0];
-    const int64_t in = size * static_cast<int64_t>(ITEMSIZES[kernel->dtype]);
-    const int64_t out = size * static_cast<int64_t>(ITEMSIZES[kernel->result]);
-    if (!read_refs(sources, static_cast<size_t>(kernel->sources), in, stage.back().sources, *self.program) ||
-        !read_refs(results, static_cast<size_t>(kernel->results), out, stage.back().results, *self.program))
-        return false;
-    const auto is_peer = [](const BufferRef &ref) { return ref.region >= PEER_BUFFER; };
-    const auto &from = stage.back().sources, &to = stage.back().results;
-    const bool copies = kernel->only_copies && from.size() == 1 && to.size() == 1;
-    if (std::any_of(to.begin(), to.end(), is_peer) || (!copies && std::any_of(from.begin(), from.end(), is_peer)))
-        return value_error("another rank's buffer can only be the source of a copy");
-    stage.back().phase = phase_of(stage.back());
-    return true;
-}
-
-PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    return make_object<ProgramObject>(type, [&](ProgramObject &self) {
-        PyObject *stages;
-        int kind = 0;
-        long long nbytes = 0;
-        self.program = new RankProgram();
-        self.kernels = PyList_New(0);
-        if (self.kernels == nullptr || !PyArg_ParseTuple(args, "O|iL", &stages, &kind, &nbytes)) return false;
-        if (kind < 0 || kind >= CALL_KINDS || nbytes < 0 || nbytes > MAX_NBYTES)
-            return value_error("the kind or the bytes of a call are out of range");
-        self.program->kind = kind, self.program->nbytes = nbytes;
-        const auto read_stage = [&](PyObject *stage) {
-            auto &instructions = self.program->stages.emplace_back();
-            return read_each(stage, [&](PyObject *one) { return read_instruction(one, self, instructions); });
-        };
-        if (!read_each(stages, read_stage)) return false;
-        return self.program->stages.size() >= 2 ||
-               value_error("a rank program needs at least two stages, since ops end with a barrier");
-    });
-}
-
-void program_dealloc(PyObject *object) {
-    auto *self = reinterpret_cast<ProgramObject *>(object);
-    delete self->program;
-    Py_XDECREF(self->kernels);
-    free_object(object);
-}
-
-PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void *>(program_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void *>(program_dealloc)},
-                               {0, nullptr}};
 
 struct SharedMemoryObject {
     PyObject_HEAD
@@ -183,13 +93,6 @@ PyObject *advance_op(SharedMemoryObject *self, Py_ssize_t until, double slice_s)
     if (program == nullptr || until < 0 || static_cast<size_t>(until) > program->stages.size())
         return PyErr_Format(PyExc_ValueError, "no op is running, or its program has fewer stages");
     return PyLong_FromLong(static_cast<long>(run_stages(self, static_cast<size_t>(until), slice_s)));
-}
-
-const RankProgram *program_of(PyObject *object) {
-    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == reinterpret_cast<void *>(program_dealloc))
-        return reinterpret_cast<ProgramObject *>(object)->program;
-    PyErr_SetString(PyExc_TypeError, "the first argument is not a RankProgram");
-    return nullptr;
 }
 
 void begin_op(SharedMemoryObject *self, PyObject *program, std::vector<char *> buffers, const std::string &signature) {
@@ -339,7 +242,7 @@ PyObject *memory_describe(PyObject *object, PyObject *args) {
 PyObject *memory_count_between_hosts(PyObject *object, PyObject *args) {
     long long ns;
     if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->count_between_hosts(ns < 0 ? 0 : static_cast<uint64_t>(ns));
+    memory_of(object)->memory->calls.add_between_hosts(ns < 0 ? 0 : static_cast<uint64_t>(ns));
     Py_RETURN_NONE;
 }
 
@@ -365,7 +268,7 @@ PyObject *memory_trace_to(PyObject *object, PyObject *args) {
             file = TraceFile::open(fd, {json, static_cast<size_t>(length)}, limit);
             if (!file) return PyErr_SetFromErrno(PyExc_OSError);
         }
-        memory_of(object)->memory->trace_to(std::move(file));
+        memory_of(object)->memory->calls.trace_to(std::move(file));
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
@@ -374,13 +277,13 @@ PyObject *memory_trace_to(PyObject *object, PyObject *args) {
 
 PyObject *memory_trace_problem(PyObject *object, PyObject *) {
     if (!usable(memory_of(object), false)) return nullptr;
-    return PyLong_FromLong(memory_of(object)->memory->trace_problem());
+    return PyLong_FromLong(memory_of(object)->memory->calls.trace_problem());
 }
 
 PyObject *memory_trace_queued(PyObject *object, PyObject *args) {
     long long ns;
     if (!PyArg_ParseTuple(args, "L", &ns) || !usable(memory_of(object), false)) return nullptr;
-    memory_of(object)->memory->queued_ns = ns;
+    memory_of(object)->memory->calls.queued_ns = ns;
     Py_RETURN_NONE;
 }
 
@@ -388,7 +291,7 @@ PyObject *memory_trace(PyObject *object, PyObject *args) {
     int phase;
     Py_ssize_t stage;
     if (!PyArg_ParseTuple(args, "in", &phase, &stage) || !usable(memory_of(object), true)) return nullptr;
-    memory_of(object)->memory->trace(static_cast<Phase>(phase), static_cast<size_t>(stage));
+    memory_of(object)->memory->calls.trace(static_cast<Phase>(phase), static_cast<size_t>(stage));
     Py_RETURN_NONE;
 }
 
@@ -462,6 +365,6 @@ int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffer
 }
 
 int add_shared_memory(PyObject *module) {
-    if (add_class<ProgramObject>(module, "crossreduce.kernels._native.RankProgram", program_slots) < 0) return -1;
+    if (add_rank_program(module) < 0) return -1;
     return add_class<SharedMemoryObject>(module, "crossreduce.kernels._native.SharedMemory", memory_slots);
 }

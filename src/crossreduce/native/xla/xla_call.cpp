@@ -4,7 +4,7 @@
 // kernel, in the order of the positions. The other devices wait in the call, but not for long: XLA runs independent
 // operations in any order and on any threads, so a device may wait here while another one waits in a collective of XLA,
 // and each is needed by the other. If not all devices have arrived after PATIENCE, those that wait return futures from
-// their calls, and their threads are free for other operations; XLA goes on with what follows a call when its future is
+// their calls, and their threads are free for other operations; XLA continues with what follows a call when its future is
 // complete.
 //
 // Devices meet by the call site (a state that XLA makes once per custom call of an executable, also if two calls come
@@ -26,13 +26,11 @@
 
 #include "module.hpp"
 #include "thread_pool.hpp"
-#include "xla_ffi.hpp"
+#include "xla.hpp"
 
 namespace {
 
-using xla_ffi::CallFrame;
-using xla_ffi::error_of;
-using xla_ffi::is_metadata_call;
+using namespace xla;
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t HUGE_PAGE = 2 << 20;
@@ -67,12 +65,12 @@ struct Meeting;
 struct Arrival { // of a device
     bool here = false;
     std::vector<char *> sources, results;
-    const xla_ffi::Api *api = nullptr;
+    const Api *api = nullptr;
     std::mutex lock; // of the members below
     std::condition_variable changed;
     bool done = false;                 // the results are written, or the meeting has a fault
     bool leave = false;                // the device makes a future instead of waiting
-    xla_ffi::Future *future = nullptr; // null: the device waits in its call
+    XLA_FFI_Future *future = nullptr; // null: the device waits in its call
     std::shared_ptr<Meeting> meeting;  // keeps it while a thread is about to complete the future
     std::list<Arrival *> self{this};   // becomes an element of `completions`, so that none must be allocated then
 };
@@ -85,7 +83,7 @@ struct Meeting {
     std::atomic<bool> full{false};
     bool asynchronous = false; // all devices but the last one make futures
     std::string fault; // the error that each device gets, and its code
-    xla_ffi::ErrorCode code = xla_ffi::DEADLINE_EXCEEDED;
+    ErrorCode code = DEADLINE_EXCEEDED;
     std::vector<Arrival> arrivals;
     Meeting(CallSite &at, int64_t of, int64_t number)
         : site(&at), run(of), group(number),
@@ -101,7 +99,7 @@ std::list<std::shared_ptr<Meeting>> &meetings = *new std::list<std::shared_ptr<M
 std::list<Arrival *> &completions = *new std::list<Arrival *>; // whose futures are about to be completed
 bool watchdog_started = false;
 Clock::time_point watched_until = Clock::time_point::min(); // when the watchdog wakes up by itself
-xla_ffi::TypeId site_type{0};
+XLA_FFI_TypeId site_type{0};
 
 // Let a device that waits in its call return. Return whether it has a future instead, which must then be completed.
 bool wake(Arrival &arrival) {
@@ -114,12 +112,12 @@ bool wake(Arrival &arrival) {
 }
 
 void fail(const Arrival &arrival, const Meeting &meeting) {
-    xla_ffi::FailFuture failed = {xla_ffi::head_of<xla_ffi::FailFuture>(), arrival.future,
+    XLA_FFI_Future_SetError_Args failed = {sizeof(XLA_FFI_Future_SetError_Args), nullptr, arrival.future,
                                   error_of(arrival.api, meeting.code, meeting.fault)};
-    arrival.api->fail_future(&failed);
+    arrival.api->XLA_FFI_Future_SetError(&failed);
 }
 
-// Complete the future of a device, and go on with the device's program in this thread. Returns null.
+// Complete the future of a device, and continue with the device's program in this thread. Returns null.
 void *complete_one(void *) {
 #if defined(__x86_64__)
     _mm_setcsr(_mm_getcsr() | 0x8040); // flush subnormal numbers, like the threads in which XLA runs programs
@@ -129,8 +127,8 @@ void *complete_one(void *) {
     completions.pop_front();
     locked.unlock();
     const std::shared_ptr<Meeting> meeting = std::move(arrival.meeting);
-    xla_ffi::CompleteFuture done = {xla_ffi::head_of<xla_ffi::CompleteFuture>(), arrival.future};
-    arrival.api->complete_future(&done);
+    XLA_FFI_Future_SetAvailable_Args done = {sizeof(XLA_FFI_Future_SetAvailable_Args), nullptr, arrival.future};
+    arrival.api->XLA_FFI_Future_SetAvailable(&done);
     return nullptr;
 }
 
@@ -191,32 +189,32 @@ void *watch(void *) {
 
 // ---- one run of the kernel -----------------------------------------------------------------------------------------
 
-int dtype_of(xla_ffi::DataType dtype) { // -1: not supported
+int dtype_of(XLA_FFI_DataType dtype) { // -1: not supported
     switch (dtype) {
-    case xla_ffi::PRED: return BOOL;
-    case xla_ffi::S8: return I8;
-    case xla_ffi::S16: return I16;
-    case xla_ffi::S32: return I32;
-    case xla_ffi::S64: return I64;
-    case xla_ffi::U8: return U8;
-    case xla_ffi::U16: return U16;
-    case xla_ffi::U32: return U32;
-    case xla_ffi::U64: return U64;
-    case xla_ffi::F16: return F16;
-    case xla_ffi::BF16: return BF16;
-    case xla_ffi::F32: return F32;
-    case xla_ffi::F64: return F64;
-    case xla_ffi::C64: return C64;
-    case xla_ffi::C128: return C128;
+    case XLA_FFI_DataType_PRED: return BOOL;
+    case XLA_FFI_DataType_S8: return I8;
+    case XLA_FFI_DataType_S16: return I16;
+    case XLA_FFI_DataType_S32: return I32;
+    case XLA_FFI_DataType_S64: return I64;
+    case XLA_FFI_DataType_U8: return U8;
+    case XLA_FFI_DataType_U16: return U16;
+    case XLA_FFI_DataType_U32: return U32;
+    case XLA_FFI_DataType_U64: return U64;
+    case XLA_FFI_DataType_F16: return F16;
+    case XLA_FFI_DataType_BF16: return BF16;
+    case XLA_FFI_DataType_F32: return F32;
+    case XLA_FFI_DataType_F64: return F64;
+    case XLA_FFI_DataType_C64: return C64;
+    case XLA_FFI_DataType_C128: return C128;
+    default: return -1;
     }
-    return -1;
 }
 
 // Compile the kernel of a call site. Returns null, or a description of the fault.
 const char *compile(CallSite &site, const CallFrame &frame) {
     auto kernel = std::make_unique<Kernel>();
-    const auto *first = static_cast<xla_ffi::Buffer *>(frame.operands.items[0]);
-    const int from = dtype_of(first->dtype), to = dtype_of(static_cast<xla_ffi::Buffer *>(frame.results.items[0])->dtype);
+    const auto *first = static_cast<XLA_FFI_Buffer *>(frame.args.args[0]);
+    const int from = dtype_of(first->dtype), to = dtype_of(static_cast<XLA_FFI_Buffer *>(frame.rets.rets[0])->dtype);
     if (from < 0 || to < 0) return "the dtype is not supported";
     kernel->op = site.op;
     kernel->dtype = static_cast<DType>(from);
@@ -228,8 +226,8 @@ const char *compile(CallSite &site, const CallFrame &frame) {
     Fold fold = {0, {}};
     for (int k = 0; k < kernel->sources; k++) fold.operands.push_back(k);
     kernel->programs.push_back({1, {fold}, std::vector<int>(fold.operands.size(), ~0)});
-    for (int64_t k = 0; k < frame.results.size; k++) {
-        const auto *operand = static_cast<xla_ffi::Buffer *>(frame.operands.items[k]);
+    for (int64_t k = 0; k < frame.rets.size; k++) {
+        const auto *operand = static_cast<XLA_FFI_Buffer *>(frame.args.args[k]);
         int64_t size = 1;
         for (int64_t axis = 0; axis < operand->rank; axis++) size *= operand->dims[axis];
         kernel->sizes.push_back(size);
@@ -274,46 +272,46 @@ const char *reduce(const Meeting &meeting) try {
 // ---- the handlers --------------------------------------------------------------------------------------------------
 
 std::string text_of(const CallFrame &frame, const char *name) {
-    const auto *text = static_cast<const xla_ffi::Text *>(xla_ffi::attribute(frame, name, xla_ffi::STRING));
-    return text == nullptr ? "" : std::string(text->data, text->size);
+    const auto *text = static_cast<const XLA_FFI_ByteSpan *>(attribute(frame, name, XLA_FFI_AttrType_STRING));
+    return text == nullptr ? "" : std::string(text->ptr, text->len);
 }
 
 void destroy_site(void *site) { delete static_cast<CallSite *>(site); }
 
 // Make the state of a call site.
-xla_ffi::Error *instantiate(CallFrame *frame) {
-    static const xla_ffi::TypeInfo info = {xla_ffi::head_of<xla_ffi::TypeInfo>(), destroy_site};
-    if (frame->api->head.size < offsetof(xla_ffi::Api, get_device_ordinal))
-        return error_of(frame->api, xla_ffi::INTERNAL, "this version of XLA lacks functions that crossreduce calls");
-    if (site_type.id == 0) {
+Error *instantiate(CallFrame *frame) {
+    static const XLA_FFI_TypeInfo info = {sizeof(XLA_FFI_TypeInfo), nullptr, destroy_site};
+    if (frame->api->struct_size < offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get))
+        return error_of(frame->api, INTERNAL, "this version of XLA lacks functions that crossreduce calls");
+    if (site_type.type_id == 0) {
         static const char name[] = "crossreduce_call_site";
-        xla_ffi::RegisterType type = {xla_ffi::head_of<xla_ffi::RegisterType>(), {name, sizeof name - 1}, &site_type, &info};
-        if (xla_ffi::Error *error = frame->api->register_type(&type)) return error;
+        XLA_FFI_Type_Register_Args type = {sizeof type, nullptr, {name, sizeof name - 1}, &site_type, &info};
+        if (Error *error = frame->api->XLA_FFI_Type_Register(&type)) return error;
     }
     if (is_metadata_call(*frame, 0, site_type)) return nullptr;
     try {
         auto site = std::make_unique<CallSite>();
-        const auto *numbers = static_cast<const xla_ffi::Array *>(xla_ffi::attribute(*frame, "numbers", xla_ffi::ARRAY));
+        const auto *numbers = static_cast<const XLA_FFI_Array *>(attribute(*frame, "numbers", XLA_FFI_AttrType_ARRAY));
         const int op = op_named(text_of(*frame, "op").c_str());
         const int accumulator = dtype_named(text_of(*frame, "accumulator").c_str());
-        if (numbers == nullptr || numbers->dtype != xla_ffi::S64 || numbers->size != 2 || op < 0 || accumulator < 0)
-            return error_of(frame->api, xla_ffi::INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
+        const bool has_numbers = numbers != nullptr && numbers->dtype == XLA_FFI_DataType_S64 && numbers->size == 2;
+        if (!has_numbers || op < 0 || accumulator < 0)
+            return error_of(frame->api, INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
         site->positions = static_cast<const int64_t *>(numbers->data)[0];
         site->divisor = static_cast<double>(static_cast<const int64_t *>(numbers->data)[1]);
         site->axes = text_of(*frame, "axes");
         site->op = static_cast<Op>(op);
         site->accumulator = static_cast<DType>(accumulator);
-        xla_ffi::State state = {xla_ffi::head_of<xla_ffi::State>(), frame->context, xla_ffi::INSTANTIATE, &site_type,
-                                site.get()};
-        xla_ffi::Error *error = frame->api->set_state(&state);
+        XLA_FFI_State_Set_Args state = {sizeof state, nullptr, frame->ctx, INSTANTIATE, &site_type, site.get()};
+        Error *error = frame->api->XLA_FFI_State_Set(&state);
         if (error == nullptr) site.release(); // NOLINT: XLA owns it now
         return error;
     } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, "out of memory");
+        return error_of(frame->api, RESOURCE_EXHAUSTED, "out of memory");
     }
 }
 
-// Return the open meeting of a device. Add one if there is none. The caller has the lock.
+// Return the open meeting of a device. Add one unless it exists. The caller has the lock.
 std::shared_ptr<Meeting> find_meeting(CallSite &site, int64_t run, int64_t group) {
     for (const auto &one : meetings)
         if (one->site == &site && one->run == run && one->group == group) return one;
@@ -337,7 +335,7 @@ void dismiss(Meeting &meeting) {
 
 // Wait for the other devices. If they do not arrive soon, make a future of this device. Only the first device has a
 // timer: timers of all devices would cost as much as the waiting itself.
-xla_ffi::Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_first) {
+Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_first) {
     std::unique_lock<std::mutex> locked(own.lock);
     if (is_first && !own.changed.wait_for(locked, PATIENCE, [&] { return own.done; }) && !meeting.full) {
         locked.unlock();
@@ -346,17 +344,17 @@ xla_ffi::Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_f
     }
     own.changed.wait(locked, [&] { return own.done || own.leave; });
     if (own.done) return nullptr;
-    xla_ffi::CreateFuture made = {xla_ffi::head_of<xla_ffi::CreateFuture>(), nullptr};
-    xla_ffi::Error *error = own.api->create_future(&made);
+    XLA_FFI_Future_Create_Args made = {sizeof(XLA_FFI_Future_Create_Args), nullptr, nullptr};
+    Error *error = own.api->XLA_FFI_Future_Create(&made);
     if (error == nullptr) frame.future = own.future = made.future;
     return error;
 }
 
-// Reduce the arrays of a full meeting and tell its devices. Each device that has a future goes on in a new thread. In
+// Reduce the arrays of a full meeting and tell its devices. Each device that has a future continues in a new thread. In
 // this thread, or in XLA's pool, a collective of XLA that follows could block all threads that there are, while devices
 // that it waits for have not been told.
 void finish(const std::shared_ptr<Meeting> &meeting) {
-    if (const char *fault = reduce(*meeting)) meeting->fault = fault, meeting->code = xla_ffi::RESOURCE_EXHAUSTED;
+    if (const char *fault = reduce(*meeting)) meeting->fault = fault, meeting->code = RESOURCE_EXHAUSTED;
     for (Arrival &other : meeting->arrivals) {
         if (!wake(other)) continue;
         if (meeting->fault.empty()) {
@@ -369,29 +367,29 @@ void finish(const std::shared_ptr<Meeting> &meeting) {
     }
 }
 
-xla_ffi::Error *arrive(CallFrame &frame) {
-    const xla_ffi::Api *api = frame.api;
-    xla_ffi::State state = {xla_ffi::head_of<xla_ffi::State>(), frame.context, xla_ffi::INSTANTIATE, &site_type, nullptr};
-    if (xla_ffi::Error *error = api->get_state(&state)) return error;
-    xla_ffi::RunId run = {xla_ffi::head_of<xla_ffi::RunId>(), frame.context, 0};
-    if (xla_ffi::Error *error = api->get_run_id(&run)) return error;
+Error *arrive(CallFrame &frame) {
+    const Api *api = frame.api;
+    XLA_FFI_State_Get_Args state = {sizeof state, nullptr, frame.ctx, INSTANTIATE, &site_type, nullptr};
+    if (Error *error = api->XLA_FFI_State_Get(&state)) return error;
+    XLA_FFI_RunId_Get_Args run = {sizeof(XLA_FFI_RunId_Get_Args), nullptr, frame.ctx, 0};
+    if (Error *error = api->XLA_FFI_RunId_Get(&run)) return error;
     CallSite &site = *static_cast<CallSite *>(state.state);
-    const int64_t tensors = frame.results.size;
-    const auto data_of = [](void *buffer) { return static_cast<char *>(static_cast<xla_ffi::Buffer *>(buffer)->data); };
+    const int64_t tensors = frame.rets.size;
+    const auto data_of = [](void *buffer) { return static_cast<char *>(static_cast<XLA_FFI_Buffer *>(buffer)->data); };
     std::vector<char *> sources, results;
     for (int64_t k = 0; k < tensors; k++) {
-        sources.push_back(data_of(frame.operands.items[k]));
-        results.push_back(data_of(frame.results.items[k]));
+        sources.push_back(data_of(frame.args.args[k]));
+        results.push_back(data_of(frame.rets.rets[k]));
     }
     // The last operand is the number of the device: the positions of a group are consecutive.
-    const int64_t number = *reinterpret_cast<const int32_t *>(data_of(frame.operands.items[tensors]));
+    const int64_t number = *reinterpret_cast<const int32_t *>(data_of(frame.args.args[tensors]));
 
     std::unique_lock<std::mutex> locked(lock);
     if (site.kernel == nullptr)
-        if (const char *fault = compile(site, frame)) return error_of(api, xla_ffi::INTERNAL, fault);
+        if (const char *fault = compile(site, frame)) return error_of(api, INTERNAL, fault);
     const std::shared_ptr<Meeting> meeting = find_meeting(site, run.run_id, number / site.positions);
     Arrival &own = meeting->arrivals[static_cast<size_t>(number % site.positions)];
-    if (own.here) return error_of(api, xla_ffi::INTERNAL, "a position arrived twice at one all_reduce");
+    if (own.here) return error_of(api, INTERNAL, "a position arrived twice at one all_reduce");
     own.here = true;
     own.leave = meeting->asynchronous;
     own.sources = std::move(sources);
@@ -406,18 +404,18 @@ xla_ffi::Error *arrive(CallFrame &frame) {
 
     if (!is_late && is_last) finish(meeting);
     else if (!is_late)
-        if (xla_ffi::Error *error = wait(*meeting, own, frame, is_first)) return error;
+        if (Error *error = wait(*meeting, own, frame, is_first)) return error;
     if (frame.future != nullptr || meeting->fault.empty()) return nullptr;
     return error_of(api, meeting->code, meeting->fault);
 }
 
 // Called once per device and run of a custom call.
-xla_ffi::Error *execute(CallFrame *frame) {
+Error *execute(CallFrame *frame) {
     if (is_metadata_call(*frame, 0, {0})) return nullptr;
     try {
         return arrive(*frame);
     } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, NO_MEMORY);
+        return error_of(frame->api, RESOURCE_EXHAUSTED, NO_MEMORY);
     }
 }
 

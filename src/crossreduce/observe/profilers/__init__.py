@@ -34,7 +34,7 @@ class _Profilers:
 
     def look(self) -> None:
         """Find the profilers of the frameworks that the program has imported by now."""
-        found, unseen = [nvtx] if nvtx.is_on() else [], []
+        found, unseen = [] if nvtx.FUNCTIONS is None else [nvtx], []
         for name in _FRAMEWORKS:
             try:
                 if name in sys.modules:
@@ -45,7 +45,7 @@ class _Profilers:
             unseen.append(name)
         self.found, self.unseen = tuple(found), tuple(unseen)
         first, second, *_ = [*(profiler.is_on for profiler in found), bool, bool]  # bool() is False
-        if nvtx.is_on() or len(found) < 2:
+        if nvtx.FUNCTIONS is not None or len(found) < 2:
             self.are_on = first
         else:
             self.are_on = lambda: first() or second()

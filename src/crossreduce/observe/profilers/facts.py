@@ -26,7 +26,7 @@ class CallFacts(NamedTuple):
 def call_facts(name: str, op: Any, value: Any) -> CallFacts:
     """Return the facts of a call about ``value``: distributed values, or lists of trees, one per replica.
 
-    A value whose facts cannot be read has none: a profiler must not make a call fail.
+    If the facts of a value cannot be read, they are left out: a profiler must not make a call fail.
 
     >>> import numpy as np
     >>> facts = call_facts("all_reduce", "SUM", [{"w": np.ones(3), "b": [np.ones(2, np.int8)]}] * 4)
@@ -35,7 +35,7 @@ def call_facts(name: str, op: Any, value: Any) -> CallFacts:
     """
     try:
         return _facts(name, op, value)
-    except Exception:  # noqa: BLE001 - objects of other libraries raise what they like
+    except Exception:  # noqa: BLE001 - objects of other libraries may raise any error
         return CallFacts(name, "", 0, 0, "", ())
 
 
@@ -50,8 +50,8 @@ def _facts(name: str, op: Any, value: Any) -> CallFacts:
 
 def by_replica(pairs: Any) -> list[list[Any]]:
     """Return the values of a batch as a list for each replica; invalid pairs are left out."""
-    given = pairs if isinstance(pairs, (list, tuple)) else ()
-    values = [pair[0] for pair in given if isinstance(pair, (list, tuple)) and pair]
+    listed = pairs if isinstance(pairs, (list, tuple)) else ()
+    values = [pair[0] for pair in listed if isinstance(pair, (list, tuple)) and pair]
     rows = [_components(each) if isinstance(each, (list, tuple, DistributedValues)) else [each] for each in values]
     return [list(row) for row in zip(*rows, strict=False)]
 
@@ -63,7 +63,7 @@ def _components(value: Any) -> list[Any]:
 def _nbytes(x: Any) -> int:
     try:
         return int(x.nbytes)
-    except Exception:  # noqa: BLE001 - torch has none for sparse tensors, and JAX none for keys
+    except Exception:  # noqa: BLE001 - sparse tensors of torch and keys of JAX have no such attribute
         return 0
 
 

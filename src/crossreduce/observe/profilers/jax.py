@@ -18,5 +18,5 @@ def entry(facts: CallFacts) -> AbstractContextManager[Any]:
     """Return the entry of a call."""
     details = {"op": facts.op, "bytes": facts.nbytes, "replicas": facts.replicas}
     details["dtypes"] = facts.dtypes.replace(",", "")  # a comma separates details
-    made: AbstractContextManager[Any] = TraceAnnotation(f"crossreduce:{facts.name}", **details)
-    return made
+    annotation: AbstractContextManager[Any] = TraceAnnotation(f"crossreduce:{facts.name}", **details)
+    return annotation

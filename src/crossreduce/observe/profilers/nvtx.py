@@ -49,20 +49,21 @@ def _found() -> _Functions | None:
     return _Functions(lambda name: push(name.encode()), pop)
 
 
-_FUNCTIONS: Final = _found()
+FUNCTIONS: Final = _found()
+"""The functions of NVTX; ``None``: calls have no ranges."""
 
 
 def is_on() -> bool:
     """Return whether calls have ranges."""
-    return _FUNCTIONS is not None
+    return FUNCTIONS is not None
 
 
 @contextmanager
 def entry(facts: CallFacts) -> Iterator[None]:
     """Make the range of a call."""
-    assert _FUNCTIONS is not None
-    _FUNCTIONS.push(f"crossreduce:{facts.name} {facts.op} {facts.nbytes} B {facts.dtypes} x{facts.replicas}")
+    assert FUNCTIONS is not None
+    FUNCTIONS.push(f"crossreduce:{facts.name} {facts.op} {facts.nbytes} B {facts.dtypes} x{facts.replicas}")
     try:
         yield
     finally:
-        _FUNCTIONS.pop()
+        FUNCTIONS.pop()

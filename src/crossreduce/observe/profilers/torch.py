@@ -19,5 +19,5 @@ def entry(facts: CallFacts) -> AbstractContextManager[Any]:
     """Return the entry of a call."""
     tensors = [x for x in facts.arrays if isinstance(x, torch.Tensor)]
     details = {"op": facts.op, "bytes": facts.nbytes, "dtypes": facts.dtypes, "replicas": facts.replicas}
-    made: AbstractContextManager[Any] = _RecordFunctionFast(f"crossreduce:{facts.name}", tensors, details)
-    return made
+    annotation: AbstractContextManager[Any] = _RecordFunctionFast(f"crossreduce:{facts.name}", tensors, details)
+    return annotation

@@ -133,7 +133,7 @@ def read_directory(directory: Path) -> FoundTraces:
 
 
 def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
-    found: dict[str, list[tuple[int, Topology]]] = {}
+    topologies: dict[str, list[tuple[int, Topology]]] = {}
     for path in paths:
         match = TOPOLOGY.fullmatch(path.name)
         if match is not None:
@@ -143,8 +143,8 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
             except (OSError, ValueError, ReductionError, RecursionError) as error:
                 notes.append(f"{path.name} cannot be read: {error}.")
                 continue
-            found.setdefault(match["token"], []).append((int(match["number"]), topology))
-    return {token: sorted(each, key=lambda pair: pair[0]) for token, each in found.items()}
+            topologies.setdefault(match["token"], []).append((int(match["number"]), topology))
+    return {token: sorted(each, key=lambda pair: pair[0]) for token, each in topologies.items()}
 
 
 def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]]) -> GroupTrace:
@@ -224,11 +224,11 @@ def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
             members += run[1]
             runs.remove(run)
         runs.append((processes, members))
-    ordered = [sorted(members, key=_started) for _, members in runs]
-    return tuple(map(tuple, sorted(ordered, key=lambda members: _started(members[0]))))
+    ordered = [sorted(members, key=_start_key) for _, members in runs]
+    return tuple(map(tuple, sorted(ordered, key=lambda members: _start_key(members[0]))))
 
 
-def _started(group: GroupTrace) -> tuple[int, str]:
+def _start_key(group: GroupTrace) -> tuple[int, str]:
     return min(trace.clocks[0].calendar_ns for trace in group.ranks.values()), group.token
 
 

@@ -3,17 +3,15 @@
 Input: the groups of a run, their clocks, and predictions. Output: text. Each rank of a group is a process of the viewer
 with the rows "calls", "phases", "plan" (the predicted time, if there is one) and "queue". An arrow ends at each wait;
 it begins where the rank that arrived last ended its work.
-
-Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from ...chrome_trace import Event, Row, trace_json
 from .calls import CallPart, GroupTrace, TracedCall
 from .clocks import ClockShift
 from .format import Phase
@@ -32,8 +30,8 @@ NAMES: Final = {
 }
 # Names of colours that chrome://tracing has; Perfetto chooses its own by the events' names.
 _COLOURS: Final = {Phase.WAIT: "terrible", Phase.AGREE: "bad", Phase.REDUCE: "good", Phase.BETWEEN_HOSTS: "rail_load"}
-_CALLS, _PHASES, _PLAN, _QUEUE = range(4)
 _ROWS: Final = ("calls", "phases", "plan", "queue")
+_WAITS: Final = (Phase.WAIT, Phase.AGREE)
 
 
 def to_chrome(
@@ -45,18 +43,16 @@ def to_chrome(
         name: {"added_us": shift.add_ns / 1e3, "error_us": None if shift.error_ns is None else shift.error_ns / 1e3}
         for name, shift in shifts.items()
     }
-    other = {"clocks": clocks, "start_ns": writer.start_ns, "notes": list(notes)}
     events = [*writer.names, *sorted(writer.events, key=lambda event: (event["ts"], -event.get("dur", 0.0)))]
-    content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
-    return json.dumps(content, separators=(",", ":"))
+    return trace_json(events, {"clocks": clocks, "start_ns": writer.start_ns, "notes": list(notes)})
 
 
 class _EventWriter:
     """The events of a trace. ``start_ns``: the time of the first one, on the common clock."""
 
     def __init__(self, groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict) -> None:
-        self.names: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = []
+        self.names: list[Event] = []
+        self.events: list[Event] = []
         self._predict, self._arrows, self._process = predict, 0, 0
         self._add = {
             (group.token, rank): shifts[trace.facts.clock].add_ns
@@ -77,64 +73,51 @@ class _EventWriter:
         return (ns - self.start_ns) / 1e3
 
     def _add_group(self, group: GroupTrace) -> None:
-        processes = {}
+        rows = {}
         for rank in sorted(group.ranks):
             self._process += 1
-            processes[rank] = self._process
             facts = group.ranks[rank].facts
-            self._name(self._process, f'"{group.name}" rank {rank} ({facts.hostname}, pid {facts.pid})')
+            rows[rank] = {name: Row(self._process, self._process * len(_ROWS) + k) for k, name in enumerate(_ROWS)}
+            about = f'"{group.name}" rank {rank} ({facts.hostname}, pid {facts.pid})'
+            self.names += rows[rank]["calls"].process_names(about)
+            for position, (name, row) in enumerate(rows[rank].items()):
+                self.names += row.thread_names(name, position)
         work = {rank: _work(trace.calls) for rank, trace in group.ranks.items()}
         for rank, trace in group.ranks.items():
             for call in trace.calls:
-                self._add_call(group, rank, call, processes)
+                self._add_call(group, rank, call, rows[rank])
                 for part in call.parts:
                     if part.waited_for in work and part.waited_for != rank:
-                        self._add_arrow(group, rank, part, call, work[part.waited_for], processes)
+                        self._add_arrow(group, rank, part, call, work[part.waited_for], rows)
 
-    def _name(self, process: int, name: str) -> None:
-        def about(what: str, row: int, **details: Any) -> None:
-            self.names.append({"ph": "M", "name": what, "pid": process, "tid": _tid(process, row), "args": details})
-
-        about("process_name", _CALLS, name=name)
-        about("process_sort_index", _CALLS, sort_index=process)
-        for row, title in enumerate(_ROWS):
-            about("thread_name", row, name=title)
-            about("thread_sort_index", row, sort_index=row)
-
-    def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, processes: Mapping[int, int]) -> None:
-        process, add = processes[rank], self._add[group.token, rank]
+    def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, rows: Mapping[str, Row]) -> None:
+        add = self._add[group.token, rank]
         predicted = self._predict(group, call)
-        details: dict[str, Any] = {"op": call.number, "call": call.text, "group": group.name, "rank": rank}
+        details: Event = {"op": call.number, "call": call.text, "group": group.name, "rank": rank}
         details["outcome"] = OUTCOMES.get(call.outcome, f"failed ({call.outcome})")
         seconds = (call.last_ns - call.begin_ns) / 1e9
         if call.nbytes is not None:
             details["bytes"] = call.nbytes
             if call.end_ns is not None and seconds > 0:
                 details["GB/s"] = round(call.nbytes / seconds / 1e9, 3)
-        if predicted is not None:
-            details["predicted_us"] = round(predicted * 1e6, 3)
-            plan = {"op": call.number, "took_us": round(seconds * 1e6, 3)}
-            begin = self._us(call.begin_ns + add)
-            self._slice(process, _PLAN, f"plan: {call.collective}", begin, predicted * 1e6, "plan", plan)
-        waits = [part for part in call.parts if part.phase in (Phase.WAIT, Phase.AGREE)]
-        details["waited_us"] = sum(part.end_ns - part.begin_ns for part in waits) / 1e3
-        name = call.text if call.end_ns is not None else f"{call.text} (not ended)"
         begin, end = (self._us(ns + add) for ns in (call.begin_ns, call.last_ns))
-        self._slice(process, _CALLS, name, begin, end - begin, "call", details)
+        if predicted is not None:
+            us = round(predicted * 1e6, 3)
+            details["predicted_us"] = us
+            plan = {"op": call.number, "took_us": round(seconds * 1e6, 3)}
+            self.events.append(rows["plan"].slice(f"plan: {call.collective}", "plan", begin, us, plan))
+        details["waited_us"] = sum(part.end_ns - part.begin_ns for part in call.parts if part.phase in _WAITS) / 1e3
+        name = call.text if call.end_ns is not None else f"{call.text} (not ended)"
+        self.events.append(rows["calls"].slice(name, "call", begin, round(end - begin, 3), details))
         for part in call.parts:
-            begin, end = (self._us(ns + add) for ns in (part.begin_ns, part.end_ns))
+            started, ended = (self._us(ns + add) for ns in (part.begin_ns, part.end_ns))
             name = NAMES[part.phase] + ("" if part.waited_for is None else f" for rank {part.waited_for}")
-            about = {"op": call.number, "stage": part.stage}
-            self._slice(process, _PHASES, name, begin, end - begin, "phase", about, _COLOURS.get(part.phase))
-        if call.queued_ns is not None:  # these may overlap, so they are asynchronous events
-            event: dict[str, Any] = {
-                "name": f"queue: {call.collective}",
-                "cat": "queue",
-                "id": f"{group.token}.{rank}.{call.number}",
-            }
-            event |= {"pid": process, "tid": _tid(process, _QUEUE)}
-            self.events.append({"ph": "b", **event, "ts": self._us(call.queued_ns + add), "args": {"op": call.number}})
-            self.events.append({"ph": "e", **event, "ts": self._us(call.begin_ns + add)})
+            about, colour = {"op": call.number, "stage": part.stage}, _COLOURS.get(part.phase)
+            self.events.append(rows["phases"].slice(name, "phase", started, round(ended - started, 3), about, colour))
+        if call.queued_ns is not None:
+            number, queued = f"{group.token}.{rank}.{call.number}", self._us(call.queued_ns + add)
+            name = f"queue: {call.collective}"
+            self.events += rows["queue"].overlapping(name, "queue", number, queued, begin, {"op": call.number})
 
     def _add_arrow(
         self,
@@ -143,7 +126,7 @@ class _EventWriter:
         part: CallPart,
         call: TracedCall,
         work: Sequence[tuple[int, int]],
-        processes: Mapping[int, int],
+        rows: Mapping[int, Mapping[str, Row]],
     ) -> None:
         """Add an arrow from the last work of the rank that arrived last to the end of a wait of this call."""
         assert part.waited_for is not None
@@ -153,38 +136,15 @@ class _EventWriter:
             return
         begin, end = work[at]
         self._arrows += 1
-        event = {"name": "arrives last", "cat": "wait", "id": self._arrows}
-        last = min(end + shift, part.end_ns + add)
-        source = {"pid": processes[part.waited_for], "tid": _tid(processes[part.waited_for], _PHASES)}
-        target = {"pid": processes[rank], "tid": _tid(processes[rank], _PHASES)}
-        middle = max(begin + shift, last - 1)  # within the events that it joins
-        self.events.append({"ph": "s", **event, **source, "ts": self._us(middle), "args": {"op": call.number}})
+        middle = max(begin + shift, min(end + shift, part.end_ns + add) - 1)  # within the events that it joins
         ended = max(part.end_ns + add - 1, part.begin_ns + add, middle)
-        event |= {"ph": "f", "bp": "e", "args": {"op": call.number}}
-        self.events.append({**event, **target, "ts": self._us(ended)})
-
-    def _slice(
-        self,
-        process: int,
-        row: int,
-        name: str,
-        begin: float,
-        us: float,
-        kind: str,
-        details: dict[str, Any],
-        colour: str | None = None,
-    ) -> None:
-        where = {"pid": process, "tid": _tid(process, row), "ts": begin, "dur": round(us, 3)}
-        event: dict[str, Any] = {"ph": "X", "name": name, "cat": kind, **where, "args": details}
-        self.events.append(event if colour is None else {**event, "cname": colour})
-
-
-def _tid(process: int, row: int) -> int:
-    """Return the number of a row: all of them differ, since a viewer may treat rows of one number as one."""
-    return process * len(_ROWS) + row
+        source, target = rows[part.waited_for]["phases"], rows[rank]["phases"]
+        times = self._us(middle), self._us(ended)
+        self.events += source.arrow(
+            "arrives last", "wait", self._arrows, times[0], target, times[1], {"op": call.number}
+        )
 
 
 def _work(calls: Sequence[TracedCall]) -> list[tuple[int, int]]:
     """Return when a rank did something else than to wait in its calls, in order."""
-    waits = (Phase.WAIT, Phase.AGREE)
-    return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in waits)
+    return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in _WAITS)

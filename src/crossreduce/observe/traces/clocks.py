@@ -67,7 +67,7 @@ def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, in
         leaders = min(map(len, group.hosts))
         for place in range(leaders):
             rail = [group.ranks[host[place]] for host in group.hosts if host[place] in group.ranks]
-            compared = [_compared(trace) for trace in rail]
+            compared = [_comparison_times(trace) for trace in rail]
             for (one, here), (two, there) in combinations(zip(rail, compared, strict=True), 2):
                 if one.facts.clock == two.facts.clock:
                     continue
@@ -85,7 +85,7 @@ def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, in
     return limits
 
 
-def _compared(trace: RankTrace) -> dict[int, tuple[int, int]]:
+def _comparison_times(trace: RankTrace) -> dict[int, tuple[int, int]]:
     """Return when a leader compared each of its calls with the other hosts."""
     return {
         call.number: (part.begin_ns, part.end_ns)

@@ -78,24 +78,24 @@ class Facts(NamedTuple):
     clock: str
     version: str
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Return the facts as JSON.
 
         >>> facts = Facts("world", "ab", 1, ((0, 1),), "node", 7, "1f", "boot", "1")
-        >>> Facts.decoded(facts.encoded()) == facts
+        >>> Facts.decode(facts.encode()) == facts
         True
         """
         return json.dumps(self._asdict()).encode()
 
     @classmethod
-    def decoded(cls, text: bytes) -> Facts:
+    def decode(cls, text: bytes) -> Facts:
         """Return the facts from JSON; raise ``ValueError`` if it is malformed."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            hosts = tuple(tuple(map(_number, host)) for host in found["hosts"])
-            texts = [found[name] for name in ("group", "token", "hostname", "process", "clock", "version")]
+            fields: dict[str, Any] = json.loads(text)
+            hosts = tuple(tuple(map(_number, host)) for host in fields["hosts"])
+            texts = [fields[name] for name in ("group", "token", "hostname", "process", "clock", "version")]
             group, token, hostname, process, clock, version = texts
-            rank, pid = _number(found["rank"]), _number(found["pid"])
+            rank, pid = _number(fields["rank"]), _number(fields["pid"])
             facts = cls(group, token, rank, hosts, hostname, pid, process, clock, version)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError("the facts at its start are malformed") from None
@@ -153,7 +153,7 @@ def read_trace(path: Path) -> TraceContent:
             raise ValueError("its header is malformed")
         if size < texts_at + texts_nbytes:
             raise ValueError("it is truncated before its first record")
-        facts = Facts.decoded(file.read(json_nbytes))
+        facts = Facts.decode(file.read(json_nbytes))
         file.seek(texts_at)
         texts = _texts(file.read(texts_nbytes))
         kept = min(count, capacity)
@@ -184,7 +184,7 @@ def read_trace(path: Path) -> TraceContent:
 
 def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
     """Return the valid records from number ``first`` to ``end``; a file may be much larger than these."""
-    found = []
+    pieces = []
     file.seek(at + first * RECORD.size)
     for place in range(first, end, _AT_ONCE):
         data = file.read(min(_AT_ONCE, end - place) * RECORD.size)
@@ -193,8 +193,8 @@ def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
         if not all(valid):
             data = b"".join(data[k * RECORD.size : (k + 1) * RECORD.size] for k, good in enumerate(valid) if good)
         if data:
-            found.append(data)
-    return found
+            pieces.append(data)
+    return pieces
 
 
 def _is_valid(phase: int, outcome: int, _rank: int, _detail: int, begin: int, end: int, _number: int) -> bool:

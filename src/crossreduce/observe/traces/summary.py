@@ -57,8 +57,8 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
         for rank, trace in group.ranks.items():
             for call in trace.calls:
                 calls.setdefault(call.text, {}).setdefault(call.number, {})[rank] = call
-        made = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
-        rows += sorted(made, key=lambda row: -(row.seconds or 0.0) * row.calls)
+        rows_of_group = [_row(group, text, list(of_text.values()), shifts) for text, of_text in calls.items()]
+        rows += sorted(rows_of_group, key=lambda row: -(row.seconds or 0.0) * row.calls)
     return rows
 
 
@@ -73,14 +73,14 @@ def _row(
         for ranks in calls
         if all(call.completed for call in ranks.values())
     ]
-    own = [call.end_ns - call.begin_ns - _waited(call) for call in every if call.end_ns is not None and call.completed]
+    own = [call.end_ns - call.begin_ns - _wait_ns(call) for call in every if call.end_ns is not None and call.completed]
     queues = [call.begin_ns - call.queued_ns for call in every if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
             for part in call.parts:
                 blamed.update(_blame(group, rank, part, ranks, add))
-    waited = sum(map(_waited, every))
+    waited = sum(map(_wait_ns, every))
     spent: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
@@ -115,7 +115,7 @@ def straggler(rows: Sequence[SummaryRow]) -> tuple[int, float]:
     return rank, min(1.0, waited[rank] / others) if others else 0.0
 
 
-def _waited(call: TracedCall) -> int:
+def _wait_ns(call: TracedCall) -> int:
     return sum(part.end_ns - part.begin_ns for part in call.parts if part.phase in _WAITS)
 
 

@@ -1,6 +1,6 @@
 """``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
 
-Input: the memory of this rank's host, and where the ranks of other hosts listen (``contact``). Output: decisions, the
+Input: the memory of this rank's host, and where ranks of other hosts listen (``peer_requests``). Output: decisions, the
 same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
 lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
 speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
@@ -20,19 +20,17 @@ from itertools import zip_longest
 from typing import Final
 
 from ...errors import ExcludedError
-from ..connections import contact
-from ..connections.contact import Json, Peer, Place
-from ..connections.inquiry import Inquiry
+from ..connections import peer_requests
+from ..connections.peer_requests import Json, Peer, Place
+from ..connections.peers import PeerInfo
+from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
 from ..intra_host.shared_memory import RankMemory
-from ..peers import PeerInfo
 from ..transports import tcp
 from .ballots import Ballot
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-_LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
-_REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
-_RECENT_S: Final = 1.0  # for how long a direct answer shows that a link is not lost
+LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -58,13 +56,13 @@ class Agreements:
         global_ranks: Sequence[int],
         name: str,
     ) -> None:
-        self._rank, self._hosts, self._memory, self._infos, self._name = rank, hosts, memory, peers, name
+        self.rank, self.hosts, self._memory, self._infos, self._name = rank, hosts, memory, peers, name
         self._global_ranks = global_ranks
         self.token = peers[0].token
         self._host_of = {each: k for k, host in enumerate(hosts) for each in host}
-        self._own = self._host_of[rank]
-        others = [each for each in self._host_of if self._host_of[each] != self._own]
-        self._peers = {each: Peer(peers[each].place, rank=each) for each in others}
+        self.own_host = self._host_of[rank]
+        others = [each for each in self._host_of if self._host_of[each] != self.own_host]
+        self.others = {each: Peer(peers[each].place, rank=each) for each in others}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
         self.number = 0  # of the latest agreement of this rank
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
@@ -73,15 +71,16 @@ class Agreements:
         self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
 
     @property
-    def _registers(self) -> Registers:
+    def registers(self) -> Registers:
+        """The registers of this host."""
         return self._memory.registers
 
     def know(self, addresses: Mapping[int, str]) -> None:
         """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
         for rank, address in addresses.items():
-            for other in self._hosts[self._host_of[rank]]:
-                if other in self._peers:
-                    self._peers[other].known = self._peers[other].known or address
+            for other in self.hosts[self._host_of[rank]]:
+                if other in self.others:
+                    self.others[other].known = self.others[other].known or address
 
     def joiners(self) -> dict[str, Json]:
         """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
@@ -101,10 +100,10 @@ class Agreements:
 
     def peer(self, rank: int) -> Peer:
         """Return a rank of the group as a process to ask."""
-        found = self._peers.get(rank)
+        found = self.others.get(rank)
         if found is None:
             place = self._infos[rank].place
-            found = self._peers[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
+            found = self.others[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
         return found
 
     def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
@@ -119,15 +118,15 @@ class Agreements:
         number, began = self.number, time.monotonic()
         electors = self.electors
         try:
-            self._registers.arrive(Contribution(number, kind, flag, progress))
+            self.registers.arrive(Contribution(number, kind, flag, progress))
             speaker = _Speaker(self, number, electors, timeout_s)
             pause_s, look_at, speaks = _PAUSES_S[0], began, False
-            while (known := self._registers.decision(number)) is None:
+            while (known := self.registers.decision(number)) is None:
                 now = time.monotonic()
                 if now > began + timeout_s + _BEYOND_S:
-                    raise self._no_quorum(electors, timeout_s)
+                    raise self.no_quorum(electors, timeout_s)
                 if now >= look_at:
-                    speaks, look_at = self._speaks(number, electors), now + _LOOK_S
+                    speaks, look_at = self._speaks(number, electors), now + LOOK_S
                 if not (speaks and speaker.speak()):
                     speaker.wait(pause_s)
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
@@ -135,7 +134,7 @@ class Agreements:
             raise self._excluded() from None
         found = known[1]
         self.electors, self.last = found.members, known
-        if self._rank not in found.members:
+        if self.rank not in found.members:
             raise self._excluded()
         if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
             self._tell_beyond(beyond, number, known)
@@ -154,15 +153,16 @@ class Agreements:
 
     def _speaks(self, number: int, electors: Sequence[int]) -> bool:
         """Return whether this rank speaks for its host: no lower one that has arrived can."""
-        for rank in self._hosts[self._own]:
-            if rank == self._rank:
+        for rank in self.hosts[self.own_host]:
+            if rank == self.rank:
                 return True
-            if rank in electors and self._has_arrived(rank, number) and self._is_running(rank):
+            if rank in electors and self.has_arrived(rank, number) and self._is_running(rank):
                 return False
         raise AssertionError("this rank is on its host")
 
-    def _has_arrived(self, rank: int, number: int) -> bool:
-        return self._registers.contribution(self._memory.host.index(rank)).number >= number
+    def has_arrived(self, rank: int, number: int) -> bool:
+        """Return whether a rank of this host has come to an agreement."""
+        return self.registers.contribution(self._memory.host.index(rank)).number >= number
 
     def _is_running(self, rank: int) -> bool:
         return self._memory.alive(rank) and not self._memory.is_stopped(rank)
@@ -184,28 +184,28 @@ class Agreements:
             if what == "waiting":
                 return {"waiting": self.joiners()}
             if what == "result":
-                return {"decided": self._registers.decision(number)}
-            if not self._registers.follows(number, read_decided(request["previous"])):
+                return {"decided": self.registers.decision(number)}
+            if not self.registers.follows(number, read_decided(request["previous"])):
                 return {"otherwise": True}
             if what == "status":
                 return self.status(number, request["electors"])
             ballot = int(request["ballot"])
             if what == "promise":
-                return {"accepted": self._registers.promise(number, ballot, request["ended"])}
+                return {"accepted": self.registers.promise(number, ballot, request["ended"])}
             decision = read_decision(request["decision"])
             if what == "accept":
-                return {"accepted": self._registers.accept(number, ballot, decision)}
-            self._registers.decide(number, ballot, decision)
+                return {"accepted": self.registers.accept(number, ballot, decision)}
+            self.registers.decide(number, ballot, decision)
         except Overtaken:
             return _MOVED
         except (OSError, ValueError):  # the memory is closed, or the request is not valid
-            return contact.elsewhere(self.token, request)
+            return peer_requests.redirection(self.token, request)
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:
         """Return where this process connects to if it is to be the relay to another rank."""
-        peer = self._peers.get(rank)
-        if peer is None or self._host_of[rank] == self._own or self._rank not in self.electors:
+        peer = self.others.get(rank)
+        if peer is None or self._host_of[rank] == self.own_host or self.rank not in self.electors:
             return {"unknown": True}
         self._relayed.add(self._host_of[rank])
         addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # those would be this host's
@@ -216,13 +216,13 @@ class Agreements:
 
         Ranks that have ended, or are stopped, are neither. ``decided``: see ``Registers.decision``.
         """
-        decided = self._registers.decision(number)
+        decided = self.registers.decision(number)
         arrived, late = {}, []
         for place, rank in enumerate(self._memory.host):
             if rank not in electors:
                 continue
-            given = self._registers.contribution(place)
-            if rank == self._rank or self._memory.alive(rank):
+            given = self.registers.contribution(place)
+            if rank == self.rank or self._memory.alive(rank):
                 if given.number == number:
                     arrived[str(rank)] = [given.kind, given.flag, given.progress]
                 elif not self._memory.is_stopped(rank):
@@ -233,103 +233,48 @@ class Agreements:
 
     def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
         """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
-        previous = self._registers.decision(number - 1) if number > 1 else None
+        previous = self.registers.decision(number - 1) if number > 1 else None
         return {"what": what, "number": number, "previous": previous, **content}
 
     def inquiry(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
-    ) -> Inquiry:
+    ) -> RepeatedRequest:
         """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
-        processes = {host: [self._peers[rank] for rank in self._hosts[host] if rank in electors] for host in hosts}
+        processes = {host: [self.others[rank] for rank in self.hosts[host] if rank in electors] for host in hosts}
         relays = {host: self.relays(host, electors) for host in processes}
-        return Inquiry(processes, self.token, request, again_s, relays)
+        return RepeatedRequest(processes, self.token, request, again_s, relays)
 
     def forget_relays(self, members: Sequence[int]) -> None:
         """Use only ``members`` as relays from now on: others may leave at any time."""
-        for peer in self._peers.values():
+        for peer in self.others.values():
             relay = peer.relay
             if relay is not None and relay.rank not in members:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
         """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
-        if host == self._own:
+        if host == self.own_host:
             return []
-        others = [ranks for k, ranks in enumerate(self._hosts) if k not in (self._own, host)]
+        others = [ranks for k, ranks in enumerate(self.hosts) if k not in (self.own_host, host)]
         in_turn = [rank for several in zip_longest(*others) for rank in several if rank in electors]
-        return [self._peers[rank] for rank in in_turn]
+        return [self.others[rank] for rank in in_turn]
 
     # Errors
 
     def _excluded(self) -> ExcludedError:
-        own = self._global_ranks[self._rank]
+        own = self._global_ranks[self.rank]
         problem = f'rank {own} is not in group "{self._name}" any more: the other ranks have gone on without it.'
         return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
 
-    def _no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
-        own = self._global_ranks[self._rank]
+    def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
+        """Return the error that says that this rank reaches too few ranks."""
+        own = self._global_ranks[self.rank]
         problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to go on: others may go on without it.'
         hosts = Counter(self._host_of[rank] for rank in electors)
-        given = f"waited {timeout_s:g} s; this host has {hosts[self._own]} of the {len(electors)} ranks"
+        given = f"waited {timeout_s:g} s; this host has {hosts[self.own_host]} of the {len(electors)} ranks"
         remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
         remedy += "unless the other ranks have ended"
         return ExcludedError.of(problem, given, remedy)
-
-
-class Reach:
-    """Finds out which ranks of other hosts answer only through a relay, so that the link to their hosts is lost."""
-
-    def __init__(self, group: Agreements, members: Sequence[int]) -> None:
-        self._group, self._members = group, members
-        self._inquiry: Inquiry | None = None
-
-    def is_beyond(self, rank: int) -> bool:
-        """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
-        group, members = self._group, self._members
-        if self._inquiry is None:
-            others = {group._host_of[each] for each in members} - {group._own}
-            self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
-        self._inquiry.read()
-        if rank not in group._peers or group._peers[rank].relay is None:
-            return False
-        reached_at = max(group._peers[each].reached_at for each in group._hosts[group._host_of[rank]])
-        return reached_at < time.monotonic() - _RECENT_S
-
-
-class Watch:
-    """Finds those electors of the next agreement that are lost, while they do something else together."""
-
-    def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
-        self._group, self._electors, self._number = group, electors, group.number + 1
-        self._inquiry: Inquiry | None = None
-
-    def lost(self) -> list[int]:
-        """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
-
-        This does not wait for answers of other hosts; it reports them when it is called again.
-        """
-        group, electors, number = self._group, self._electors, self._number
-        try:
-            if self._inquiry is None:
-                others = {group._host_of[rank] for rank in electors} - {group._own}
-                request = group.request("status", number, electors=electors)
-                self._inquiry = group.inquiry(others, electors, request, _LOOK_S)
-            self._inquiry.read()
-            found = {**self._inquiry.found, group._own: group.status(number, electors)}
-        except Overtaken:  # they have excluded this rank
-            return [rank for rank in electors if rank != group._rank]
-        lost = []
-        for rank in electors:
-            host = group._host_of[rank]
-            if host in found:
-                status = found[host] or {}
-                arrived = status.get("arrived", {}).get(str(rank))
-                if not arrived[1] if arrived else rank not in status.get("late", []):
-                    lost.append(rank)
-                    continue
-            if host != group._own and self._inquiry.is_silent(host):
-                lost.append(rank)
-        return lost
 
 
 class _Speaker:
@@ -339,10 +284,10 @@ class _Speaker:
         self._group, self._number, self._electors = group, number, electors
         self._began = time.monotonic()
         self._until = self._began + timeout_s
-        self._weights = Counter(group._host_of[rank] for rank in electors)
-        self._others = [host for host in self._weights if host != group._own]
-        self._turn = sorted(self._weights).index(group._own)
-        self._statuses: Inquiry | None = None  # of the other hosts, when their turn to be asked has come
+        self._weights = Counter(group.host_of(rank) for rank in electors)
+        self._others = [host for host in self._weights if host != group.own_host]
+        self._turn = sorted(self._weights).index(group.own_host)
+        self._statuses: RepeatedRequest | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
         self._late: list[int] = []  # those of this host when they were last looked at
         self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
@@ -363,20 +308,20 @@ class _Speaker:
             if self._others and now < self._began + _TURN_S * self._turn:
                 return False
             request = self._group.request("status", self._number, electors=self._electors)
-            self._statuses = self._group.inquiry(self._others, self._electors, request, _LOOK_S)
+            self._statuses = self._group.inquiry(self._others, self._electors, request, LOOK_S)
         contributions = self._ready(self._statuses)
         if contributions is None:
             return False
         if self._turn:  # a host before this one will speak, unless it cannot
             self._ready_at = self._ready_at or now
-            lower = {host for host in self._weights if host < self._group._own}
+            lower = {host for host in self._weights if host < self._group.own_host}
             if now < self._ready_at + 2 * _TURN_S * self._turn and lower & {
-                self._group._host_of[rank] for rank in contributions
+                self._group.host_of(rank) for rank in contributions
             }:
                 return False
         return self._vote(Decision.of(contributions), self._statuses)
 
-    def _read(self, statuses: Inquiry, wait_s: float = 0.0) -> None:
+    def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
         """Note the new answers of other hosts."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
@@ -386,13 +331,13 @@ class _Speaker:
                 if not self._is_decided():
                     raise Overtaken
             elif (decided := read_decided(status["decided"])) is not None:
-                self._group._registers.decide(self._number, *decided)
+                self._group.registers.decide(self._number, *decided)
 
     def _is_decided(self) -> bool:
         """Return whether this host knows the decision, such as from the speaker of another host."""
-        return self._group._registers.decision(self._number) is not None
+        return self._group.registers.decision(self._number) is not None
 
-    def _ready(self, statuses: Inquiry) -> dict[int, Contribution] | None:
+    def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
 
         What a host has answered before it fell silent does not count: its ranks could not go on with the others.
@@ -401,13 +346,13 @@ class _Speaker:
         if self._is_decided():
             return None
         group, now = self._group, time.monotonic()
-        if now < self._look_at and not any(group._has_arrived(rank, self._number) for rank in self._late):
+        if now < self._look_at and not any(group.has_arrived(rank, self._number) for rank in self._late):
             return None
         contributions: dict[int, Contribution] = {}
         waits = now < self._until
-        for host in [*self._others, self._group._own]:
+        for host in [*self._others, self._group.own_host]:
             status = None
-            if host == self._group._own:
+            if host == self._group.own_host:
                 status = self._group.status(self._number, self._electors)
             elif statuses.is_current(host):
                 status = statuses.found[host]
@@ -416,21 +361,21 @@ class _Speaker:
             if status is None:
                 continue
             if status["late"] and waits:
-                if host == self._group._own:
-                    self._late, self._look_at = status["late"], time.monotonic() + _LOOK_S
+                if host == self._group.own_host:
+                    self._late, self._look_at = status["late"], time.monotonic() + LOOK_S
                 return None
             for rank, (kind, flag, progress) in status["arrived"].items():
                 contributions[int(rank)] = Contribution(self._number, kind, flag, progress)
         return contributions
 
-    def _vote(self, decision: Decision, statuses: Inquiry) -> bool:
+    def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
         """Try to make a decision final; return whether it is."""
-        group, number, own = self._group, self._number, self._group._own
-        registers = group._registers
-        ballot = Ballot(self._round * len(group._hosts) + own, own, decision, self._weights, self._ended)
+        group, number, own = self._group, self._number, self._group.own_host
+        registers = group.registers
+        ballot = Ballot(self._round * len(group.hosts) + own, own, decision, self._weights, self._ended)
         self._round += 1
         if ballot.number >= registers.ballots:
-            raise group._no_quorum(self._electors, self._until - self._began)
+            raise group.no_quorum(self._electors, self._until - self._began)
         if not ballot.accepting:
             ballot.promised(own, registers.promise(number, ballot.number, ballot.ended))
             request = group.request("promise", number, ballot=ballot.number, ended=sorted(ballot.ended))
@@ -447,12 +392,12 @@ class _Speaker:
             there = ballot.answered | self._ended
             unreached = [statuses.answered_at[host] for host in self._others if host not in there]
             if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
-                raise group._no_quorum(self._electors, time.monotonic() - self._began)
-            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S * (1 + self._turn))
+                raise group.no_quorum(self._electors, time.monotonic() - self._began)
+            time.sleep(random.uniform(0.5, 1.5) * LOOK_S * (1 + self._turn))
             return False
         registers.decide(number, ballot.number, ballot.decision)
         told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
-        members = {group._host_of[rank] for rank in ballot.decision.members} - {own}
+        members = {group.host_of(rank) for rank in ballot.decision.members} - {own}
         self._tell(told, members, statuses)
         return True
 
@@ -468,7 +413,7 @@ class _Speaker:
             return
         inquiry, until = self._group.inquiry(others, self._electors, request), time.monotonic() + _VOTE_S
         while len(inquiry.found) < len(others) and time.monotonic() < until and not self._is_decided():
-            for host in inquiry.read(_LOOK_S):
+            for host in inquiry.read(LOOK_S):
                 answer = inquiry.found[host]
                 if answer is None:
                     self._ended.add(host)
@@ -477,7 +422,7 @@ class _Speaker:
                     if is_enough():
                         return
 
-    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: Inquiry) -> None:
+    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: RepeatedRequest) -> None:
         """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
 
         If this process ended at once, they could decide something else without it. A silent host could do so anyway.
@@ -485,12 +430,12 @@ class _Speaker:
         _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
 
 
-def _wait_until_noted(inquiry: Inquiry, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
+def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
     """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
     until = time.monotonic() + _TOLD_S
     inquiry.read()
     while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):
-        inquiry.read(_LOOK_S)
+        inquiry.read(LOOK_S)
 
 
 def read_decision(given: Sequence[Json]) -> Decision:

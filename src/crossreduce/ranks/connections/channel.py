@@ -78,7 +78,7 @@ class AuthenticatedChannel:
         return blake2b(about + body, key=self._key, digest_size=_DIGEST).digest()
 
 
-def connected(
+def open_channel(
     connection: socket.socket, key: bytes, deadline: float, wait: Callable[[], None] = lambda: None
 ) -> AuthenticatedChannel:
     """Return a channel over a connection that this process has made. ``wait`` is called before it reads the answer.
@@ -99,8 +99,8 @@ def connected(
     return channel
 
 
-def accepted(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
-    """Return a channel over a connection that another program has made; for errors see ``connected``."""
+def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
+    """Return a channel over a connection that another program has made; for errors see ``open_channel``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     other, own = _exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
     channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)

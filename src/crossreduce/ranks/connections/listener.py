@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..transports import tcp
-from .channel import AuthenticatedChannel, accepted
+from .channel import AuthenticatedChannel, accept_channel
 
 UNKNOWN_S: Final = 5.0  # how long a program that connects may take to prove that it knows the key
 MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once
@@ -101,7 +101,7 @@ class Listener:
     def _channel(self, connection: socket.socket) -> AuthenticatedChannel | None:
         """Return the channel of a process that knows the key; ``None``: its proof is wrong."""
         try:
-            channel = accepted(connection, self._key, time.monotonic() + UNKNOWN_S)
+            channel = accept_channel(connection, self._key, time.monotonic() + UNKNOWN_S)
         except ValueError:
             self.refused += 1
             return None

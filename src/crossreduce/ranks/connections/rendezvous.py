@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
-from ..inter_host.multi_host import rail_peers
 from ..transports import tcp
+from .peers import rail_peers
 
 _CAUSE: Final = "cause"
 MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one
@@ -64,7 +64,7 @@ class StoreRendezvous:
             raise self._failure
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
-        with self._reaching():
+        with self._store_errors():
             self._raise_cause()
             self._store.set(keys[self.rank], b"." + payload)  # some stores do not distinguish empty from missing values
             self._wait_for(keys)
@@ -81,7 +81,7 @@ class StoreRendezvous:
         The store has either that reason or ``MET``, whichever was stored first.
         """
         self.all_gather(b"")
-        with self._reaching():
+        with self._store_errors():
             self._store.compare_set(_CAUSE, b"", MET)
             self._raise_cause()
 
@@ -91,10 +91,8 @@ class StoreRendezvous:
             self._raise_cause()
             self.watch()
             if time.monotonic() > deadline:
-                late = [
-                    rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
-                ]
-                if late:
+                pairs = zip(keys, self._global_ranks, strict=True)
+                if late := [rank for key, rank in pairs if not self._store.check([key])]:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
@@ -212,9 +210,9 @@ class StoreRendezvous:
         """Let each wait for an answer of the store fail after some seconds."""
         self._store.limit_waits(seconds)
 
-    def _reaching(self) -> contextlib.AbstractContextManager[None]:
+    def _store_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that raises a ``PeerLostError`` if the store cannot be reached."""
-        return reaching("rank 0, which runs it,", [0])
+        return lost_store_errors("rank 0, which runs it,", [0])
 
 
 class Origin(NamedTuple):
@@ -342,7 +340,7 @@ def wait(store: Any, keys: Sequence[str], cancelled: threading.Event) -> None:
 
 
 @contextlib.contextmanager
-def reaching(owner: str, ranks: Sequence[int] = ()) -> Iterator[None]:
+def lost_store_errors(owner: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     """Raise ``PeerLostError`` if a store cannot be reached. ``owner``: the process that runs it, as ``ranks``."""
     try:
         yield

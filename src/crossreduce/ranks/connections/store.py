@@ -16,9 +16,9 @@ from datetime import timedelta
 from typing import Final
 
 from ...errors import ReductionError
-from .channel import AuthenticatedChannel, connected
-from .contact import Json
+from .channel import AuthenticatedChannel, open_channel
 from .listener import MOST_UNKNOWN, Listener
+from .peer_requests import Json
 
 CONNECT_S: Final = 2.0  # how long a connection may take
 LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer
@@ -198,7 +198,7 @@ class StoreClient(_Store):
             with self._lock:
                 self._number += 1
                 request = {"what": what, "keys": list(keys), "given": given, "number": self._number}
-                channel = self._channel = self._channel or self._opened(self._connection)
+                channel = self._channel = self._channel or self._open(self._connection)
                 channel.send(request)
                 while True:
                     self._wait_for_answer(self._connection)
@@ -211,10 +211,10 @@ class StoreClient(_Store):
             kind = "Timeout" if isinstance(error, TimeoutError) else "Lost"
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
 
-    def _opened(self, connection: socket.socket) -> AuthenticatedChannel:
+    def _open(self, connection: socket.socket) -> AuthenticatedChannel:
         deadline = time.monotonic() + self.limit_s
         try:
-            return connected(connection, self._key, deadline, lambda: self._wait_for_answer(connection))
+            return open_channel(connection, self._key, deadline, lambda: self._wait_for_answer(connection))
         except BaseException:
             connection.close()  # half a handshake cannot be continued
             raise

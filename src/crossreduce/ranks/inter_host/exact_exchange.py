@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 
 from ...lowering import Combination
 from ...packing import itemsize
+from ..failures.peer_errors import PeerDisconnected
 from ..intra_host.partial_sums import FURTHER_NBYTES, PartialSums, is_pair, most_further, reals, round_sums
 from ..transports.base import Transport
-from .exchange import Exchange, ExchangeProgram, PeerDisconnected, wait_for
+from .exchange import Exchange, ExchangeProgram, wait_for
 
 FURTHER_TAG: Final = 2  # those of other messages are in multi_host and measurement
 
@@ -43,7 +44,7 @@ class ExactExchange(Exchange):
         """Write the partial sums of a piece, of which ``terms`` has every element once."""
         dtype, chunks = self._program.numbers.dtype, len(self._program.spans[piece])
         width = itemsize(self._program.numbers.accumulator)
-        found = [bytearray() for _ in range(chunks)]
+        further_terms = [bytearray() for _ in range(chunks)]
         for size, addresses, offset in terms:
             begin = (offset - self._program.partial_at(piece)) // width
             for chunk, (start, stop) in enumerate(self._program.spans[piece]):
@@ -51,8 +52,8 @@ class ExactExchange(Exchange):
                 if first < end:
                     sources = [address + (first - begin) * itemsize(dtype) for address in addresses]
                     count, at = (end - first) * reals(dtype), (first - start) * reals(dtype)
-                    found[chunk] += self._block(piece, chunk).add(dtype, sources, b"", at, count)
-        for chunk, further in enumerate(found):
+                    further_terms[chunk] += self._block(piece, chunk).add(dtype, sources, b"", at, count)
+        for chunk, further in enumerate(further_terms):
             self._keep(piece, chunk, further)
 
     def send(self, stage: int) -> None:
@@ -98,15 +99,15 @@ class ExactExchange(Exchange):
             wait_for(pending, rank, self._timeout_s)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        made, operands, final = combination
+        result, operands, final = combination
         blocks = [self._block(piece, value) for value in operands]
         further = b"".join(self._further.get((piece, value), b"") for value in operands)
         if final:
             address, numbers = self._places(piece)[0], self._program.numbers
-            round_sums(blocks, further, numbers, address + self._places(piece)[1][made][0], blocks[0].size)
+            round_sums(blocks, further, numbers, address + self._places(piece)[1][result][0], blocks[0].size)
         else:
             sources = [array for block in blocks for array in block.arrays()]
-            self._keep(piece, made, bytearray(self._block(piece, made).add("float64", sources, further)))
+            self._keep(piece, result, bytearray(self._block(piece, result).add("float64", sources, further)))
 
     def _keep(self, piece: int, value: int, further: bytearray) -> None:
         """Store the further terms of a value, and their number in its block."""

@@ -23,6 +23,7 @@ from ... import kernels
 from ...lowering import Combination, DeviceProgram, Program
 from ...ops import Numbers
 from ...packing import itemsize
+from ..failures.peer_errors import PeerDisconnected, PeerTimeout
 from ..intra_host.instructions import kernel
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
@@ -35,22 +36,6 @@ _LATE: Final = 3  # a rank that begins a check later than this many limits after
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
-
-
-class PeerError(OSError):
-    """A message from or to rank ``rank`` of another host failed."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank}: {why}")
-        self.rank = rank
-
-
-class PeerDisconnected(PeerError, ConnectionError):  # noqa: N818 - becomes a PeerLostError
-    """The connection to the rank is lost."""
-
-
-class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a CollectiveTimeout
-    """The message did not complete in time."""
 
 
 class PieceMemory(NamedTuple):
@@ -214,7 +199,7 @@ class Exchange:
         return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
 
     def post_receives(self, stage: int) -> None:
-        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
+        """Start to receive the messages of a stage; memory that is used again waits for its last sends."""
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
@@ -244,13 +229,13 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        made, operands, final = combination
+        result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
         if not final:
             numbers = numbers._replace(result=numbers.accumulator, divisor=1)
-        combine = kernel(numbers, places[made][2], len(operands), 1)
-        combine.run([[base + places[value][0] for value in operands]], [[base + places[made][0]]], 1, False, False)
+        combine = kernel(numbers, places[result][2], len(operands), 1)
+        combine.run([[base + places[value][0] for value in operands]], [[base + places[result][0]]], 1, False, False)
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
         while messages:
@@ -303,7 +288,7 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
         raise PeerDisconnected(rank, str(error)) from error
 
 
-def agreed(
+def exchange_digests(
     digest: bytes,
     data: Mapping[int, bytes],
     ranks: Sequence[int],

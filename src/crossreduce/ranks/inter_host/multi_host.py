@@ -3,7 +3,7 @@
 Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
 stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
-reduction to the leaders and the distribution of the results are rank programs (see ``host_parts``). They are pipelined
+reduction to the leaders and the distribution of the results are rank programs (see ``two_level``). They are pipelined
 with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
 stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
 they are divided and rounded, once.
@@ -11,7 +11,6 @@ they are divided and rounded, once.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,14 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Final
 
-from ...lowering import Program, forwarded, lower, part_of
-from ...observe.counters import counted
+from ...lowering import Program, forward_through_devices, lower, part_of
+from ...observe.counters import kind_and_bytes
 from ...observe.traces.format import Phase as TracePhase
 from ...ops import Numbers
 from ...packing import itemsize
 from ...topology import Topology
+from ..connections.peers import rail_peers
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import (
     ArrayPlaces,
     BufferReference,
@@ -33,11 +34,12 @@ from ..intra_host.instructions import (
     RankInstruction,
     kernel,
     native_program,
-    pipelined,
+    pipeline,
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
-from ..intra_host.shared_memory import RankMemory, StageRunner
+from ..intra_host.shared_memory import RankMemory
+from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
 from ..transports.base import Transport
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
@@ -45,15 +47,16 @@ from .exchange import (
     Exchange,
     ExchangeProgram,
     Patience,
-    agreed,
     delay,
+    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,
     run_stage,
     take_first,
 )
-from .host_parts import (
+from .one_host import RankExecutable
+from .two_level import (
     HostPart,
     Lost,
     Stripe,
@@ -66,7 +69,6 @@ from .host_parts import (
     host_schedule,
     stripe,
 )
-from .one_host import RankExecutable
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
@@ -76,10 +78,6 @@ PLANNED_BYTES: Final = 1 << 26
 """The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
 
 _LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
-
-# Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
-_VERDICT, _REMOTE = 0, 1
-_SAME, _DIFFERENT = 1, 2
 
 
 class MultiHostEngine:
@@ -119,7 +117,9 @@ class MultiHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
-            return RankExecutable(native_program([[]] * 3, *counted(text, collective)), 3, text, _digest(text, ""))
+            return RankExecutable(
+                native_program([[]] * 3, *kind_and_bytes(text, collective)), 3, text, _digest(text, "")
+            )
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -128,7 +128,7 @@ class MultiHostEngine:
         schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
         between = lower(schedule)
         if self.lost:
-            between = forwarded(between, self.topology or equal_links(len(self.hosts), self.lost))
+            between = forward_through_devices(between, self.topology or equal_links(len(self.hosts), self.lost))
         crossing = nbytes * crossing_arrays(len(self.hosts), parts)
         # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2
         # hosts of 4 ranks take 1.08, 1.065 and 1.055 of the link's time with pieces of 1 MiB, 1/2 and 1/4 MiB at
@@ -147,14 +147,16 @@ class MultiHostEngine:
             partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
             eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
             for p, part in enumerate(parts):
-                made = self._part_exchange(part, between, order, sizes, numbers, eager)
-                if made is not None:
-                    exchanges[p] = made
+                exchange = self._part_exchange(part, between, order, sizes, numbers, eager)
+                if exchange is not None:
+                    exchanges[p] = exchange
         depth = delay(between, len(sizes)) + 2
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
-        stages = pipelined(len(sizes), phases, depth)
+        stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        program = native_program(stages, *counted(text, collective, numbers.dtype, size, sum(map(len, self.hosts))))
+        program = native_program(
+            stages, *kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
+        )
         return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
@@ -179,8 +181,8 @@ class MultiHostEngine:
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
         stripes = tuple(self._stripe(part, size, numbers).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
-        made = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
-        return made if any(stage.sends or stage.receives for stage in made.part.stages) else None
+        program = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
+        return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
     def _stripe(self, part: HostPart, size: int, numbers: Numbers) -> Stripe:
         assert self.leader is not None
@@ -189,7 +191,7 @@ class MultiHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5, *counted(text)), 5, text, _digest(text, "inner"))
+        return RankExecutable(native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"))
 
     def _local_parts(
         self,
@@ -200,7 +202,7 @@ class MultiHostEngine:
         exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
-        """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
+        """Return the programs of this rank's host, as phases for ``pipeline``, and what follows each exchange stage.
 
         The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
         third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
@@ -299,11 +301,11 @@ class MultiHostEngine:
             self._exchanges = ()
             return False
         if self.leader is not None:
-            self._word(_VERDICT).value = _SAME if same else _DIFFERENT
+            verdict(self.memory, self.rank).value = SAME if same else DIFFERENT
         if exchanges and same:
             self._exchange_stage(executable, exchanges, addresses, 1)
         runner.reach(3)
-        if self._word(_VERDICT, self.ranks[0]).value != _SAME:
+        if verdict(self.memory, self.ranks[0]).value != SAME:
             self.memory.end_op()
             self._exchanges = ()
             return False
@@ -332,7 +334,7 @@ class MultiHostEngine:
         """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
             others, transport, rounds = self._neighbours, self.transport, self.diameter
-            return agreed(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
+            return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
@@ -378,34 +380,14 @@ class MultiHostEngine:
         """Whether messages of an op that an exception has ended may still be under way."""
         return bool(self._exchanges)
 
-    def is_waiting_for_hosts(self, rank: int) -> bool:
-        """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
-        other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn
-        return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
-
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
-        word = self._word(_REMOTE)
+        word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
         self.memory.native.trace(phase, stage)
-
-    def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
-        """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
-        start = self.memory.address(self.rank if rank is None else rank) + offset
-        return ctypes.c_int32.from_address(start + 4 * which)
-
-
-def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
-
-    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
-    ((1, 3), ())
-    """
-    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
-    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()
 
 
 def _digest(text: bytes, more: str) -> bytes:

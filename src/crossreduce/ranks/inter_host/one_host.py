@@ -16,16 +16,16 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ...lowering import Program, lower
-from ...observe.counters import counted
+from ...observe.counters import kind_and_bytes
 from ...observe.traces.format import Phase
 from ...ops import Numbers
 from ...packing import itemsize
 from ...planning import direct, one_shot
 from ...schedule import Chunk, Schedule, Step
+from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import RankInstruction, native_program
 from ..intra_host.peer_memory import is_used, peer_stages
 from ..intra_host.programs import PIECE_BYTES, rank_stages
-from ..intra_host.shared_memory import StageRunner
 from .exchange import ExchangeProgram
 
 SMALL_BYTES: Final = 1 << 13
@@ -47,6 +47,8 @@ MOST_PIECES: Final = 4096
 """Of very large arrays the pieces are larger, so that there are at most so many, divided by the number of ranks: the
 size of an executable, and the time to compile it, grow with both."""
 
+CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
+
 
 class RankExecutable(NamedTuple):
     """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
@@ -66,8 +68,38 @@ class RankExecutable(NamedTuple):
         return max(self.stages, self.instructions // 2)
 
 
+class ExecutableCache:
+    """The executables of a rank's calls, by a key that describes the call; ``stages``: of all of them together.
+
+    An executable with which there would be more than ``CACHED_STAGES`` stages replaces all others.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all executables."""
+        self._executables: dict[Any, RankExecutable] = {}
+        self.stages = 0
+
+    def get(self, key: Any) -> RankExecutable | None:
+        """Return the executable of a call, or ``None``."""
+        return self._executables.get(key)
+
+    def add(self, key: Any, executable: RankExecutable) -> RankExecutable:
+        """Keep the executable of a call, and return it."""
+        if self.stages + executable.cost > CACHED_STAGES:
+            self.clear()
+        self._executables[key] = executable
+        self.stages += executable.cost
+        return executable
+
+
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
+
+    has_unfinished_exchange = False  # these and the next line: see ``MultiHostEngine``
+    peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, ranks: int, reads_peers: bool = False, overlapping: bool = True) -> None:
         """Make the engine of a rank.
@@ -90,10 +122,10 @@ class OneHostEngine:
             if self._reads_peers and is_used(collective, self._ranks, nbytes):
                 stages = peer_stages(collective, self._ranks, root, size, numbers, self._rank)
             else:
-                found = host_collective(collective, self._ranks, root, nbytes)
+                host = host_collective(collective, self._ranks, root, nbytes)
                 piece = self._piece_bytes(collective, nbytes) if self._small_pieces else None
-                stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank, piece)
-        program = native_program(stages, *counted(text, collective, numbers.dtype, size, self._ranks))
+                stages = rank_stages(host.program, host.inputs, host.outputs, size, numbers, self._rank, piece)
+        program = native_program(stages, *kind_and_bytes(text, collective, numbers.dtype, size, self._ranks))
         return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 
     def _piece_bytes(self, collective: str, nbytes: int) -> int:
@@ -104,7 +136,7 @@ class OneHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes: a barrier before and one after it."""
-        return RankExecutable(native_program([[]] * 3, *counted(text)), 3, text)
+        return RankExecutable(native_program([[]] * 3, *kind_and_bytes(text)), 3, text)
 
     def run(
         self,

@@ -112,7 +112,7 @@ def bootstrap(
                 rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
                 try:
                     if rank in batch and not problem:
-                        fd = _received(receiver, size)
+                        fd = _receive_memory(receiver, size)
                 except OSError as error:
                     problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
@@ -148,11 +148,11 @@ def bootstrap(
 
 def _require_same_version(versions: dict[int, str]) -> None:
     """Raise ``MismatchError`` unless all ranks have the same version of crossreduce."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, each in versions.items():
-        found.setdefault(each, []).append(rank)
-    if len(found) > 1:
-        given = "; ".join(f"{rank_list(ranks)}: {each}" for each, ranks in found.items())
+        ranks_of.setdefault(each, []).append(rank)
+    if len(ranks_of) > 1:
+        given = "; ".join(f"{rank_list(ranks)}: {each}" for each, ranks in ranks_of.items())
         problem = "the ranks have different versions of crossreduce."
         raise MismatchError.of(problem, given, "pip install the same version on all hosts")
 
@@ -173,11 +173,11 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
     >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
     """
-    found: dict[tuple[str, ...], list[int]] = {}
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, info in enumerate(infos):
-        found.setdefault(tuple(info.identity), []).append(rank)
+        ranks_of.setdefault(tuple(info.identity), []).append(rank)
     hosts: list[tuple[int, ...]] = []
-    for ranks in found.values():
+    for ranks in ranks_of.values():
         hosts += [(rank,) for rank in ranks] if any(problems[rank] for rank in ranks) else [tuple(ranks)]
     return tuple(sorted(hosts))
 
@@ -241,15 +241,15 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
         sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
 
 
-def _received(receiver: socket.socket, nbytes: int) -> int:
+def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
     """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
     _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-    found = {kind: data for _, kind, data in parts}
-    if socket.SCM_RIGHTS not in found:
+    data_of = {kind: data for _, kind, data in parts}
+    if socket.SCM_RIGHTS not in data_of:
         raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")
-    (fd,) = struct.unpack("i", found[socket.SCM_RIGHTS])
-    _, user, _ = _CREDENTIALS.unpack(found[socket.SCM_CREDENTIALS])
+    (fd,) = struct.unpack("i", data_of[socket.SCM_RIGHTS])
+    _, user, _ = _CREDENTIALS.unpack(data_of[socket.SCM_CREDENTIALS])
     size, problem = os.fstat(fd).st_size, ""
     if user != os.getuid():
         problem = f"a process of user {user} sent it"

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ... import kernels
 from ...kernels import FusedProgram, Segment
-from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
+from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ...packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -75,7 +75,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False)
     return numbers
 
 
-def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
+def join_contiguous(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
     """Return the instructions; one that continues the previous one is joined to it (see ``_continues``)."""
     made: list[RankInstruction] = []
     for following in instructions:
@@ -96,7 +96,7 @@ def _continues(one: RankInstruction, following: RankInstruction) -> bool:
     return following == (following.size, operands, results, one.numbers, one.streaming)
 
 
-def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
+def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
     """Return the stages that execute all phases of ``pieces`` pieces; no phase has a delay above ``depth``."""
     stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
     for piece in range(pieces):
@@ -108,7 +108,7 @@ def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Ran
 def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
     """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
 
-    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.counted``.
+    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.kind_and_bytes``.
     """
 
     def native(each: RankInstruction) -> tuple[Any, ...]:
@@ -129,5 +129,5 @@ def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.
         return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
     fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
     dtypes = (dtype, wide, result)
-    op = numbers.kernel_op
+    op = KERNEL_OPS[numbers.op, numbers.exact]
     return kernels.compile_kernel(op, dtypes, divisor, operands, results, (size,), (fused,), everything)

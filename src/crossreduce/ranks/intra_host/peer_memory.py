@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...ops import Numbers, copying
+from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
 from .instructions import PEER_BUFFER, READABLE_BUFFERS, BufferReference, RankInstruction
 from .programs import STREAMING_BYTES
@@ -39,7 +39,7 @@ def peer_stages(
 ) -> list[list[RankInstruction]]:
     """Return the stages of a rank; for the caller's buffers see ``one_host.host_collective``.
 
-    >>> for stage in peer_stages("reduce_scatter", 2, None, 64, copying("float32"), 0):
+    >>> for stage in peer_stages("reduce_scatter", 2, None, 64, copy_numbers("float32"), 0):
     ...     print([(each.size, *map(tuple, each.operands + each.results)) for each in stage])
     []
     [(64, (1048640, 0), (0, 0)), (64, (-1, 0), (0, 0), (-3, 0))]
@@ -63,12 +63,12 @@ def peer_stages(
     if collective == "all_gather":
         return [[], [copied(~0, ~(1 + rank)), copied(of_peer(other, 0), ~(1 + other))], []]
     assert collective == "reduce_scatter", collective
-    streaming, made = size * nbytes >= STREAMING_BYTES, []
+    streaming, instructions = size * nbytes >= STREAMING_BYTES, []
     for start in range(0, size, PIECE_BYTES // nbytes):
         count, offset = min(PIECE_BYTES // nbytes, size - start), start * nbytes
         slot, mine = BufferReference(rank, 0), BufferReference(~rank, offset)
         theirs = BufferReference(of_peer(other, rank), offset)
-        made.append(RankInstruction(count, (theirs,), (slot,), copying(numbers.dtype)))
+        instructions.append(RankInstruction(count, (theirs,), (slot,), copy_numbers(numbers.dtype)))
         operands = (mine, slot) if rank == 0 else (slot, mine)
-        made.append(RankInstruction(count, operands, (BufferReference(~2, offset),), numbers, streaming))
-    return [[], made, []]
+        instructions.append(RankInstruction(count, operands, (BufferReference(~2, offset),), numbers, streaming))
+    return [[], instructions, []]

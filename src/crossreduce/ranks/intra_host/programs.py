@@ -21,9 +21,9 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from ...lowering import ChunkProgram, Program
-from ...ops import Numbers, copying
+from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
-from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined, pipelined
+from .instructions import ArrayPlaces, BufferReference, RankInstruction, join_contiguous, pipeline
 
 # The most bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9
 # times as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all
@@ -141,7 +141,7 @@ class RankAnalysis:
             if rank in chunk.sources:
                 own = chunk.sources.index(rank)
                 dtype = of.dtypes[own]
-                stored = copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
+                stored = copy_numbers(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
                 if of.last[own] >= 0:
                     made[0].append(_Template(c, (~own,), own, False, stored))
                 if result == own:  # a local copy, made in phase 1 like other ranks' copies
@@ -156,7 +156,7 @@ class RankAnalysis:
                 if not instruction.final:
                     using = using._replace(divisor=1)
                 if len(operands) == 1:
-                    using = copying(dtype)
+                    using = copy_numbers(dtype)
                 slot = value if of.last[value] >= 0 else -1
                 made[phase].append(_Template(c, operands, slot, value == result, using))
         self._templates[rank] = made
@@ -217,7 +217,7 @@ def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
     inputs, devices = len(chunk.sources), chunk.devices
-    made = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
+    phases = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
     kinds = chunk.kinds
     mixed = any(len({kinds[operand] for operand in one.operands}) > 1 for one in chunk.instructions)
     # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
@@ -227,13 +227,13 @@ def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) 
         stored = numbers.result
     dtype_of = {"input": stored, "partial": numbers.accumulator, "final": numbers.result}
     dtypes = tuple(dtype_of[kind] for kind in kinds)
-    found = _ChunkValues(devices, tuple(made), (), dtypes, inputs if stored == numbers.dtype else 0)
+    values = _ChunkValues(devices, tuple(phases), (), dtypes, inputs if stored == numbers.dtype else 0)
     last = [-1] * len(kinds)
     for value, instruction in enumerate(chunk.instructions, inputs):
         for operand in instruction.operands:
-            if not found.in_caller(operand, instruction.device):
-                last[operand] = made[value]
-    return found._replace(last=tuple(last))
+            if not values.in_caller(operand, instruction.device):
+                last[operand] = phases[value]
+    return values._replace(last=tuple(last))
 
 
 class RankCompiler:
@@ -309,10 +309,10 @@ class RankCompiler:
                 place = _placed(self._outputs[array], piece, start, numbers.result)
                 if read != (place,):  # the root of a broadcast already has the result
                     instructions.append(RankInstruction(size, read, (place,), numbers, streaming))
-                read, numbers = (place,), copying(numbers.result)
+                read, numbers = (place,), copy_numbers(numbers.result)
             if slot is not None:  # copied from the result, since copies need not read the slot's lines
                 instructions.append(RankInstruction(size, read, (slot,), numbers))
-        return joined(instructions)
+        return join_contiguous(instructions)
 
     def _reference(self, piece: int, chunk: int, value: int) -> BufferReference:
         """Return where a value is in the slot of the rank that made it."""
@@ -341,7 +341,7 @@ def rank_stages(
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot
     >>> program = lower(one_shot(["cpu:0", "cpu:1"]))
-    >>> for stage in rank_stages(program, [0], [1], 8, copying("float32"), 0):
+    >>> for stage in rank_stages(program, [0], [1], 8, copy_numbers("float32"), 0):
     ...     for size, operands, results, *_ in stage:
     ...         print(size, *map(tuple, operands), "->", *map(tuple, results))
     8 (-1, 0) -> (0, 0)
@@ -362,4 +362,4 @@ def rank_stages(
     )
     assert max(compiler.ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
     phases = [(phase, partial(compiler.phase, phase=phase)) for phase in range(compiler.phases)]
-    return pipelined(len(pieces), phases, compiler.phases - 1)
+    return pipeline(len(pieces), phases, compiler.phases - 1)

@@ -1,7 +1,7 @@
 """``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
 Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
-outcome (see ``DONE``) with which a call stopped. The kernels move the data; this module handles the waits.
+outcome (see ``DONE``) with which a call stopped. The kernels move the data; ``stage_runner`` handles the waits.
 
 Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
 process ends, for any reason, so other ranks can detect the end.
@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +88,7 @@ class RankMemory:
         """The registers of this host.
 
         Raises:
-          UnsupportedError: there is no room for them, since so many ranks of other hosts could not share memory.
+          UnsupportedError: the memory has no room for them, since so many ranks of other hosts could not share memory.
         """
         if self._registers is None:
             problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
@@ -137,6 +137,12 @@ class RankMemory:
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
         """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
         return list(self.native.ops(self.host.index(rank)))
+
+    def completed(self) -> int:
+        """Return how many ops of this rank have succeeded; 0 if the memory is closed."""
+        with suppress(ValueError):
+            return max((number for number, _, _, end in self.native.ops(self.place) if end is not None), default=0)
+        return 0
 
     def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
         """Describe the group for programs that are not ranks, such as ``crossreduce top``.
@@ -276,9 +282,9 @@ class WaitTimer:
 
     def is_warning_due(self) -> bool:
         """Return whether a warning is due now; ``True`` at most once."""
-        due = not self._warned and time.monotonic() >= self._began + self._warn_s
-        self._warned = self._warned or due
-        return due
+        is_due = not self._warned and time.monotonic() >= self._began + self._warn_s
+        self._warned = self._warned or is_due
+        return is_due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
         """Call ``function`` at most once in ``every_s`` seconds and return its result; ``None`` in between."""
@@ -290,59 +296,3 @@ class WaitTimer:
 
 class GroupAborted(Exception):  # noqa: N818 - internal: the public error is raised from the recorded reason
     """A rank of this host has aborted the group."""
-
-
-class StageRunner:
-    """Base class of a rank: executes the stages of ops in ``memory``, and checks other ranks while it waits for them.
-
-    It is a base class, not an attribute: an object with callbacks to its owner would form a reference cycle. Then the
-    garbage collector would close an unreferenced group at any time, and a Ctrl-C at that moment would be lost.
-    """
-
-    memory: RankMemory
-    _timer: WaitTimer | None = None
-
-    def _check_peers(self, timer: WaitTimer) -> None:
-        """Raise if the missing ranks will not arrive. It is called every ``SLICE_S`` seconds of a wait."""
-        raise NotImplementedError
-
-    def _require_alive(self, ranks: Iterable[int]) -> None:
-        """Raise if one of these ranks has ended."""
-        raise NotImplementedError
-
-    def _warn_after_s(self) -> float:
-        """Return the seconds of waiting after which a warning is due."""
-        raise NotImplementedError
-
-    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
-        """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
-
-        Raises:
-          GroupAborted: a rank of this host has aborted the group.
-          ReductionError, MemoryError: other ranks cannot take part; the kernels lack working memory.
-        """
-        self._timer = None
-        outcome = self.memory.begin(program, addresses, text, until)
-        return outcome == DONE or self._complete(outcome, until)
-
-    def reach(self, until: int) -> None:
-        """Execute the stages before ``until``; errors as for ``begin``."""
-        self._complete(self.memory.advance(until), until)
-
-    def _complete(self, outcome: int, until: int) -> bool:
-        while outcome == WAITING:
-            self._timer = self._timer or WaitTimer(self._warn_after_s())
-            self._check_peers(self._timer)
-            outcome = self.memory.advance(until)
-        if outcome == BROKEN:
-            raise GroupAborted
-        if outcome == UNREADABLE:
-            for _ in range(100):  # a process that dies releases its memory before its lock
-                self._require_alive(self.memory.host)
-                time.sleep(0.01)
-            problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
-            remedy = "ranks that do not change their user or their rights while the group is used"
-            raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
-        if outcome == NO_MEMORY:
-            raise MemoryError("the kernels could not allocate working memory")
-        return outcome == DONE

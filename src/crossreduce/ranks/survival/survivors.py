@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError, message, rank_list
 from ...observe.diagnostics import UNUSABLE
-from ..agreement.agreement import Watch
+from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
 
 AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision has the greatest one
@@ -192,9 +192,8 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
     if failure is not None:
         raise failure
     problem = f'the ranks of group "{group.name}" do not form it again together.'
-    raise ContextError.of(
-        problem, "other ranks call something else", "the same calls of agree, shrink, grow on all ranks"
-    )
+    remedy = "the same calls of agree, shrink, grow on all ranks"
+    raise ContextError.of(problem, "other ranks call something else", remedy)
 
 
 class _Watch:

@@ -97,13 +97,13 @@ class GlooCollective:
             raise
 
 
-def translated(error: RuntimeError) -> OSError | None:
+def connection_error(error: RuntimeError) -> OSError | None:
     """Return an error of gloo about connections as a ``TimeoutError`` or ``ConnectionError``, and ``None`` for others.
 
     ``ConnectionAbortedError``: this rank closed its connections, by a timeout of another message.
 
     >>> text = "[pair.cc:553] Connection closed by peer [::1]:3. This is typically caused by a remote worker crashing."
-    >>> translated(RuntimeError(text)), translated(RuntimeError("invalid tag"))
+    >>> connection_error(RuntimeError(text)), connection_error(RuntimeError("invalid tag"))
     (ConnectionError('Connection closed by peer [::1]:3'), None)
     """
     text = str(error)

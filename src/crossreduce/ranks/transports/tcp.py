@@ -188,9 +188,9 @@ def addresses(interfaces: Sequence[str] = ()) -> list[str]:
 def loopback(host: str) -> str:
     """Return the loopback address for the name or the address of a host; empty: it is another one."""
     with contextlib.suppress(ValueError):
-        found = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
-        found = getattr(found, "ipv4_mapped", None) or found
-        return str(found) if found.is_loopback else ""
+        parsed = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
+        parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+        return str(parsed) if parsed.is_loopback else ""
     return ""
 
 
@@ -266,9 +266,9 @@ class _Meeting:
     def step(self) -> None:
         """Do what can be done now, or within a short time."""
         now = time.monotonic()
-        for made, at in list(self._accepted_at.items()):
+        for sock, at in list(self._accepted_at.items()):
             if now > at + _HANDSHAKE_S:
-                self._drop(made)
+                self._drop(sock)
         for peer, (at, number) in list(self._due.items()):
             if now >= at:
                 self._try(peer, self.targets[peer][number])
@@ -284,86 +284,86 @@ class _Meeting:
     def _accept(self) -> None:
         assert self._listener is not None
         if len(self._accepted_at) >= _MOST_UNKNOWN:
-            self._drop(min(self._accepted_at, key=lambda made: self._accepted_at[made]))
+            self._drop(min(self._accepted_at, key=lambda sock: self._accepted_at[sock]))
         try:
-            made = self._listener.accept()[0]
+            sock = self._listener.accept()[0]
         except OSError:  # it was closed again, or this process has too many open files
             time.sleep(_CHECK_S)
             return
-        self._accepted_at[made] = time.monotonic()
-        self._begin(made, self._accepted(made))
+        self._accepted_at[sock] = time.monotonic()
+        self._begin(sock, self._accepted(sock))
 
     def _try(self, peer: int, target: tuple[str, int]) -> None:
         """Begin to connect to an address, unless the last attempt with it has not ended."""
         if self._tried.get((peer, target)) in self._open:
             return
         with contextlib.suppress(OSError):  # no IPv6 here, or too many open files
-            made = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
-            self._tried[peer, target] = made
-            self._begin(made, self._connecting(made, peer, target))
+            sock = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
+            self._tried[peer, target] = sock
+            self._begin(sock, self._connecting(sock, peer, target))
 
-    def _begin(self, made: socket.socket, handshake: Iterator[int]) -> None:
-        made.setblocking(False)
-        self._open[made] = handshake
-        self._continue(made)
+    def _begin(self, sock: socket.socket, handshake: Iterator[int]) -> None:
+        sock.setblocking(False)
+        self._open[sock] = handshake
+        self._continue(sock)
 
-    def _continue(self, made: socket.socket) -> None:
+    def _continue(self, sock: socket.socket) -> None:
         """Continue a handshake; close the connection if it fails."""
         with contextlib.suppress(KeyError):
-            self._selector.unregister(made)
+            self._selector.unregister(sock)
         try:
-            self._selector.register(made, next(self._open[made]))
+            self._selector.register(sock, next(self._open[sock]))
         except StopIteration:
-            del self._open[made]
-            self._accepted_at.pop(made, None)
+            del self._open[sock]
+            self._accepted_at.pop(sock, None)
         except (OSError, EOFError):
-            self._drop(made)
+            self._drop(sock)
 
-    def _drop(self, made: socket.socket) -> None:
+    def _drop(self, sock: socket.socket) -> None:
         """Close a connection whose handshake has not ended."""
         with contextlib.suppress(KeyError):
-            self._selector.unregister(made)
-        self._accepted_at.pop(made, None)
-        del self._open[made]
-        made.close()
+            self._selector.unregister(sock)
+        self._accepted_at.pop(sock, None)
+        del self._open[sock]
+        sock.close()
 
-    def _connecting(self, made: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
+    def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
         with contextlib.suppress(BlockingIOError):
-            made.connect(target)
+            sock.connect(target)
         yield selectors.EVENT_WRITE
-        made.sendall(_HELLO.pack(self._rank, _proof(self._keys[peer], "hello", self._rank, peer)))
+        sock.sendall(_HELLO.pack(self._rank, _proof(self._keys[peer], "hello", self._rank, peer)))
         answer = b""
         while len(answer) < _DIGEST:
             yield selectors.EVENT_READ
-            answer += _received(made, _DIGEST - len(answer))
+            answer += _receive_part(sock, _DIGEST - len(answer))
         if not secrets.compare_digest(answer, _proof(self._keys[peer], "welcome", self._rank, peer)):
             raise EOFError  # another program
         if peer in self.connected:
             raise EOFError  # another address was faster
-        made.sendall(b".")
-        self.connected[peer] = made
+        sock.sendall(b".")
+        self.connected[peer] = sock
         del self._due[peer]
 
-    def _accepted(self, made: socket.socket) -> Iterator[int]:
+    def _accepted(self, sock: socket.socket) -> Iterator[int]:
         hello = b""
         while len(hello) < _HELLO.size:
             yield selectors.EVENT_READ
-            hello += _received(made, _HELLO.size - len(hello))
+            hello += _receive_part(sock, _HELLO.size - len(hello))
         peer, proof = _HELLO.unpack(hello)
         if (
             not secrets.compare_digest(proof, _proof(self._key, "hello", peer, self._rank))
             or peer not in self._expected
         ):
             raise EOFError
-        self._accepted_at.pop(made, None)
-        made.sendall(_proof(self._key, "welcome", peer, self._rank))
+        self._accepted_at.pop(sock, None)
+        sock.sendall(_proof(self._key, "welcome", peer, self._rank))
         yield selectors.EVENT_READ
-        _received(made, 1)
-        self.connected[peer] = made
+        _receive_part(sock, 1)
+        self.connected[peer] = sock
 
 
-def _received(made: socket.socket, most: int) -> bytes:
+def _receive_part(sock: socket.socket, most: int) -> bytes:
     """Return bytes that have arrived. EOFError: the connection is closed."""
-    if found := made.recv(most):
+    if found := sock.recv(most):
         return found
     raise EOFError

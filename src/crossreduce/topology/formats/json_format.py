@@ -32,13 +32,19 @@ def read_json(text: str) -> Wiring:
     try:
         read = load(text, FORMAT, "devices", "links")
         switches = [
-            Switch(typed(str, name), typed(bool, able)) for name, able in listed(list, read.get("switches", []))
+            Switch(check_type(str, name), check_type(bool, able))
+            for name, able in check_list(list, read.get("switches", []))
         ]
         links = [
-            Link(typed(str, src), typed(str, dst), _exact("bandwidth", speed), *(_exact("latency", s) for s in latency))
-            for src, dst, speed, *latency in listed(list, read["links"])
+            Link(
+                check_type(str, src),
+                check_type(str, dst),
+                _exact("bandwidth", speed),
+                *(_exact("latency", s) for s in latency),
+            )
+            for src, dst, speed, *latency in check_list(list, read["links"])
         ]
-        return Wiring(listed(str, read["devices"]), tuple(links), tuple(switches))
+        return Wiring(check_list(str, read["devices"]), tuple(links), tuple(switches))
     except ArgumentError:
         raise
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -57,16 +63,16 @@ def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, An
     return read
 
 
-def typed(kind: type[T], value: object) -> T:
+def check_type(kind: type[T], value: object) -> T:
     """Return a value of a JSON text; TypeError unless it has exactly this type, so a bool is not an integer."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
-def listed(kind: type[T], values: object) -> tuple[T, ...]:
+def check_list(kind: type[T], values: object) -> tuple[T, ...]:
     """Return the values of a list in a JSON text; TypeError unless all of them have this type."""
-    return tuple(typed(kind, value) for value in typed(list, values))
+    return tuple(check_type(kind, value) for value in check_type(list, values))
 
 
 def _exact(what: str, value: object) -> Fraction:
@@ -74,7 +80,7 @@ def _exact(what: str, value: object) -> Fraction:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return exact(what, value)
     if not re.fullmatch(
-        r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", typed(str, value)
+        r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", check_type(str, value)
     ):  # converting "1e99999999" takes hours
         raise ValueError(f'{value!r} must be like "12.5" or "64/3": no sign or exponent, at most 40 digits per part')
-    return Fraction(typed(str, value))
+    return Fraction(check_type(str, value))

@@ -21,9 +21,9 @@ from fractions import Fraction
 from typing import Final, NamedTuple, NoReturn
 
 from ...errors import ArgumentError, shown
-from ..kinds import check_speeds, kind, nvlink
+from ..link_kinds import check_speeds, kind, nvlink
 from ..links import Link, Wiring
-from ..routes import joined
+from ..routes import is_connected
 
 # These limits are far above real files: RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8
 # levels of elements, 8 CPUs.
@@ -115,7 +115,7 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     if len(gpus) > 1 and not fast:
         _check_modules(gpus)
     links = list(fast.values())
-    if not joined(devices, links):
+    if not is_connected(devices, links):
         links += [link for link in _pcie_links(cpus, gpus, speeds) if link[:2] not in fast]
     return Wiring.of(devices, links)
 
@@ -139,12 +139,14 @@ def _cpus(system: _Element) -> list[_Cpu]:
 
 def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     """Return the GPUs host by host, in the order of their numbers."""
-    found = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _below(cpu.element) if pci.all("gpu")]
-    if not found:
-        missing = sum(pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _below(cpu.element))
+    elements = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
+    if not elements:
+        missing = sum(
+            pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _pci_devices(cpu.element)
+        )
         system.refuse(f"the file has no <gpu>; {missing} of its PCI devices are GPUs for which NCCL asks the driver.")
     gpus: dict[str, _Gpu] = {}
-    for number, (cpu, pci, element) in enumerate(found):
+    for number, (cpu, pci, element) in enumerate(elements):
         name = f"{cpu.host}cuda:{element.integer('dev', number)}"
         gpu = gpus.setdefault(name, _Gpu(name, cpu, pci, element))
         if gpu.element is not element:
@@ -152,11 +154,11 @@ def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     return sorted(gpus.values(), key=lambda gpu: [int(digits) for digits in re.findall("[0-9]+", gpu.name)])
 
 
-def _below(element: _Element) -> Iterator[_Element]:
+def _pci_devices(element: _Element) -> Iterator[_Element]:
     """Yield all PCI devices below a CPU or a PCI bridge, in the order of the file."""
     for pci in element.all("pci"):
         yield pci
-        yield from _below(pci)
+        yield from _pci_devices(pci)
 
 
 def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
@@ -236,7 +238,7 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
             connect(cpu.name, below)
             used.append(cpu)
     pairs = [(a, b) for a in used for b in used if a is not b and a.host == b.host]
-    links += [kind(_between_cpus(a.element)).between(a.name, b.name, 1, "effective")[0] for a, b in pairs]
+    links += [kind(_cpu_link_kind(a.element)).between(a.name, b.name, 1, "effective")[0] for a, b in pairs]
     return links
 
 
@@ -247,7 +249,7 @@ def _width(pci: _Element) -> tuple[Fraction, str]:
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), _PCIE.get(rate[1] if rate else "", "pcie3")
 
 
-def _between_cpus(cpu: _Element) -> str:
+def _cpu_link_kind(cpu: _Element) -> str:
     """Return the kind of link between a CPU and the other CPUs of its host."""
     arch, family, model = cpu.get("arch"), cpu.integer("familyid"), cpu.integer("modelid")
     vendor = cpu.get("vendor")
@@ -296,7 +298,7 @@ def _parse(text: str) -> _Element:
     parser = expat.ParserCreate("utf-8")
     parser.StartElementHandler, parser.EndElementHandler = start, end
     parser.StartDoctypeDeclHandler = doctype
-    text = _without_comments(text)
+    text = _strip_comments(text)
     try:
         parser.Parse(text.encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
@@ -305,7 +307,7 @@ def _parse(text: str) -> _Element:
     return document.children[0]
 
 
-def _without_comments(text: str) -> str:
+def _strip_comments(text: str) -> str:
     """Remove comments, but keep line breaks: RCCL's comments start with more dashes than XML allows."""
     kept: list[str] = []
     here = 0

@@ -20,9 +20,9 @@ from itertools import combinations
 from typing import Final, NamedTuple, NoReturn
 
 from ...errors import ArgumentError, shown
-from ..kinds import kind
+from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
-from ..routes import groups, joined
+from ..routes import groups, is_connected
 
 LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 NICs has 170,000
 
@@ -91,10 +91,10 @@ def read_nvidia_smi(
             return "NODE" if a and b and a.cores and a.cores == b.cores else ""
         return cell
 
-    return wired(devices, fast, len(members), near, [(Fraction(1), pcie)] * len(gpus))
+    return gpu_wiring(devices, fast, len(members), near, [(Fraction(1), pcie)] * len(gpus))
 
 
-def wired(
+def gpu_wiring(
     devices: Sequence[str], fast: list[Link], members: int, near: Callable[[int, int], str], slots: Sequence[Slot]
 ) -> Wiring:
     """Return the wiring of GPUs: NVLinks, and a tree of PCIe switches and CPUs if NVLinks do not join all of them.
@@ -102,7 +102,7 @@ def wired(
     The first of the members are the GPUs, each with its slot; the others are network cards. For two members, ``near``
     returns PIX, PXB, PHB, NODE, SYS, or "" if it is not known. The links of ``fast`` may lead to switches.
     """
-    links = fast if joined(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
+    links = fast if is_connected(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
     return Wiring.of(devices, links)
 
 
@@ -125,8 +125,8 @@ def _pcie_links(
 
     for switch, codes in _NEAR:
         pairs = [pair for pair in combinations(range(members), 2) if near(*pair) in codes]
-        for found in groups(range(members), pairs):
-            group = [k for k in found if k in top]
+        for neighbours in groups(range(members), pairs):
+            group = [k for k in neighbours if k in top]
             if len({top[k] for k in group}) > 1:
                 gather(switch, group)
     tops = dict.fromkeys(top.values())

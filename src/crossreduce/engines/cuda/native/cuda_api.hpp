@@ -11,7 +11,7 @@ constexpr const char *CUDA_API = "crossreduce.engines.cuda._cuda.API";
 
 struct CudaApi {
     // Return the numbers of a plan's devices, and the bytes of temporary memory that a run needs on each; or null if the
-    // object is no plan.
+    // object is not a plan.
     const std::vector<int> *(*devices)(PyObject *);
     const std::vector<int64_t> *(*scratch)(PyObject *);
     // Return whether work in a stream of a device becomes a part of a graph.

@@ -324,7 +324,7 @@ CudaApi api = {[](PyObject *object) -> const std::vector<int> * {
 
 int fill(PyObject *module) {
     if (add_class<PlanObject>(module, "crossreduce.engines.cuda._cuda.Plan", plan_slots) < 0) return -1;
-    plan_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Plan")); // kept for ever
+    plan_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Plan")); // never released
     Ref capsule(PyCapsule_New(&api, CUDA_API, nullptr));
     if (PyModule_AddFunctions(module, xla_cuda_functions) < 0) return -1;
     return plan_type != nullptr && capsule && PyModule_AddObjectRef(module, "API", capsule.object) == 0 ? 0 : -1;

@@ -16,14 +16,11 @@
 
 #include "module.hpp"
 #include "plan.hpp"
-#include "xla_ffi.hpp"
+#include "xla.hpp"
 
 namespace {
 
-using xla_ffi::Api;
-using xla_ffi::CallFrame;
-using xla_ffi::error_of;
-using xla_ffi::is_metadata_call;
+using namespace xla;
 
 struct Entry {
     Plan *plan;
@@ -57,13 +54,15 @@ std::string text_of(const DriverFault &fault) {
 
 // Return the attribute `number`, or null.
 const int64_t *number_of(const CallFrame &frame) {
-    const auto *scalar = static_cast<const xla_ffi::Scalar *>(xla_ffi::attribute(frame, "number", xla_ffi::SCALAR));
-    return scalar == nullptr || scalar->dtype != xla_ffi::S64 ? nullptr : static_cast<const int64_t *>(scalar->value);
+    const auto *scalar = static_cast<const XLA_FFI_Scalar *>(attribute(frame, "number", XLA_FFI_AttrType_SCALAR));
+    if (scalar == nullptr || scalar->dtype != XLA_FFI_DataType_S64) return nullptr;
+    return static_cast<const int64_t *>(scalar->value);
 }
 
-void append_addresses(const xla_ffi::Buffers &buffers, std::vector<uint64_t> &to) {
-    for (int64_t k = 0; k < buffers.size; k++)
-        to.push_back(reinterpret_cast<uint64_t>(static_cast<const xla_ffi::Buffer *>(buffers.items[k])->data));
+// Call a function with each operand and each result.
+template <class Function> void for_each_buffer(const CallFrame &frame, Function function) {
+    for (int64_t k = 0; k < frame.args.size; k++) function(*static_cast<const XLA_FFI_Buffer *>(frame.args.args[k]));
+    for (int64_t k = 0; k < frame.rets.size; k++) function(*static_cast<const XLA_FFI_Buffer *>(frame.rets.rets[k]));
 }
 
 // Call the hook of a test with a list of (address, dtype, elements) and whether the run is about to begin. Returns
@@ -73,15 +72,13 @@ bool call_hook(const CallFrame &frame, bool begins) {
     bool done = false;
     {
         Ref list(PyList_New(0));
-        for (const xla_ffi::Buffers *buffers : {&frame.operands, &frame.results})
-            for (int64_t k = 0; list && k < buffers->size; k++) {
-                const auto &buffer = *static_cast<const xla_ffi::Buffer *>(buffers->items[k]);
-                long long size = 1;
-                for (int64_t axis = 0; axis < buffer.rank; axis++) size *= buffer.dims[axis];
-                Ref one(Py_BuildValue("KiL", static_cast<unsigned long long>(reinterpret_cast<uint64_t>(buffer.data)),
-                                      static_cast<int>(buffer.dtype), size));
-                if (one) PyList_Append(list.object, one.object);
-            }
+        for_each_buffer(frame, [&](const XLA_FFI_Buffer &buffer) {
+            long long size = 1;
+            for (int64_t axis = 0; axis < buffer.rank; axis++) size *= buffer.dims[axis];
+            const auto address = static_cast<unsigned long long>(reinterpret_cast<uint64_t>(buffer.data));
+            Ref one(list ? Py_BuildValue("KiL", address, static_cast<int>(buffer.dtype), size) : nullptr);
+            if (one) PyList_Append(list.object, one.object);
+        });
         Ref called(list ? PyObject_CallFunction(hook, "Oi", list.object, static_cast<int>(begins)) : nullptr);
         done = static_cast<bool>(called);
         if (!done) PyErr_Print();
@@ -90,57 +87,58 @@ bool call_hook(const CallFrame &frame, bool begins) {
     return done;
 }
 
-xla_ffi::Error *run(const CallFrame &frame) {
+Error *run(const CallFrame &frame) {
     const Api *api = frame.api;
-    if (api->head.size < sizeof(Api))
-        return error_of(api, xla_ffi::INTERNAL, "this version of XLA lacks functions that crossreduce calls");
+    if (api->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get))
+        return error_of(api, INTERNAL, "this version of XLA lacks functions that crossreduce calls");
     const int64_t *number = number_of(frame);
-    if (number == nullptr) return error_of(api, xla_ffi::INVALID_ARGUMENT, "crossreduce's call has no number");
-    xla_ffi::DeviceOrdinal device = {xla_ffi::head_of<xla_ffi::DeviceOrdinal>(), frame.context, 0};
-    if (xla_ffi::Error *error = api->get_device_ordinal(&device)) return error;
-    if (hook != nullptr) device.ordinal = given_device;
+    if (number == nullptr) return error_of(api, INVALID_ARGUMENT, "crossreduce's call has no number");
+    XLA_FFI_DeviceOrdinal_Get_Args device = {sizeof(XLA_FFI_DeviceOrdinal_Get_Args), nullptr, frame.ctx, 0};
+    if (Error *error = api->XLA_FFI_DeviceOrdinal_Get(&device)) return error;
+    if (hook != nullptr) device.device_ordinal = given_device;
     Entry entry{};
     {
         std::lock_guard<std::mutex> locked(lock);
-        const auto found = entries.find({*number, device.ordinal});
+        const auto found = entries.find({*number, device.device_ordinal});
         if (found != entries.end()) entry = found->second;
     }
     if (entry.plan == nullptr)
-        return error_of(api, xla_ffi::INVALID_ARGUMENT,
+        return error_of(api, INVALID_ARGUMENT,
                         "crossreduce: this process has no plan " + std::to_string(*number) + " for cuda:" +
-                            std::to_string(device.ordinal) +
+                            std::to_string(device.device_ordinal) +
                             ".\n  try:   trace and compile the program in this process, or export it with jax.export");
-    if (frame.operands.size != entry.operands || frame.results.size != entry.results)
-        return error_of(api, xla_ffi::INTERNAL, "crossreduce's call has another number of arrays than its plan");
-    xla_ffi::Stream stream = {xla_ffi::head_of<xla_ffi::Stream>(), frame.context, nullptr};
+    if (frame.args.size != entry.operands || frame.rets.size != entry.results)
+        return error_of(api, INTERNAL, "crossreduce's call has another number of arrays than its plan");
+    XLA_FFI_Stream_Get_Args stream = {sizeof(XLA_FFI_Stream_Get_Args), nullptr, frame.ctx, nullptr};
     if (hook != nullptr) stream.stream = reinterpret_cast<void *>(given_stream);
-    else if (xla_ffi::Error *error = api->get_stream(&stream)) return error;
+    else if (Error *error = api->XLA_FFI_Stream_Get(&stream)) return error;
     std::vector<uint64_t> addresses;
-    append_addresses(frame.operands, addresses);
-    append_addresses(frame.results, addresses);
-    if (hook != nullptr && !call_hook(frame, true)) return error_of(api, xla_ffi::INTERNAL, "the hook failed");
+    for_each_buffer(frame, [&](const XLA_FFI_Buffer &buffer) {
+        addresses.push_back(reinterpret_cast<uint64_t>(buffer.data));
+    });
+    if (hook != nullptr && !call_hook(frame, true)) return error_of(api, INTERNAL, "the hook failed");
     std::string fault;
     try {
         entry.plan->run(addresses, {reinterpret_cast<CUstream>(stream.stream)});
     } catch (const DriverFault &caught) {
         fault = text_of(caught);
     }
-    if (hook != nullptr && !call_hook(frame, false)) return error_of(api, xla_ffi::INTERNAL, "the hook failed");
-    return fault.empty() ? nullptr : error_of(api, xla_ffi::INTERNAL, fault);
+    if (hook != nullptr && !call_hook(frame, false)) return error_of(api, INTERNAL, "the hook failed");
+    return fault.empty() ? nullptr : error_of(api, INTERNAL, fault);
 }
 
 // Called once per run of a custom call.
-xla_ffi::Error *execute(CallFrame *frame) {
-    if (is_metadata_call(*frame, xla_ffi::GRAPH_COMPATIBLE, {0})) return nullptr;
+Error *execute(CallFrame *frame) {
+    if (is_metadata_call(*frame, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE, {0})) return nullptr;
     try {
         return run(*frame);
     } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, "out of memory");
+        return error_of(frame->api, RESOURCE_EXHAUSTED, "out of memory");
     }
 }
 
 // A call that leaves its results as they are. XLA refuses to capture a call that queues nothing.
-xla_ffi::Error *leave_empty(CallFrame *frame) {
+Error *leave_empty(CallFrame *frame) {
     is_metadata_call(*frame, 0, {0});
     return nullptr;
 }

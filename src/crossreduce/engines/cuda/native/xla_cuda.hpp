@@ -6,7 +6,7 @@
 
 class Plan;
 
-// Return the plan of a Plan object, or null if the object is none.
+// Return the plan of a Plan object, or null if the object is not a plan.
 Plan *plan_in(PyObject *object);
 
 // Functions of the module `_cuda`.

@@ -1,7 +1,6 @@
-"""Chakra execution traces, one per rank, for ASTRA-sim; and their replay on links that are FIFOs."""
+"""Chakra execution traces, one per rank, for ASTRA-sim."""
 
 from .remarks import remarks
-from .replay import replay
 from .writer import to_chakra
 
-__all__ = ["remarks", "replay", "to_chakra"]
+__all__ = ["remarks", "to_chakra"]

@@ -121,7 +121,7 @@ def cut(block: Block, most: int) -> list[Block]:
     return [Block(block.chunk, start, min(most, end - start)) for start in range(block.offset, end, most)]
 
 
-def divided(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collective, list[int], list[int]]:
+def divide_chunks(made: Collective, parts: Sequence[int], pieces: int) -> tuple[Collective, list[int], list[int]]:
     """Return a collective whose chunks are divided into parts and pieces, and the part and piece of each block.
 
     ``parts``: the number of parts of each chunk. The number of units is multiplied by a power of two, the least for
@@ -150,12 +150,12 @@ def _fine(units: int, count: int, least: int) -> bool:
     return units % count == 0 or units >= least * count
 
 
-def pipelined(made: Collective, parts: Sequence[int], pieces: int) -> Arrangement:
+def pipeline_arrangement(made: Collective, parts: Sequence[int], pieces: int) -> Arrangement:
     """Return an arrangement in which each threadblock has the messages of one stage of one part only."""
     found = messages(made)
     forwards = forwarding(made, found)
     paths = list(_paths(found, forwards))
-    cells, of_part, of_piece = divided(made, parts, pieces)
+    cells, of_part, of_piece = divide_chunks(made, parts, pieces)
     used: defaultdict[Connection, set[int]] = defaultdict(set)
     chosen: dict[Lane, int] = {}
     for path in sorted(paths, key=len, reverse=True):  # the longest paths have the most connections to agree on
@@ -235,14 +235,16 @@ def _paths(
         yield path
 
 
-def shared(made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int) -> Arrangement:
+def shared_arrangement(
+    made: Collective, parts: Sequence[int], load: Sequence[Fraction], most: int, pieces: int
+) -> Arrangement:
     """Return an arrangement in which messages share channels, so that no rank has more than ``most`` threadblocks.
 
     Without pieces, a connection has the channels that fill its link; with pieces, one for each message, so that each
     stage has its own. Both have fewer if a rank would have too many threadblocks. ``load``: how much one part of
     each chunk loads a channel.
     """
-    cells, of_part, of_piece = divided(made, parts, pieces)
+    cells, of_part, of_piece = divide_chunks(made, parts, pieces)
     lanes: defaultdict[Connection, list[Lane]] = defaultdict(list)
     for message, connection in messages(made):
         lanes[connection] += [(part, message) for part in range(parts[message.chunk])]

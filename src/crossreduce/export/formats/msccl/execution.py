@@ -22,7 +22,8 @@ from typing import Final
 
 from ....errors import ScheduleError
 from ..collective import Location
-from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep, quoted
+from ..proof import quoted_name
+from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep
 
 # The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
 # (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
@@ -81,7 +82,7 @@ class MscclProgram:
 
     def __init__(self, algo: Algo) -> None:
         self.algo = algo
-        self.name = f"algo {quoted(algo.name)}"
+        self.name = f"algo {quoted_name(algo.name)}"
         self.steps: list[RuntimeStep] = []
         self.blocks: dict[ThreadblockId, range] = {}
         self.notes: list[str] = []

@@ -17,16 +17,14 @@ from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
 from ..collective import Location
+from ..proof import BUFFERS, VERIFIABLE, cut, quoted_name
 
-REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
-VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
 KNOWN: Final = VERIFIABLE | {"alltoallv", "gather", "scatter", "send", "recv", "custom"}
 SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
 RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
 READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})  # types that read src
 WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})  # types that write dst
 TYPES: Final = SENDS | RECEIVES | READS | WRITES | {"nop"}
-BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
 PROTOCOLS: Final = ("Simple", "LL", "LL128")
 
 LARGEST_COUNT: Final = 71  # MSCCL_MAX_COUNT is 72, and a step's cnt must be below it
@@ -136,10 +134,10 @@ def read_msccl_xml(text: str) -> Algo:
     if len(text) > LONGEST_TEXT:
         raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", f"{len(text)} characters")
     top = _parse(text)
-    at = f"algo {quoted(top.attributes.get('name', ''))}"
+    at = f"algo {quoted_name(top.attributes.get('name', ''))}"
     missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
     count = top.number("ngpus", at, least=1)
-    gpus = [_read_gpu(child, at, count) for child in _ordered(top.children, "gpu", count, at)]
+    gpus = [_read_gpu(child, at, count) for child in _order_by_id(top.children, "gpu", count, at)]
     proto, coll = top.text("proto", at), top.text("coll", at)
     if proto not in PROTOCOLS:
         raise ScheduleError.of(f"{at}: unknown protocol.", shown(proto), "one of " + ", ".join(PROTOCOLS))
@@ -169,7 +167,7 @@ class _XmlElement:
     def text(self, key: str, at: str) -> str:
         if key not in self.attributes:
             problem = f"{at} (line {self.line}): <{self.name}> lacks the attribute {key}."
-            raise ScheduleError.of(problem, _cut(", ".join(self.attributes)) or "no attribute")
+            raise ScheduleError.of(problem, cut(", ".join(self.attributes)) or "no attribute")
         return self.attributes[key]
 
     def number(self, key: str, at: str, least: int = 0, most: int | None = None) -> int:
@@ -237,12 +235,12 @@ def _parse(text: str) -> _XmlElement:
     return open_elements[0].children[0]
 
 
-def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
+def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
     """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
     found = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
     if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
-        given = _cut(", ".join(element.attributes["id"] for element in elements)) or "none"
+        given = cut(", ".join(element.attributes["id"] for element in elements)) or "none"
         problem = f"{at}: there must be {wanted} <{what}>, whose ids are 0, 1, 2, ..., each once."
         raise ScheduleError.of(problem, f"ids {given}", f"ids 0 to {wanted - 1}")
     return [found[number] for number in range(wanted)]
@@ -252,7 +250,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
     at = f"{algo}, gpu {element.attributes['id']}"
     sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
     blocks = []
-    for child in _ordered(element.children, "tb", None, at):
+    for child in _order_by_id(element.children, "tb", None, at):
         here = f"{at}, tb {child.attributes['id']}"
         send, recv = (child.number(key, here, least=-1, most=ranks - 1) for key in ("send", "recv"))
         if element.attributes["id"] in (str(send), str(recv)):
@@ -282,15 +280,6 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
     threadblock, step = (element.number(key, at, least=-1) for key in ("depid", "deps"))
     return XmlStep(kind, spans[0], spans[1], count, threadblock, step, element.flag("hasdep", at))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def quoted(name: str) -> str:
-    """Return an algorithm's name for a message, cut to 60 characters."""
-    return f'"{name if len(name) <= 60 else name[:57] + "..."}"'
 
 
 def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:

@@ -17,26 +17,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
 
 from ....errors import ArgumentError, ScheduleError, shown
 from ..collective import Location, require_integers
-from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
-from .format import (
+from ..proof import (
     BUFFERS,
-    READS,
-    RECEIVES,
-    REDUCING,
-    RUNTIMES,
-    SENDS,
-    VERIFIABLE,
-    WRITES,
-    broken_limits,
-    quoted,
-    read_msccl_xml,
+    Contributions,
+    check_request,
+    difference,
+    prove_results,
+    quoted_name,
+    report_text,
+    right_result,
 )
-
-_MOST_NOTES: Final = 32  # in a report as text
+from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
+from .format import READS, RECEIVES, RUNTIMES, SENDS, WRITES, broken_limits, read_msccl_xml
 
 
 @dataclass(frozen=True)
@@ -58,16 +53,12 @@ class MscclReport:
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
     def __str__(self) -> str:
-        where = " and ".join(word for word, on in (("in place", self.inplace), ("out of place", self.outofplace)) if on)
-        rooted = "" if self.root is None else f" at rank {self.root}"
+        mode = " and ".join(word for word, on in (("in place", self.inplace), ("out of place", self.outofplace)) if on)
         counts = (
-            f"  {self.ngpus} GPUs, {self.channels} channels, {self.chunks} chunks, "
+            f"{self.ngpus} GPUs, {self.channels} channels, {self.chunks} chunks, "
             f"{self.threadblocks} threadblocks per GPU, {self.steps} steps, {self.proto}"
         )
-        notes = [f"  note: {note}" for note in self.notes[:_MOST_NOTES]]
-        if len(self.notes) > _MOST_NOTES:
-            notes.append(f"  ... and {len(self.notes) - _MOST_NOTES} further notes")
-        return "\n".join([f"{self.coll}{rooted}, {where}: right.", counts, *notes])
+        return report_text(self.coll, self.root, mode, [counts], self.notes)
 
 
 def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = None) -> MscclReport:
@@ -92,15 +83,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
       2 GPUs, 1 channels, 2 chunks, 2 threadblocks per GPU, 8 steps, Simple
     """
     algo = read_msccl_xml(text)
-    if algo.coll not in VERIFIABLE:
-        problem = f"collectives of this kind cannot be verified: {algo.coll}."
-        raise ScheduleError.of(problem, quoted(algo.name), "a file for " + ", ".join(sorted(VERIFIABLE)))
     require_integers(root=root, slots=slots)
-    if root is not None and algo.coll not in ("reduce", "broadcast"):
-        raise ArgumentError.of(f"the file's collective, {algo.coll}, has no root.", shown(root), "root=None")
-    if root is not None and root not in range(len(algo.gpus)):
-        remedy = f"0 to {len(algo.gpus) - 1}, or None"
-        raise ArgumentError.of("the root must be a rank of the file.", shown(root), remedy)
+    check_request(f"algo {quoted_name(algo.name)}", algo.coll, len(algo.gpus), root, "file")
     if slots is not None and slots < 1:
         raise ArgumentError.of("the number of slots must be at least 1.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
@@ -122,17 +106,9 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     return MscclReport(algo.name, algo.coll, root, algo.proto, *counts, *modes, slots, unique)
 
 
-class _Contents(NamedTuple):
-    """The value in a chunk of memory."""
-
-    chunk: int  # its chunk of the collective; -1: different chunks were combined, which cannot be undone
-    once: int  # bit r: it contains the contribution of rank r
-    twice: int  # bit r: it contains the contribution of rank r more than once
-
-
 @dataclass
 class _MemoryCell:
-    value: _Contents | None = None
+    value: Contributions | None = None
     writer: int = -1
     readers: list[int] = field(default_factory=list)
 
@@ -140,17 +116,15 @@ class _MemoryCell:
 Key = tuple[int, str, int]  # (GPU, buffer, chunk)
 
 
-def _combined(a: _Contents, b: _Contents) -> _Contents:
-    if a.chunk != b.chunk:
-        return _Contents(-1, 0, 0)
-    return _Contents(a.chunk, a.once | b.once, a.twice | b.twice | (a.once & b.once))
+def _sums(values: list[Contributions], added: list[Contributions]) -> list[Contributions]:
+    return [value.plus(other) for value, other in zip(values, added, strict=True)]
 
 
 class _Memory:
     """The buffers of all GPUs during one call, in place or not; only inputs of the ranks ``sources`` may be read."""
 
     def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
-        self.program, self.inplace = program, inplace
+        self.program, self.inplace, self.sources = program, inplace, sources
         self.coll, chunks = program.algo.coll, program.algo.chunks
         self.ranks = len(program.algo.gpus)
         self.part = chunks // self.ranks
@@ -162,7 +136,7 @@ class _Memory:
         for rank in sources:
             for k in range(self.sizes["i"]):
                 chunk = rank * self.part + k if self.coll == "allgather" else k
-                self.cells[self.key(rank, "i", k)].value = _Contents(chunk, 1 << rank, 0)
+                self.cells[self.key(rank, "i", k)].value = Contributions(chunk, 1 << rank)
 
     def key(self, gpu: int, buffer: str, chunk: int) -> Key:
         """Return the key of a chunk of a buffer; a chunk that two buffers share, in place, has one key.
@@ -177,7 +151,7 @@ class _Memory:
     def run(self, order: list[int]) -> None:
         """Run all steps, one by one; raise for a race or another invalid access to memory."""
         clocks = _Clocks(self.program.steps)
-        messages: dict[int, list[_Contents]] = {}
+        messages: dict[int, list[Contributions]] = {}
         for number in order:
             step = self.program.steps[number]
             start, arrived = clocks.run(number)
@@ -189,9 +163,9 @@ class _Memory:
             values = messages.pop(step.sender, [])
             if reads:
                 own = [self._read(number, key, start) for key in reads]
-                values = list(map(_combined, values, own)) if kind in RECEIVES else own
+                values = _sums(values, own) if kind in RECEIVES else own
             if kind == "re":
-                values = list(map(_combined, [self._read(number, key, start) for key in writes], values))
+                values = _sums([self._read(number, key, start) for key in writes], values)
             if writes:
                 for key, value in zip(writes, values, strict=True):
                     self._write(number, key, value, arrived)
@@ -207,7 +181,7 @@ class _Memory:
             raise self.program.error(step, f"{chunks}, which has {size}.")
         return [self.key(step.gpu, span.buffer, span.offset + k) for k in range(step.count)]
 
-    def _read(self, number: int, key: Key, done: int) -> _Contents:
+    def _read(self, number: int, key: Key, done: int) -> Contributions:
         cell = self.cells[key]
         if cell.value is None:
             text = f"reads {self._describe(key)}, which was never written."
@@ -217,7 +191,7 @@ class _Memory:
         cell.readers.append(number)
         return cell.value
 
-    def _write(self, number: int, key: Key, value: _Contents, done: int) -> None:
+    def _write(self, number: int, key: Key, value: Contributions, done: int) -> None:
         cell = self.cells[key]
         if cell.writer >= 0 and not done >> cell.writer & 1:
             raise self._race(number, "writes", key, cell.writer, "writes")
@@ -237,31 +211,23 @@ class _Memory:
         mode = "in place" if self.inplace else "out of place"
         return f"chunk {key[2]} of the {BUFFERS[key[1]]} buffer ({mode})"
 
-    def broadcast_root(self) -> int:
-        """Return a broadcast's root: the rank whose input is in chunk 0 of the last rank's output; 0: none."""
-        value = self.cells[self.key(self.ranks - 1, "o", 0)].value
-        return value.once.bit_length() - 1 if value is not None and value.once else 0
+    def first_result(self, rank: int) -> Contributions | None:
+        """Return the value in the first chunk of a rank's output."""
+        return self.cells[self.key(rank, "o", 0)].value
 
-    def output_fault(self, rank: int, root: int | None) -> str | None:
+    def fault(self, rank: int) -> str | None:
         """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
-        everyone = (1 << self.ranks) - 1
         for k in range(self.sizes["o"]):
             key = self.key(rank, "o", k)
             cell = self.cells[key]
-            if self.coll in REDUCING:
-                expected = _Contents(rank * self.part + k if self.coll == "reducescatter" else k, everyone, 0)
-            elif self.coll == "broadcast":
-                expected = _Contents(k, 1 << (root or 0), 0)
-            elif self.coll == "allgather":
-                expected = _Contents(k, 1 << k // self.part, 0)
-            else:
-                expected = _Contents(rank * self.part + k % self.part, 1 << k // self.part, 0)
-            if cell.value != expected:
+            due = right_result(self.coll, rank, k, self.part, self.ranks, self.sources[0])
+            fault = difference(cell.value, due, "chunk")
+            if fault is not None:
                 place = f"{self.program.name}, gpu {rank}"
                 if cell.writer >= 0:
                     far = self.program.steps[cell.writer]
                     place += f", tb {far.block}, step {far.number} ({far.xml.type})"
-                return f"{place}: at the end {self._describe(key)} {_fault(cell.value, expected)}."
+                return f"{place}: at the end {self._describe(key)} {fault}."
         return None
 
 
@@ -296,23 +262,14 @@ class _Clocks:
 
 def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | None, notes: list[str]) -> int | None:
     """Run the steps on symbolic memory, and raise unless the result is right. Return the root of the collective."""
-    coll = program.algo.coll
-    ranks = range(len(program.algo.gpus))
-    memory = _Memory(program, inplace, ranks)
-    memory.run(order)
-    if coll == "broadcast":
-        root = memory.broadcast_root() if root is None else root
-        memory = _Memory(program, inplace, range(root, root + 1))  # only the root's input may be read
+
+    def run(sources: range) -> _Memory:
+        memory = _Memory(program, inplace, sources)
         memory.run(order)
-    elif coll == "reduce" and root is None:
-        faults = [memory.output_fault(rank, None) for rank in ranks]
-        if None not in faults:
-            raise ScheduleError(f"{program.name}: no rank has the complete sum at the end. {faults[0]}")
-        root = faults.index(None)
-    for rank in ranks if coll != "reduce" or root is None else (root,):
-        fault = memory.output_fault(rank, root)
-        if fault is not None:
-            raise ScheduleError(fault)
+        return memory
+
+    coll = program.algo.coll
+    root = prove_results(program.name, coll, range(len(program.algo.gpus)), root, run)
     for step in () if inplace else program.steps:
         spans = [s for s, types in ((step.xml.src, READS), (step.xml.dst, WRITES)) if step.xml.type in types]
         if coll == "reduce" and step.gpu != root and any(span.buffer == "o" for span in spans):
@@ -321,21 +278,3 @@ def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | N
             place = f"gpu {step.gpu}, tb {step.block}, step {step.number}"
             notes.append(f"{place} writes the input of an out-of-place call")
     return root
-
-
-def _fault(value: _Contents | None, expected: _Contents) -> str:
-    """Return the difference between two values in words."""
-    if value is None:
-        return "was never written"
-    if value.chunk == -1:
-        return "combines different chunks"
-    if value.chunk != expected.chunk:
-        return f"contains chunk {value.chunk} instead of {expected.chunk}"
-    for bits, fault in (
-        (value.twice, "has the contribution of rank {} more than once"),
-        (expected.once & ~value.once, "lacks the contribution of rank {}"),
-        (value.once & ~expected.once, "has the contribution of rank {}, which does not belong there"),
-    ):
-        if bits:
-            return fault.format((bits & -bits).bit_length() - 1)
-    raise AssertionError("the values are equal")

@@ -1,7 +1,7 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Input: a schedule, the topology that it was planned for, and the runtimes that must accept the file. Output: its text.
-``arrangement.py`` determines on which channels the messages run, ``operations.py`` the steps. The first of several
+``arrangement.py`` determines on which channels the messages run, ``xml_operations.py`` the steps. The first of several
 arrangements that the runtimes' limits allow is written, and then proved by the verifier.
 """
 
@@ -19,12 +19,12 @@ from ....schedule import Schedule, byte_count, fluid_rate
 from ....topology import Topology, TopologyLike, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, collective, require_integers
-from .arrangement import MOST_SINGLE, Arrangement, cut, pipelined, plain, shared
+from .arrangement import MOST_SINGLE, Arrangement, cut, pipeline_arrangement, plain, shared_arrangement
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
-from .least import least_broken
-from .operations import XmlWriter
+from .resource_bounds import least_broken
 from .verifier import verify_msccl_xml
+from .xml_operations import XmlWriter
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -243,10 +243,10 @@ def _pipelined_arrangements(
     rate = Fraction(0) if topology is None else fluid_rate(schedule, topology) or Fraction(0)
     whole = parts
     while schedule.pieces > 1:
-        yield partial(pipelined, made, parts)
+        yield partial(pipeline_arrangement, made, parts)
         if max(parts) == 1:
             break
         parts = tuple(-(-count // 2) for count in parts)
     loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in zip(schedule.chunks, whole, strict=True)]
     for kept in (1, 8, threadblocks):  # threadblocks for copies
-        yield partial(shared, made, whole, loads, threadblocks - kept)
+        yield partial(shared_arrangement, made, whole, loads, threadblocks - kept)

@@ -14,11 +14,9 @@ import re
 from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
-from .fields import LARGEST, Fields, cut, quoted
+from ..proof import BUFFERS, cut, quoted_name
+from .json_fields import LARGEST, Fields
 
-REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
-VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
-BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
 CHANNELS: Final = ("memory", "port", "switch", "none")
 PROTOCOLS: Final = ("Simple", "LL")
 
@@ -158,7 +156,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
         raise ScheduleError.of(f"this is not JSON: {error}.", shown(text), "an MSCCL++ plan") from error
     top = Fields(content, "plan")
     name = top.text("name")
-    top.at = f"plan {quoted(name)}"
+    top.at = f"plan {quoted_name(name)}"
     protocol, collective = top.text("protocol"), top.text("collective")
     if protocol not in PROTOCOLS:
         raise top.error("unknown protocol.", shown(protocol), "one of " + ", ".join(PROTOCOLS))
@@ -252,7 +250,7 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
         count = len(block.channels[kind])
         operation = operation._replace(channels=fields.numbers("channel_ids", count, f"{kind} channels of the tb"))
     if name in OPERATIONS:
-        operation = _with_spans(operation, fields, block)
+        operation = _add_spans(operation, fields, block)
         if "reduce_op" in fields.content:
             operation = operation._replace(reduce_op=fields.text("reduce_op"))
     elif name == "barrier":
@@ -275,7 +273,7 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
     return operation
 
 
-def _with_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock) -> PlanOperation:
+def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock) -> PlanOperation:
     """Return the operation with its sources and destinations, which must match the operation's patterns."""
     name, kind, patterns = operation.name, operation.channel_type, OPERATIONS[operation.name]
     if kind == "port" and name not in ON_PORTS:

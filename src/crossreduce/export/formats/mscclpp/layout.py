@@ -25,7 +25,7 @@ import math
 from typing import Final, NamedTuple
 
 from ....errors import ArgumentError, ScheduleError, shown
-from .fields import quoted
+from ..proof import quoted_name
 from .format import MscclppPlan, PlanOperation, read_mscclpp_json
 
 WORD: Final = 16  # bytes; operations on data process such words, and wrongly handle what remains
@@ -126,7 +126,7 @@ class PlanLayout:
 def check_buffers(plan: MscclppPlan) -> None:
     """Raise a ScheduleError unless the sizes of the buffers are those of the plan's collective."""
     ranks, first = len(plan.gpus), plan.gpus[0]
-    at = f"plan {quoted(plan.name)}"
+    at = f"plan {quoted_name(plan.name)}"
     for rank, gpu in enumerate(plan.gpus):
         if (gpu.inputs, gpu.outputs) != (first.inputs, first.outputs):
             given = f"gpu {rank}: {gpu.inputs} and {gpu.outputs} chunks, gpu 0: {first.inputs} and {first.outputs}"
@@ -180,7 +180,7 @@ def typical_chunks(plan: MscclppPlan) -> list[int]:
     most = plan.max_bytes // count // step * step
     if least > most:
         given = f"{count} chunks of multiples of {step} bytes, {plan.min_bytes} to {plan.max_bytes} bytes"
-        raise ScheduleError.of(f"plan {quoted(plan.name)}: no message fits.", given)
+        raise ScheduleError.of(f"plan {quoted_name(plan.name)}: no message fits.", given)
     operations = list(all_operations(plan))
     parts = math.lcm(*{operation.group[1] for operation in operations})
     chunks = [least, least + step, least + 3 * parts * step, least + (3 * parts + 1) * step]

@@ -17,7 +17,7 @@ from ....devices import parse
 from ....progress import report
 from ....schedule import Chunk, Pieces, Schedule, Step, fastest_of, fluid_rate, verify
 from ....schedule.costs import OPERATION_S
-from ....schedule.traffic import operations
+from ....schedule.host_queues import operation_count
 from ....topology import Topology
 from ...planners import NO_MORE, Request
 from ...topologies import neutral
@@ -114,7 +114,7 @@ def faster(request: Request, best: Pieces) -> Pieces:
             if timed.seconds < best.seconds * least_gain:
                 best, least_gain = timed, 1.0
                 goal = min(goal, best.seconds * WORTH)
-            if limits.queued * operations(found) >= best.seconds * WORTH * len(request.destinations):
+            if limits.queued * operation_count(found) >= best.seconds * WORTH * len(request.destinations):
                 too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
 

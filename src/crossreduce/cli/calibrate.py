@@ -1,0 +1,201 @@
+"""``crossreduce calibrate``: fit the speeds of links to results, and plan with the fitted links.
+
+Input: the topology of the machine, and files with results. Output: the fitted speeds, what the results do not
+identify, the residuals, and a plan with the interval of its time; on request the fitted topology as a file.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from .. import Topology
+from ..errors import ArgumentError
+from ..options import ALGORITHMS
+from ..planning.calibration import ASSUMED, Calibration, Estimate, algorithm_of
+from ..planning.calibration import calibrate as calibrate_links
+from ..planning.explain import duration, size
+from ..schedule.schedule import many
+from ..topology.measurements import LARGEST, Measurement, read_measurements
+from .support.arguments import one_of
+from .support.output import atomic_file, progress, rate_json
+from .support.plans import (
+    NBYTES,
+    Algorithm,
+    Collective,
+    CostsOption,
+    Nbytes,
+    OperationUs,
+    plan_json,
+    plan_text,
+    read_plan_request,
+)
+from .support.topologies import Devices, Hosts, InNetwork, Json, Machine, WithoutLink, select
+
+_RESULTS = "Results: JSON of nccl-tests (-J) or of crossreduce bench (--json), for example of one host and of two."
+
+
+def calibrate(
+    machine: Machine,
+    results: Annotated[list[Path], Argument(metavar="RESULTS...", help=_RESULTS)],
+    assume: Annotated[str, Option(help="Algorithm of results that name none, as NCCL's.")] = ASSUMED,
+    export: Annotated[Path | None, Option(help="Write the fitted topology to this .json file.")] = None,
+    collective: Collective = "all_reduce",
+    nbytes: Nbytes = NBYTES,
+    algorithm: Algorithm = "auto",
+    devices: Devices = None,
+    without_link: WithoutLink = None,
+    hosts: Hosts = 1,
+    in_network: InNetwork = False,
+    costs: CostsOption = None,
+    operation_us: OperationUs = None,
+    json: Json = False,
+) -> None:
+    """Fit the speeds of links to results, and plan a collective on them.
+
+    Every command reads the file of --export in place of a machine.
+    """
+    one_of(ALGORITHMS, "--assume", assume)
+    if export is not None and export.suffix.lower() != ".json":
+        raise ArgumentError(f"--export must be a .json file, not {export}.")
+    request = read_plan_request(
+        machine,
+        collective=collective,
+        nbytes=nbytes,
+        algorithm=algorithm,
+        devices=devices,
+        without_link=without_link,
+        hosts=hosts,
+        in_network=in_network,
+        costs=costs,
+        operation_us=operation_us,
+    )
+    with atomic_file("--export", export) as exported:
+        fit = fit_links(results, request.complete, assume)
+        topology = select(fit.topology, devices, without_link)
+        with progress("planning", 2) as advance:
+            plan = request._replace(topology=topology).plan()
+            advance("comparing")
+            if json:
+                measured = {"seconds": fit.interval(plan.seconds)} | calibration_json(fit, assume)
+                text = json_module.dumps(plan_json(machine, plan) | {"measured": measured}, indent=2)
+            else:
+                lines = [*calibration_lines(fit, assume), "", plan_text(plan, plan_lines(fit, plan.seconds))]
+                text = "\n".join(lines)
+        if exported is not None:
+            exported.write_text(topology.to_json() + "\n", "utf-8")
+    print(text)
+
+
+def fit_links(paths: list[Path], topology: Topology, assumed: str) -> Calibration:
+    """Return the calibration of a topology with the results in files."""
+    measurements: list[Measurement] = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                measurements += read_measurements(file.read(LARGEST + 1), topology)
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from error
+        except ArgumentError as error:
+            error.prefix(str(path))
+            raise
+    with progress("fitting speeds", 1):
+        return calibrate_links(topology, measurements, assumed)
+
+
+def plan_lines(fit: Calibration, seconds: float) -> dict[str, str]:
+    """Return lines about a plan that is predicted to take ``seconds``, by their labels.
+
+    The first one has the limits of the time that the residuals of the fit imply.
+    """
+    low, high = map(duration, fit.interval(seconds))
+    overhead = f" with {duration(float(fit.overhead.value))} per call" if fit.overhead.value else ""
+    how = f"+- {percent_of(2 * fit.rms)}, twice the rms of {many(len(fit.measurements), 'result')}"
+    lines = {"measured": f"{low} to {high}{overhead} ({how})"}
+    if fit.assumed:
+        lines["assumed"] = f"{'; '.join(fit.assumed)}: not identified by the results"
+    return lines
+
+
+def calibration_lines(fit: Calibration, assumed: str) -> list[str]:
+    """Return the fitted speeds, what the results do not identify, and the residuals as lines of text."""
+    rms = f"rms of the residuals {percent_of(fit.rms)}"
+    head = f"speeds fitted to {many(len(fit.measurements), 'result')}, {rms}; +-: standard errors"
+    classes = [("links", "number", "GB/s given", "fitted", "+-", "us given", "fitted", "+-")]
+    for one in fit.classes:
+        cells = *_cells(one.links.bandwidth, one.bandwidth, 1), *_cells(one.links.latency_s, one.latency, 1e6)
+        classes.append((str(one.links), str(one.number), *cells))
+    lines = [head, *_columns(classes), *(f"as given, since the results do not identify it: {x}" for x in fit.assumed)]
+    known = fit.overhead.error is not None
+    overhead = f"{duration(float(fit.overhead.value))} +- {duration(fit.overhead.error or 0)}"
+    lines.append(f"overhead of a call: {overhead if known else '0, since the results do not identify it'}")
+    unnamed = sum(algorithm_of(one, "") == "" for one in fit.measurements)
+    if unnamed:
+        lines.append(f"predicted as {assumed}, since they name no algorithm of this library: {many(unnamed, 'result')}")
+    rows = [("collective", "devices", "algorithm", "size", "measured", "predicted", "difference")]
+    for measured, seconds, residual in zip(fit.measurements, fit.predicted, fit.residuals, strict=True):
+        times = duration(measured.seconds), duration(seconds), f"{100 * residual:+.1f} %"
+        what = measured.collective, str(len(measured.devices)), algorithm_of(measured, assumed), size(measured.nbytes)
+        rows.append((*what, *times))
+    return [*lines, *_columns(rows)]
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def percent_of(ratio: float) -> str:
+    """Return a part as a percentage with two significant digits.
+
+    >>> percent_of(0.01234), percent_of(0)
+    ('1.2 %', '0 %')
+    """
+    return f"{100 * ratio:.2g} %"
+
+
+def calibration_json(fit: Calibration, assumed: str) -> dict[str, Any]:
+    """Return a calibration for JSON."""
+    return {
+        "classes": [
+            {
+                "links": str(one.links),
+                "between_hosts": one.links.between_hosts,
+                "number": one.number,
+                "given": {"gb_per_s": float(one.links.bandwidth), "latency_s": float(one.links.latency_s)},
+                "bandwidth": rate_json(one.bandwidth.value),
+                "bandwidth_error": one.bandwidth.error,
+                "latency_s": float(one.latency.value),
+                "latency_error": one.latency.error,
+            }
+            for one in fit.classes
+        ],
+        "overhead_s": float(fit.overhead.value),
+        "overhead_error": fit.overhead.error,
+        "rms": fit.rms,
+        "not_identified": fit.assumed,
+        "results": [
+            {
+                "collective": one.collective,
+                "devices": one.devices,
+                "algorithm": algorithm_of(one, assumed),
+                "nbytes": one.nbytes,
+                "seconds": one.seconds,
+                "predicted": seconds,
+                "residual": residual,
+            }
+            for one, seconds, residual in zip(fit.measurements, fit.predicted, fit.residuals, strict=True)
+        ],
+    }
+
+
+def _cells(given: Any, estimate: Estimate, scale: float) -> tuple[str, str, str]:
+    """Return a given number, the fitted one and its standard error as text."""
+    if estimate.error is None:
+        return f"{float(given) * scale:.4g}", "as given", ""
+    return f"{float(given) * scale:.4g}", f"{float(estimate.value) * scale:.4g}", f"{estimate.error * scale:.2g}"

@@ -1,0 +1,203 @@
+"""Finds the rank that broke a group, from the dumps of the group's flight recorders.
+
+Input: dumps. Output: an ``Incident``. A rank that was stopped or dead wrote no dump; its state is taken from the dumps
+of the other ranks of its host, which read it from shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Final
+
+from ...errors import rank_list
+from ...observe.diagnostics import DOCTOR
+from ...observe.flight_recorder import Dump, History, Thread
+from ...ranks.intra_host.shared_memory import LEFT
+from .timeline import host_histories
+
+_MAX_FRAMES: Final = 3
+_FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # of a second
+_MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
+_UNKNOWN: Final = "which no rank's dump describes."
+_NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
+# The cause if Ctrl-C ended a wait for a message; histories contain no messages.
+_INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
+# Frames of crossreduce.ranks, observe and torch, and of torch.distributed: shown only if a stack has no others.
+_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|observe|torch)|torch[/\\]distributed)[/\\]")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank when its group broke."""
+
+    rank: int
+    host: int
+    hostname: str | None
+    pid: int | None
+    sequence: int  # the number of the rank's last call; 0: it made none
+    text: str  # the op, dtype and shape of this call
+    state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
+    seconds: float | None  # from the call's start (its end, if it finished) to the first abort by a rank of the host
+    dumped: bool  # whether the rank wrote a dump
+    stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
+
+
+@dataclass(frozen=True)
+class Incident:
+    """The failure of one group."""
+
+    group: str
+    time: str  # when the first rank aborted
+    cause: str  # the error that this rank raised
+    findings: tuple[str, ...]  # the diagnosis, one sentence each
+    # The rank that was interrupted while it waited for a message; else the ranks that left or did not begin the last
+    # call; if there are none, those suspected of hanging.
+    behind: tuple[int, ...]
+    missing: tuple[int, ...]  # the ranks without any information
+    without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
+    ranks: tuple[RankState, ...]
+
+    @property
+    def about(self) -> str:
+        """The size of the group and when it broke, to the second."""
+        counts = {"rank": len(self.ranks), "host": len({state.host for state in self.ranks})}
+        words = (f"{count} {what}{'' if count == 1 else 's'}" for what, count in counts.items())
+        return f"{' on '.join(words)}, {_FRACTION.sub('', self.time)}"
+
+    @property
+    def raised(self) -> str:
+        """The error, without the advice to run the doctor, whose reader has done so."""
+        text, _, advice = self.cause.partition("\n  try: ")
+        return text if DOCTOR in advice else self.cause
+
+
+def diagnose(dumps: Sequence[Dump]) -> Incident:
+    """Return the failure that the dumps of one group's ranks describe; one dump, of any rank, is enough."""
+    newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
+    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
+    states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
+    by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
+    states = list(by_rank.values())
+    last = max(state.sequence for state in states)
+    text = next(state.text for state in states if state.sequence == last)
+    missing = [state.rank for state in states if state.state == "unknown"]
+    late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
+    waited = _INTERRUPTED.match(first.cause)
+    interrupted = [rank for rank in by_rank if waited and rank == int(waited[1])]
+    behind = interrupted or [state.rank for state in states if state.state == "left"] + late
+    if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
+        in_last = [state for state in states if state.sequence == last and state.state == "running"]
+        behind = [state.rank for state in in_last if not state.dumped]
+    ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
+    behind.sort()
+    because = "" if ended else _NO_DUMP_BECAUSE
+    findings = [_finding(by_rank[rank], last, text, because, bool(interrupted)) for rank in behind[:_MAX_FINDINGS]]
+    if behind[_MAX_FINDINGS:]:
+        findings.append(f"The same, or similar, is true of {rank_list(behind[_MAX_FINDINGS:])}.")
+    blamed = set(behind)
+    waiting = [state.rank for state in states if state.sequence == last and state.rank not in blamed]
+    running = [rank for rank in waiting if by_rank[rank].state == "running"]
+    if running and last:
+        findings.append(f"{rank_list(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
+    finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
+    if finished:
+        findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
+    others = [rank for rank in late if rank not in blamed]
+    if others:
+        findings.append(f"{rank_list(others)} had not called op {last}, {text}.")
+    if missing:
+        findings.append(f"Nothing is known about {rank_list(missing)}, {_UNKNOWN}")
+    if not behind and not missing:
+        findings.append("No rank is behind: all ranks reached the same call.")
+    return Incident(
+        group=first.group,
+        time=first.time,
+        cause=first.cause,
+        findings=tuple(findings),
+        behind=tuple(behind),
+        missing=tuple(missing),
+        without_dump=tuple(state.rank for state in states if not state.dumped and state.state != "unknown"),
+        ranks=tuple(states),
+    )
+
+
+def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterator[RankState]:
+    """Yield the states of a host's ranks at the time of its first abort, each from its own dump or else the latest."""
+    beside = [dumps[rank] for rank in host if rank in dumps]
+    now_s, described = host_histories(host, dumps)
+    latest = max(beside, key=lambda dump: dump.now_s, default=None)
+    for rank in host:
+        own = dumps.get(rank)
+        nearby = own or latest
+        hostname, history = nearby.hostname if nearby is not None else None, described.get(rank)
+        yield _state(rank, number, hostname, own, history, now_s)
+
+
+def _state(
+    rank: int, host: int, hostname: str | None, own: Dump | None, recorded: History | None, now_s: float
+) -> RankState:
+    """Return a rank's state at a time from its own dump and its history."""
+    history = recorded or History(rank, ())
+    before = [op for op in history.ops if op.started_s <= now_s]
+    op = max(before, key=_sequence, default=None)
+    left = op is not None and op.text == LEFT
+    if left:
+        op = max((each for each in before if each.text != LEFT), key=_sequence, default=None)
+    state = "unknown" if recorded is None else "left" if left else "idle" if op is None else "finished"
+    ended_s = None if op is None or op.ended_s is None or op.ended_s > now_s else op.ended_s
+    if state == "finished" and ended_s is None:
+        state = "running"
+    seconds = None if op is None else now_s - (op.started_s if ended_s is None else ended_s)
+    return RankState(
+        rank=rank,
+        host=host,
+        hostname=hostname,
+        pid=own.pid if own is not None else history.pid,
+        sequence=op.sequence if op else 0,
+        text=op.text if op else "",
+        state=state,
+        seconds=seconds,
+        dumped=own is not None,
+        stack=_stack(own.threads) if own is not None else (),
+    )
+
+
+_sequence: Final = attrgetter("sequence")
+
+
+def _finding(state: RankState, last: int, text: str, because: str, in_message: bool) -> str:
+    """Return a sentence about a rank that is behind.
+
+    ``because``: possible reasons why it wrote no dump. ``in_message``: whether its wait for a message was interrupted.
+    """
+    process = "pid unknown" if state.pid is None else f"pid {state.pid}"
+    where = process if state.hostname is None else f"{process} on {state.hostname}"
+    rank, ago = f"{rank_list([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
+    never_called = f"; it did not call op {last}, {text}."
+    if in_message:
+        line = f"{rank} was interrupted while it waited for a message."
+    elif state.state == "left":
+        line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."
+    elif state.sequence == last:
+        line = f"{rank} is suspected: it called op {last}, {text}, {ago}, and stopped in this call."
+    elif state.state == "idle":
+        line = f"{rank} is behind: it called neither op {last}, {text}, nor any op before it."
+    elif state.state == "running":
+        line = f"{rank} is behind: it was in op {state.sequence}, {state.text}, called {ago}{never_called}"
+    else:
+        line = f"{rank} is behind: it finished op {state.sequence}, {state.text}, {ago}{never_called}"
+    if not state.dumped:
+        return f"{line} It wrote no dump{because}."
+    return line + (f" Its main thread was in {state.stack[0]}." if state.stack else "")
+
+
+def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
+    """Return the main thread's innermost functions, the innermost first; internal ones only if there are no others."""
+    frames = list(threads[0].stack) if threads else []
+    external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
+    shown = reversed((external or frames)[-_MAX_FRAMES:])
+    return tuple(f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})" for frame in shown)

@@ -1,0 +1,201 @@
+"""The last calls of a broken group's ranks on one time line.
+
+Input: the dumps of the group. Output: for each rank bars in seconds from the first abort on, and an axis, on which long
+pauses are shortened. Clocks of hosts are aligned by the calendar times of their dumps.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ...observe.flight_recorder import Dump, History
+from ...ranks.intra_host.shared_memory import LEFT
+
+_TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?([+-]\d{4})?")
+_SHORTENED: Final = 0.3  # a shortened pause is as long as this share of all shorter ones together
+_MOST_BREAKS: Final = 12
+
+
+class CallBar(NamedTuple):
+    """A call of a rank: seconds relative to the first abort, mostly negative.
+
+    ``waited_s``: how long it waited from its begin on, until the last rank of its host had begun the call.
+    ``ended``: whether the call had ended when the group broke.
+    """
+
+    sequence: int
+    text: str
+    begin_s: float
+    end_s: float
+    waited_s: float
+    ended: bool
+
+
+class RankRow(NamedTuple):
+    """The calls of one rank, the oldest first; ``None``: no dump describes the rank."""
+
+    rank: int
+    host: int
+    bars: tuple[CallBar, ...] | None
+
+
+class Pause(NamedTuple):
+    """A shortened pause: its seconds, and where it begins and ends on the axis, from 0 to 1."""
+
+    seconds: float
+    begin: float
+    end: float
+
+
+class Axis(NamedTuple):
+    """A piecewise linear map from seconds to positions from 0 to 1."""
+
+    times: tuple[float, ...]
+    places: tuple[float, ...]
+    pauses: tuple[Pause, ...]
+
+    def place(self, second: float) -> float:
+        """Return the position of a time."""
+        return _interpolate(second, self.times, self.places)
+
+    def time(self, place: float) -> float:
+        """Return the time at a position."""
+        return _interpolate(place, self.places, self.times)
+
+
+class Timeline(NamedTuple):
+    """All ranks of a group. ``uncertainty_s``: how far the clocks of hosts may be apart, as far as the dumps show.
+
+    ``None``: there is one host, or no dump of another one.
+    """
+
+    rows: tuple[RankRow, ...]
+    axis: Axis
+    uncertainty_s: float | None
+
+
+def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, dict[int, History]]:
+    """Return the time of a host's first abort, and for each of its ranks the history of its own dump, else the latest.
+
+    A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so histories
+    are cut at the time of the first abort: this function returns it, and its callers ignore later calls.
+    """
+    beside = [dumps[rank] for rank in host if rank in dumps]
+    by_rank: dict[int, History] = {}
+    for dump in sorted(beside, key=lambda dump: dump.now_s):
+        by_rank |= {history.rank: history for history in dump.histories if history.rank not in dumps}
+    by_rank |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
+    return min((dump.now_s for dump in beside), default=0.0), by_rank
+
+
+def timeline(dumps: Sequence[Dump]) -> Timeline:
+    """Return the time line of one group from the dumps of some of its ranks."""
+    newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
+    hosts = dumps[0].hosts
+    offsets = {k: _offset([newest[rank] for rank in host if rank in newest]) for k, host in enumerate(hosts)}
+    known = {k: offset for k, offset in offsets.items() if offset is not None}
+    aborts = {k: host_histories(hosts[k], newest)[0] for k in known}
+    several = len(known) > 1
+    # On one host the monotonic clock is enough; the calendar may even have been set while the group ran.
+    origin = min(aborts[k] + (known[k][0] if several else 0.0) for k in known)
+    rows = []
+    for k, host in enumerate(hosts):
+        abort_s, found = host_histories(host, newest)
+        shift = (known[k][0] if several and k in known else 0.0) - origin
+        rows += _rows(k, host, found, abort_s, shift)
+    bars = [bar for row in rows for bar in row.bars or ()]
+    uncertainty_s = max(known[k][1] for k in known) if several else None
+    return Timeline(tuple(sorted(rows)), _axis(bars), uncertainty_s)
+
+
+def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: float, shift: float) -> list[RankRow]:
+    calls = {}
+    for rank, history in found.items():
+        calls[rank] = [op for op in history.ops if op.started_s <= abort_s and op.text != LEFT]
+    begins: dict[int, list[float]] = {}
+    for ops in calls.values():
+        for op in ops:
+            begins.setdefault(op.sequence, []).append(op.started_s)
+    oldest = {rank: ops[0].sequence if ops else 0 for rank, ops in calls.items()}
+    rows = []
+    for rank in host:
+        if rank not in found:
+            rows.append(RankRow(rank, number, None))
+            continue
+        bars = []
+        for op in calls[rank]:
+            ended = op.ended_s is not None and op.ended_s <= abort_s
+            end_s = op.ended_s if ended and op.ended_s is not None else abort_s
+            # A rank whose oldest recorded call is a later one has begun this call, too.
+            began = len(begins[op.sequence]) + sum(first > op.sequence for first in oldest.values())
+            latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
+            waited_s = max(0.0, min(latest, end_s) - op.started_s)
+            bars.append(CallBar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
+        rows.append(RankRow(rank, number, tuple(bars)))
+    return rows
+
+
+def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
+    """Return the seconds from a host's monotonic clock to the calendar, and how far they may be wrong."""
+    low, high = -float("inf"), float("inf")
+    for dump in dumps:
+        match = _TIME.fullmatch(dump.time)
+        if match is None:
+            continue
+        form = "%Y-%m-%d %H:%M:%S" + ("%z" if match[3] else "")
+        try:
+            seconds = datetime.strptime(match[1] + (match[3] or ""), form).timestamp()
+        except (ValueError, OverflowError):
+            continue
+        fraction = match[2] or "."
+        seconds += float(f"0{fraction}0")
+        step = 10.0 ** -(len(fraction) - 1)  # the text is rounded down
+        low, high = max(low, seconds - dump.now_s), min(high, seconds + step - dump.now_s)
+    if low == -float("inf"):
+        return (0.0, float("inf")) if dumps else None
+    return (low + high) / 2, abs(high - low) / 2
+
+
+def _axis(bars: Sequence[CallBar]) -> Axis:
+    """Return an axis for bars: pauses longer than all shorter ones together are shortened, since nothing happens."""
+    times = sorted({time for bar in bars for time in (bar.begin_s, bar.begin_s + bar.waited_s, bar.end_s)} | {0.0})
+    if len(times) < 2:
+        times = [times[0] - 1.0, times[0]]
+    gaps = [after - before for before, after in pairwise(times)]
+    limit, total = float("inf"), 0.0
+    for k, gap in enumerate(sorted(gaps)):
+        if 2 * k >= len(gaps) and gap > total > 0 and len(gaps) - k <= _MOST_BREAKS:
+            limit = gap
+            break
+        total += gap
+    widths = [total * _SHORTENED if gap >= limit else gap for gap in gaps]
+    places, whole = [0.0], sum(widths)
+    for width in widths:
+        places.append(places[-1] + width / whole)
+    places[-1] = 1.0
+    pauses = tuple(Pause(gap, *ends) for gap, ends in zip(gaps, pairwise(places), strict=True) if gap >= limit)
+    return Axis(tuple(times), tuple(places), pauses)
+
+
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    k = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    width = xs[k + 1] - xs[k]
+    share = (x - xs[k]) / width if width else 0.0
+    return ys[k] + min(max(share, 0.0), 1.0) * (ys[k + 1] - ys[k])
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in a readable unit.
+
+    >>> [seconds_text(x) for x in (0, 1.5e-6, -0.0123, 75.0)]
+    ['0 s', '1.5 us', '-12.3 ms', '75 s']
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if abs(seconds) * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"

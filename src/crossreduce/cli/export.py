@@ -1,0 +1,219 @@
+"""``crossreduce export``: plan a collective, and write the plan into a file or a folder.
+
+Input: the options of ``crossreduce plan``, and a file. Output: the explanation or JSON, and the file: in a format of
+``EXPORTERS``, a page for a browser, or a picture.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from typer import Argument, Option
+
+from .. import Plan
+from ..errors import ArgumentError
+from ..export import EXPORTERS, Exporter, format_of
+from ..export.exportable import check_exportable
+from ..export.fitting import Fitting, fitting
+from ..planning.granularity import TOLERANCE, sizes_that_fit
+from ..planning.schedules import CHOICES
+from .support.arguments import one_of
+from .support.output import atomic_file, check_folder, draw, print_files, progress, write_explorer, write_folder
+from .support.plans import (
+    NBYTES,
+    Algorithm,
+    Collective,
+    CostsOption,
+    Granularity,
+    Nbytes,
+    OperationUs,
+    Packs,
+    Participants,
+    PlanRequest,
+    Root,
+    plan_json,
+    plan_text,
+    read_granularity,
+    read_plan_request,
+)
+from .support.topologies import PICTURE_SUFFIXES, Devices, Hosts, InNetwork, Json, Machine, WithoutLink
+
+PAGE_SUFFIX: Final = ".html"
+SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
+ONE_RANK: Final = tuple(name for name, exporter in EXPORTERS.items() if exporter.one_rank)
+_FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .svg, .png: a picture; or --format."
+
+
+def export(
+    machine: Machine,
+    file: Annotated[Path, Argument(metavar="FILE|DIR", help=_FILE)],
+    format: Annotated[  # noqa: A002 - the option's name
+        str | None, Option(help=f"{', '.join(EXPORTERS)}. Default: by the suffix of the file.")
+    ] = None,
+    rank: Annotated[
+        int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
+    ] = None,
+    granularity: Granularity = None,
+    collective: Collective = "all_reduce",
+    nbytes: Nbytes = NBYTES,
+    algorithm: Algorithm = "auto",
+    root: Root = None,
+    packs: Packs = 1,
+    participants: Participants = None,
+    devices: Devices = None,
+    without_link: WithoutLink = None,
+    hosts: Hosts = 1,
+    in_network: InNetwork = False,
+    costs: CostsOption = None,
+    operation_us: OperationUs = None,
+    json: Json = False,
+) -> None:
+    """Plan a collective, and write the plan into a file for another program.
+
+    With the algorithm auto, the fastest plan that the format can hold is
+    written. Chakra traces are several files, in a folder.
+    """
+    kind = _format(file, format)
+    if rank is not None and kind not in ONE_RANK:
+        raise ArgumentError(f"--rank requires a format of one rank alone: {', '.join(ONE_RANK)}.")
+    exporter = EXPORTERS.get(kind)
+    by_rank = exporter is not None and exporter.by_rank
+    is_folder = exporter is not None and exporter.is_folder
+    part = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)
+    request = read_plan_request(
+        machine,
+        collective=collective,
+        nbytes=nbytes,
+        algorithm=algorithm,
+        root=root,
+        packs=packs,
+        participants=participants,
+        devices=devices,
+        without_link=without_link,
+        hosts=hosts,
+        in_network=in_network,
+        costs=costs,
+        operation_us=operation_us,
+    )
+    check_exportable(kind, request.topology, collective)
+    if exporter is not None and exporter.runs_elsewhere and request.costs.operation_s is None:
+        request = request._replace(costs=replace(request.costs, operation_s=0))
+    if exporter is None:
+        text = _write_drawn(machine, file, kind, request, part, as_json=json)
+    else:
+        options: dict[str, Any] = {} if rank is None else {"rank": rank}
+        write = _write_folder if is_folder else _write_file
+        text = write(machine, file, exporter, request, part, options, as_json=json)
+    print(text)
+    if exporter is None and not json:
+        print_files(file)
+
+
+def _format(file: Path, given: str | None) -> str:
+    """Return the name of an exporter, or the suffix of a page or a picture."""
+    if given is not None:
+        return one_of(EXPORTERS, "--format", given)
+    suffix = file.suffix.lower()
+    if suffix in (PAGE_SUFFIX, *PICTURE_SUFFIXES):
+        return suffix
+    kind = format_of(file.name)
+    if kind is None:
+        listed = ", ".join((*SUFFIXES, PAGE_SUFFIX, *PICTURE_SUFFIXES))
+        raise ArgumentError(f"{file} must end in {listed}, or --format must be given.")
+    return kind
+
+
+def _write_drawn(
+    machine: str, file: Path, suffix: str, request: PlanRequest, granularity: float, *, as_json: bool
+) -> str:
+    """Write a page for a browser or a picture, and return what the command prints."""
+    with atomic_file("FILE", file) as target:
+        with progress("planning", 2) as advance:
+            plan = request.plan(granularity=granularity)
+            advance("comparing")
+            text = _report(machine, plan, {}, {}, as_json=as_json)
+        if suffix == PAGE_SUFFIX:
+            write_explorer(plan, target)
+        else:
+            draw("draw_schedule", target, plan.schedule, plan.topology)
+    return text
+
+
+def _write_file(
+    machine: str,
+    file: Path,
+    exporter: Exporter,
+    request: PlanRequest,
+    granularity: float,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> str:
+    """Write a file, and the map of its ranks if it has numbers of ranks; return what the command prints."""
+    map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None
+    facts: dict[str, Any] = {}
+    with (
+        atomic_file("FILE", file) as target,
+        atomic_file("FILE", map_file) as mapped,
+        progress("planning", 3) as advance,
+    ):
+        assert target is not None
+        plan = request.plan(granularity=granularity)
+        advance("exporting")
+        if request.algorithm in CHOICES and request.packs == 1:
+            plan, content, refused = fitting(plan, lambda each: exporter.text(each, **options))
+        else:
+            plan, content, refused = Fitting(plan, exporter.text(plan, **options), "")
+        advance("comparing")
+        lines = _ranks_line(plan, exporter)
+        if refused:
+            lines["format"] = facts["replaced"] = refused
+        if mapped is not None:
+            multiple = exporter.multiple_of(plan, content)
+            about: dict[str, Any] = {"file": file.name, "ranks": plan.ranks, "root": plan.root}
+            about |= {f"{exporter.counts}_multiple_of": multiple}
+            mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
+            lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
+        text = _report(machine, plan, facts, lines, as_json=as_json)
+        target.write_text(content, "utf-8")
+    return text
+
+
+def _write_folder(
+    machine: str,
+    folder: Path,
+    exporter: Exporter,
+    request: PlanRequest,
+    granularity: float,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> str:
+    """Write the files of a folder and the map of ranks, and return what the command prints."""
+    check_folder("DIR", folder)
+    with progress("planning", 3) as advance:
+        plan = request.plan(granularity=granularity)
+        advance("exporting")
+        files = exporter.write(plan, **options)
+        assert isinstance(files, dict)
+        advance("comparing")
+        remarks = exporter.remarks_on(plan, files)
+        text = _report(machine, plan, {"remarks": remarks}, _ranks_line(plan, exporter) | remarks, as_json=as_json)
+        about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
+        write_folder("DIR", folder, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
+    return text
+
+
+def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:
+    """Return the line of the ranks' devices, if files have numbers of ranks."""
+    return (
+        {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(plan.ranks))} if exporter.by_rank else {}
+    )
+
+
+def _report(machine: str, plan: Plan, facts: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
+    """Return the plan as text with further lines, or as JSON with further facts."""
+    return json_module.dumps(plan_json(machine, plan) | facts, indent=2) if as_json else plan_text(plan, lines)

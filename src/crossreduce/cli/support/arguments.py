@@ -1,0 +1,203 @@
+"""Values of command-line options.
+
+Input: the text or number of one option. Output: its value, or an ``ArgumentError``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ... import Costs, Topology
+from ...devices import canonical, parse
+from ...errors import ArgumentError
+from ...options import ALGORITHMS
+from ...schedule import byte_count
+from ...topology import topology_of
+from ...topology.link_kinds import SPEEDS
+from ...topology.topology_like import is_path
+from ...values import host_devices, read_devices
+from .output import ranges
+
+# JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
+MAX_DEVICES: Final = 4096
+_RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})")
+
+
+def at_least(least: int, option: str, value: int) -> int:
+    """Return ``value`` if it is not below ``least``.
+
+    >>> at_least(1, "--epochs", 3)
+    3
+    """
+    if value < least:
+        raise ArgumentError(f"{option} must be {least} or more, not {value}.")
+    return value
+
+
+def one_of(choices: Iterable[str], option: str, value: str) -> str:
+    """Return ``value`` if it is one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise ArgumentError(f'{option} must be one of {", ".join(choices)}, not "{value}".')
+    return value
+
+
+def split_list(text: str) -> list[str]:
+    """Return the parts of a list of numbers and names, with ranges expanded.
+
+    >>> split_list("0-2, cuda:0-1,nvswitch")
+    ['0', '1', '2', 'cuda:0', 'cuda:1', 'nvswitch']
+    """
+    parts: list[str] = []
+    for part in map(str.strip, text.split(",")):
+        match = _RANGE.fullmatch(part)
+        numbers = range(int(match["first"]), int(match["last"]) + 1) if match else range(0)
+        if match and 0 < len(numbers) <= MAX_DEVICES:
+            parts += [f"{match['name'] or ''}{number}" for number in numbers]
+        else:
+            parts.append(part)
+    return parts
+
+
+def read_device_list(
+    option: str, text: str, numbered: Callable[[int], tuple[str, ...]] = host_devices
+) -> tuple[str, ...]:
+    """Return the listed devices; a number n stands for ``numbered(n)``, by default n devices in host memory.
+
+    >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0-1")
+    (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
+    """
+    if re.fullmatch(r"[+-]?[0-9]{1,99}", text.strip()):
+        count = at_least(1, option, int(text))
+        if count > MAX_DEVICES:
+            raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
+        return numbered(count)
+    try:
+        names = read_devices(split_list(text))
+    except ArgumentError as error:
+        why = str(error).partition("\n")[0]
+        raise ArgumentError(f'{option} must be a number, or names as in cpu:0-2,cuda:0, not "{text}": {why}') from error
+    for name in names:
+        if parse(name).index >= MAX_DEVICES:
+            raise ArgumentError(f"{option}: the number of a device must be below {MAX_DEVICES}, unlike that of {name}.")
+    return names
+
+
+def read_algorithms(option: str, text: str) -> list[str]:
+    """Return the algorithms of a list; "all": every algorithm except auto and nccl, which select another one.
+
+    >>> read_algorithms("--algorithm", "ring, forest")
+    ['ring', 'forest']
+    """
+    names = [one_of([*ALGORITHMS, "all"], option, name.strip()) for name in text.split(",")]
+    return [name for name in ALGORITHMS if name not in ("auto", "nccl")] if "all" in names else names
+
+
+def read_nbytes(option: str, text: str) -> int:
+    """Return a number of bytes; K, M and G are powers of 1024, as in nccl-tests.
+
+    >>> read_nbytes("-e", "128M")
+    134217728
+    """
+    try:
+        return byte_count(text)
+    except ArgumentError as error:
+        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".') from error
+
+
+def read_machine(
+    text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
+) -> Topology:
+    """Return the topology of a machine of the library, of a file, or of ``this`` machine, as ``cr.plan`` reads it.
+
+    >>> read_machine("DGX-1")
+    Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
+    """
+    at_least(1, "--hosts", hosts)
+    one_of(SPEEDS, "--speeds", speeds)
+    if text != "this" and not is_path(text):
+        return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
+    if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
+        options = "--hosts, --speeds, --nics and --in-network"
+        raise ArgumentError(f"{options} can only be used with a machine of the library, not with {text}.")
+    try:
+        return topology_of(text)
+    except OSError as error:
+        raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
+
+
+def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None = None) -> Costs:
+    """Return the costs in a file, or the published ones of a machine of the library.
+
+    >>> read_costs("published", "hgx-h100").reduction_gb_per_s
+    3350.0
+    """
+    if text is None:
+        return Costs()
+    if text == "published":
+        if machine == "this" or is_path(machine):
+            raise ArgumentError(
+                f"--costs published can only be used with a machine of the library, not with {machine}."
+            )
+        return Costs.machine(machine, hosts, nics=nics)
+    try:
+        content = Path(text).read_text("utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--costs {text} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"--costs {text} is not UTF-8 text.") from error
+    return Costs.from_json(content)
+
+
+def read_node(option: str, text: str, topology: Topology) -> str:
+    """Return a device or switch by its name, or by its number in the output of ``crossreduce topology``.
+
+    >>> [read_node("--root", text, Topology.star(4)) for text in ("2", "CPU:3", "4", "switch")]
+    ['cpu:2', 'cpu:3', 'switch', 'switch']
+    """
+    name = text.strip()
+    if re.fullmatch("[0-9]{1,9}", name):
+        if int(name) < len(topology.nodes):
+            return topology.nodes[int(name)]
+    elif name in topology.nodes:
+        return name
+    else:
+        with suppress(ArgumentError):  # canonical() raises if this is not a device's name
+            if canonical(name) in topology.nodes:
+                return canonical(name)
+    known, last = ", ".join(ranges(topology.nodes)), len(topology.nodes) - 1
+    known = known if len(known) <= 120 else known[:117] + "..."
+    raise ArgumentError(f'{option}: "{name}" is not one of the numbers 0 to {last} or the names {known}.')
+
+
+def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
+    """Return devices of a topology from a list of numbers, names and ranges; each device may appear only once.
+
+    >>> read_subset("--devices", "0-1,cpu:3", Topology.ring(4))
+    ('cpu:0', 'cpu:1', 'cpu:3')
+    """
+    names = [read_node(option, part, topology) for part in split_list(text)]
+    for name in names:
+        if name not in topology.devices:
+            raise ArgumentError(f"{option} must only list devices, but {name} is a switch.")
+        if names.count(name) > 1:
+            raise ArgumentError(f"{option} must list each device only once, but {name} appears more than once.")
+    return tuple(names)
+
+
+def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
+    """Return the two ends of a link, "0-3" by number or "cuda:0,nvswitch" by name.
+
+    >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
+    (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
+    """
+    ends = text.split("," if "," in text else "-")  # a comma separates names, since they may contain hyphens
+    if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
+        problem = f"{option} must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
+        raise ArgumentError(f'{problem}, not "{text}".')
+    a, b = (read_node(option, end, topology) for end in ends)
+    return a, b

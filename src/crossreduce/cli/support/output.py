@@ -1,0 +1,338 @@
+"""Output of the commands: files that are replaced atomically, rates in JSON, and the terminal.
+
+A file is replaced by one ``rename``, so a reader never sees half of it, even if the command is interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pydoc
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ... import Bound, Plan
+from ...errors import ArgumentError, BackendError
+from ...planning.explain import limited_by
+from ...progress import watched
+
+PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
+"""The environment variable in which a parent process names the descriptor of its terminal, for bars of a child."""
+_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
+
+
+@contextmanager
+def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
+    """Check that a file can be written, and yield an empty temporary file that replaces it at the end of the block.
+
+    The temporary file is in the same folder and has the same suffix. If the block fails, or writes nothing into it,
+    the target is not changed. If ``path`` is ``None``, this yields ``None``.
+    """
+    if path is None:
+        yield None
+        return
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")
+    # A rename would replace even a write-protected file, and would put a regular file in place of /dev/null or a pipe.
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        reason = "write-protected" if target.is_file() else "not a regular file"
+        raise ArgumentError(f"{option} {path} cannot be written: it is {reason}.")
+    try:
+        number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=Path(path).suffix)
+        os.close(number)
+    except OSError as error:
+        raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        if temporary.stat().st_size:
+            mask = os.umask(0o022)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise unless files can be written into this folder, or it can be created."""
+    if path.is_dir():
+        problem = None if os.access(path, os.W_OK | os.X_OK) else "it is write-protected"
+    elif path.exists():
+        problem = "it is not a folder, and this format consists of several files"
+    else:
+        problem = None if path.parent.is_dir() else f"there is no folder {path.parent}"
+    if problem:
+        raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
+
+
+def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
+    """Write files into a folder, which is created if necessary; each replaces a file of its name at once."""
+    path.mkdir(exist_ok=True)
+    for name, content in files.items():
+        with atomic_file(option, path / name) as file:
+            assert file is not None
+            file.write_bytes(content)
+
+
+@contextmanager
+def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Check that a file can be written, and yield the function that writes JSON; without a path it does nothing."""
+    with atomic_file(option, path) as file:
+
+        def write(report: dict[str, Any]) -> None:
+            if file is not None:
+                file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+
+        yield write
+
+
+def check_new_folder(option: str, path: Path) -> Path:
+    """Return the real path of a folder that can be created, or that is empty; raise if it is neither."""
+    target = Path(os.path.realpath(path))
+    problem = None
+    if not target.parent.is_dir():
+        problem = f"there is no folder {target.parent}"
+    elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        problem = "it is not an empty or a new folder"
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        problem = f"the folder {target.parent} is write-protected"
+    elif target.exists() and not os.access(target, os.W_OK | os.X_OK):
+        problem = "it is write-protected"
+    if problem:
+        raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
+    return target
+
+
+def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
+    """Write files, by path, into a new folder, all or none of them; an existing folder must be empty."""
+    target = check_new_folder(option, path)
+    moved: list[Path] = []
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+            new_folder = Path(temporary) / "made"
+            for name, text in files.items():
+                (new_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (new_folder / name).write_text(text, "utf-8")
+            if not target.exists():
+                new_folder.replace(target)
+                return
+            for part in sorted(new_folder.iterdir()):  # an existing folder stays: it may be the current one of a shell
+                moved.append(target / part.name)
+                part.replace(moved[-1])
+    except (OSError, UnicodeEncodeError) as error:
+        for part in moved:
+            shutil.rmtree(part, ignore_errors=True)
+            part.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else "its texts have characters that UTF-8 cannot write"
+        raise ArgumentError(f"{option} {path} cannot be written: {reason}.") from error
+
+
+def rate_json(value: Fraction | None) -> dict[str, Any] | None:
+    """Return a rate for JSON: the exact fraction as text, and the nearest float.
+
+    >>> rate_json(Fraction(64, 3))
+    {'exact': '64/3', 'gb_per_s': 21.333333333333332}
+    """
+    return None if value is None else {"exact": str(value), "gb_per_s": float(value)}
+
+
+def bound_json(limit: Bound) -> dict[str, Any]:
+    """Return a bound for JSON."""
+    return {
+        "algbw": rate_json(limit.algbw),
+        "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
+        "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
+    }
+
+
+class Bar:
+    """A progress bar on standard error, or nothing if that is not a terminal. Calling it advances it by one step."""
+
+    def __init__(self, progress: Progress, description: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=total)
+        self._detail = progress.add_task("", total=1, visible=False)
+        self._part = ""
+
+    def __call__(self, text: str) -> None:
+        """Advance the bar by one step, and change its text."""
+        self._progress.update(self._task, advance=1, description=text)
+        self._progress.update(self._detail, visible=False)
+        self._progress.refresh()
+
+    def detail(self, text: str, done: int, total: int) -> None:
+        """Show the steps of a part in a second line, until it is complete."""
+        self._progress.update(self._detail, description=text, completed=done, total=total, visible=done < total)
+        if text != self._part and self._progress.live.auto_refresh:  # a short part is shown, too
+            self._progress.refresh()
+        self._part = text
+
+    @contextmanager
+    def hide(self) -> Iterator[None]:
+        """Remove the bar for the time of the block, in which lines can be printed."""
+        if self._progress.disable:
+            yield
+            return
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()
+
+
+@contextmanager
+def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[Bar]:
+    """Show a progress bar on a terminal only, and yield it.
+
+    Long computations of the package show their steps in a second line; see ``progress.py``. With ``quiet`` the bar is
+    drawn only when it advances, and no thread draws it meanwhile, so that it does not disturb a measurement.
+    """
+    with ExitStack() as stack:
+        console = Console(stderr=True)
+        descriptor = os.environ.get(PROGRESS_FD)
+        if descriptor is not None and re.fullmatch("[0-9]{1,9}", descriptor) and not console.is_terminal:
+            with suppress(OSError, OverflowError, TypeError, ValueError):  # the descriptor is not open
+                stream = stack.enter_context(os.fdopen(int(descriptor), "w", encoding="utf-8", closefd=False))
+                console = Console(file=stream)
+        shown = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            auto_refresh=not quiet,
+            redirect_stdout=False,  # rich would send the output to standard error
+            redirect_stderr=False,
+        )
+        bar = Bar(shown, description, total)
+        with shown:
+            shown.refresh()
+            if console.is_terminal:
+                stack.enter_context(watched(bar.detail))
+            yield bar
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines and flush, so that a reader of a pipe sees them at once."""
+    print("\n".join(lines), flush=True)
+
+
+def print_files(*paths: Path | None) -> None:
+    """Print a line for each file that was written for a browser."""
+    for path in paths:
+        if path is not None:
+            print_lines([f"{printable(str(path))}: open it in a browser"])
+
+
+def printable(text: str) -> str:
+    """Return text without control characters, which a terminal would execute."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def terminal(**options: Any) -> Console:
+    """Return a console for tables, as wide as the terminal or COLUMNS.
+
+    On terminals without capabilities (TERM=dumb) rich ignores COLUMNS unless a height is given.
+    """
+    return Console(height=25, **options)
+
+
+def short_size(nbytes: int) -> str:
+    """Return a number of bytes as text of three digits; ``planning.explain.size`` is exact, and may be longer.
+
+    >>> short_size(32), short_size(5_600_008), short_size(1 << 20), short_size(1_047_000)
+    ('32 bytes', '5.34 MiB', '1 MiB', '1022 KiB')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            value = nbytes / (1 << power)
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{nbytes} bytes"
+
+
+def print_paged(text: str) -> None:
+    """Print text; on a terminal in the user's pager."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        pydoc.pager(text)
+    else:
+        print(text)
+
+
+def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
+    """Draw a picture with a function of ``export.pictures``; without a file do nothing."""
+    if file is None:
+        return
+    from ...export import pictures
+
+    with drawing_bar():
+        getattr(pictures, function)(*args, file, **options)
+
+
+def write_explorer(plan: Plan, file: Path | None) -> None:
+    """Write the plan explorer's page, with a progress bar; without a file do nothing."""
+    if file is None:
+        return
+    from ...export.explorer import report_html, stages
+
+    with progress("exploring", stages(plan)) as advance:
+        file.write_text(report_html(plan, advance), "utf-8", newline="\n")
+
+
+@contextmanager
+def drawing_bar() -> Iterator[None]:
+    """Show a progress bar; if matplotlib is missing, raise the error that names the extra."""
+    try:
+        with progress("drawing", 1):
+            yield
+    except BackendError as error:
+        raise BackendError("pictures need matplotlib.  try: pip install 'crossreduce[plot]'") from error
+
+
+def group_names(names: Iterable[str]) -> str:
+    """Return names as one text in which consecutive numbers are ranges.
+
+    >>> group_names(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
+    'host0/cuda:0-2,5 nvswitch'
+    """
+    return " ".join(text + ",".join(runs) for text, runs in _groups(names))
+
+
+def ranges(names: Iterable[str]) -> list[str]:
+    """Return the ranges of consecutive numbers in names, each in full, as ``--devices`` accepts them.
+
+    >>> ranges(["cuda:0", "cuda:1", "cuda:2", "cuda:5", "nvswitch"])
+    ['cuda:0-2', 'cuda:5', 'nvswitch']
+    """
+    return [text + run for text, runs in _groups(names) for run in runs or [""]]
+
+
+def _groups(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return each prefix or name with its ranges of numbers as text."""
+    groups: list[tuple[str, list[list[int]]]] = []  # ranges: [first, last] or [number]
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            groups.append((name, []))
+            continue
+        text, number = match[1], int(match[2])
+        if not groups or groups[-1][0] != text or not groups[-1][1]:
+            groups.append((text, []))
+        runs = groups[-1][1]
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return [(text, ["-".join(map(str, run)) for run in runs]) for text, runs in groups]

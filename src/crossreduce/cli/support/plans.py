@@ -1,0 +1,167 @@
+"""Options that describe one plan, the same in every command that plans, and the plan that they describe.
+
+Input: the values of the options. Output: a ``PlanRequest``; its plan as text or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Final, NamedTuple
+
+from typer import Option
+
+from ... import Costs, Plan, Topology, __version__
+from ... import plan as library_plan
+from ...errors import ArgumentError
+from ...options import ALGORITHMS
+from ...packing import MOST_PACKS
+from ...planning.explain import shape
+from ...planning.optimal.bounds import COLLECTIVES
+from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
+from .output import bound_json, rate_json
+from .topologies import select
+
+NBYTES: Final = "64M"
+
+Collective = Annotated[str, Option(help=", ".join(COLLECTIVES))]
+Nbytes = Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")]
+Algorithm = Annotated[str, Option(help=", ".join(ALGORITHMS))]
+Root = Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")]
+Packs = Annotated[int, Option(help="Number of trees, for one_device and hierarchical_copy.")]
+Participants = Annotated[
+    str | None,
+    Option(help="Devices that take part, such as 0-3,6; all others help: they forward and combine. Default: all."),
+]
+CostsOption = Annotated[
+    str | None,
+    Option(
+        "--costs",
+        metavar="FILE|published",
+        help="Costs besides the links: a file of Costs.to_json, or those that are published for the machine.",
+    ),
+]
+OperationUs = Annotated[
+    float | None,
+    Option(help="Microseconds to queue an operation. Default: 2 on CUDA devices; 0 on others and in exported plans."),
+]
+Granularity = Annotated[
+    float | None,
+    Option(
+        help="Percent of the rate that shares in powers of two may cost, so that a file fits most sizes; 0: exact "
+        "shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
+    ),
+]
+
+
+class PlanRequest(NamedTuple):
+    """A plan that was requested, and the topology for it."""
+
+    complete: Topology  # before devices and links were removed: numbers of devices are positions in it
+    topology: Topology
+    collective: str
+    nbytes: int
+    algorithm: str
+    root: str | None
+    participants: tuple[str, ...] | None
+    packs: int
+    costs: Costs
+
+    def plan(self, *, granularity: float = 0.0, costs: Costs | None = None) -> Plan:
+        """Return the plan; ``costs``: instead of those of the request."""
+        return library_plan(
+            self.topology,
+            self.collective,
+            self.nbytes,
+            self.algorithm,
+            root=self.root,
+            participants=self.participants,
+            packs=self.packs,
+            costs=self.costs if costs is None else costs,
+            granularity=granularity,
+        )
+
+
+def read_plan_request(
+    machine: str,
+    *,
+    collective: str,
+    nbytes: str = NBYTES,
+    algorithm: str = "auto",
+    root: str | None = None,
+    packs: int = 1,
+    participants: str | None = None,
+    devices: str | None = None,
+    without_link: list[str] | None = None,
+    hosts: int = 1,
+    in_network: bool = False,
+    costs: str | None = None,
+    operation_us: float | None = None,
+) -> PlanRequest:
+    """Return the request of the options with these values."""
+    one_of(COLLECTIVES, "--collective", collective)
+    one_of(ALGORITHMS, "--algorithm", algorithm)
+    if operation_us is not None and not 0 <= operation_us <= 1e6:
+        problem = "--operation-us must be a number of microseconds from 0 to 1000000."
+        raise ArgumentError.of(problem, str(operation_us), "--operation-us 2")
+    size = read_nbytes("--nbytes", nbytes)
+    if at_least(1, "--packs", packs) > MOST_PACKS:
+        raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
+    complete = read_machine(machine, hosts, in_network=in_network)
+    topology = select(complete, devices, without_link)
+    main = None if root is None else read_node("--root", root, complete)
+    members = None if participants is None else read_subset("--participants", participants, topology)
+    stated = read_costs(costs, machine, hosts)
+    if operation_us is not None:
+        stated = replace(stated, operation_s=operation_us / 1e6)
+    return PlanRequest(complete, topology, collective, size, algorithm, main, members, packs, stated)
+
+
+def read_granularity(percent: float | None, default: float) -> float:
+    """Return a granularity as a part of the rate; ``default``: if none is given.
+
+    >>> read_granularity(5, 0.02), read_granularity(None, 0.02)
+    (0.05, 0.02)
+    """
+    if percent is None:
+        return default
+    if not 0 <= percent <= 100:
+        problem = "--granularity must be a percentage from 0 to 100."
+        raise ArgumentError.of(problem, str(percent), "--granularity 2")
+    return percent / 100
+
+
+def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str, Any]:
+    """Return the facts of a plan for JSON."""
+    schedule, trees = plan.schedule, shape(plan.schedule)
+    report = {
+        "crossreduce": __version__,
+        "machine": machine,
+        "collective": plan.collective,
+        "nbytes": plan.nbytes,
+        "devices": plan.bound.devices,
+        "ranks": plan.ranks,
+        "helpers": plan.helpers,
+        "algorithm": plan.algorithm,
+        "seconds": plan.seconds,
+        "algbw_gb_per_s": plan.algbw,
+        "rate": rate_json(plan.rate),
+        "bound": bound_json(plan.bound),
+        "ratio": {"exact": str(plan.ratio), "value": float(plan.ratio)},
+        "k": {"exact": str(trees.k), "value": float(trees.k)},
+        "roots": trees.roots,
+        "depth": trees.depth,
+        "chunks": schedule.chunk_count,
+        "rounds": schedule.round_count,
+        "steps": schedule.steps,
+        "pieces": schedule.pieces,
+        "others": {
+            name: {"seconds": seconds, "rate": rate_json(rate)} for name, (seconds, rate) in plan.others().items()
+        },
+    }
+    return report | ({"schedule": json.loads(schedule.to_json())} if with_steps else {})
+
+
+def plan_text(plan: Plan, lines: dict[str, str]) -> str:
+    """Return the explanation of a plan with further lines, by their labels."""
+    return plan.explain() + "".join(f"\n  {label:<10}{line}" for label, line in lines.items())

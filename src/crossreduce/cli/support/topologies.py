@@ -1,0 +1,43 @@
+"""Options that select a topology, the same in every command, and the topology that they select.
+
+A device's number is its position in the complete machine, whatever ``--devices`` and ``--without-link`` remove.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from typer import Argument, Option
+
+from ... import Topology
+from ...errors import ArgumentError
+from .arguments import read_link, read_subset
+
+MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
+Machine = Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")]
+Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
+InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
+Devices = Annotated[str | None, Option("--devices", help="Use only these devices: 0-3,6 or cuda:0,cuda:1.")]
+WithoutLink = Annotated[
+    list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
+]
+Picture = Annotated[Path | None, Option("--picture", help="Draw a picture: a .svg or .png file.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+PICTURE_SUFFIXES: Final = (".svg", ".png")
+
+
+def select(complete: Topology, devices: str | None, without_link: list[str] | None) -> Topology:
+    """Return the selected part of a topology."""
+    topology = complete
+    for text in without_link or ():
+        topology = topology.without_link(*read_link("--without-link", text, complete))
+    if devices is not None:
+        topology = topology.subset(read_subset("--devices", devices, complete))
+    return topology
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise if the path of a picture does not end in .svg or .png."""
+    if path is not None and path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ArgumentError(f"--picture must be a .svg or .png file, not {path}.")

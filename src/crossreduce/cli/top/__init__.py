@@ -1,0 +1,1 @@
+"""``crossreduce top``: a live view of the groups of ranks on this machine."""

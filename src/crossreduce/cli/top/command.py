@@ -1,0 +1,243 @@
+"""``crossreduce top``: a live view of the groups of ranks on this machine, and of who keeps the others waiting.
+
+Input: the memory of the groups, which is only read. Output: a view on the terminal, a table, or JSON. A group does not
+notice it: the command takes no lock of a group, and can be ended at any time.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from typer import Exit, Option
+
+from ...errors import ArgumentError, shown
+from ...ranks.observer import GroupView, Observer
+from ..support.output import printable, terminal
+from ..support.tables import TableColumn, can_fit, columns_that_fit, fitted_table
+from .group_rates import GroupRates, compare, percent_text, state_words
+
+_LEAST_INTERVAL_S: Final = 0.1
+_MOST_INTERVAL_S: Final = 3600.0
+_MOST_ROWS: Final = 1000  # of a table that is printed once
+_LEAST_ROWS: Final = 3  # of each group, on a terminal that is too low for all ranks
+_LINES_BESIDE: Final = 8  # of each group: two lines of text, the table's frame and head, the note on other ranks
+_SHORTEST_CALL: Final = 16
+_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))  # of a narrow table, in this order
+_BAD: Final = ("dead", "stopped")
+_ENDED: Final = ("dead", "left")
+
+
+def top(
+    once: Annotated[bool, Option("--once", help="Print the state after one interval, and exit.")] = False,
+    interval: Annotated[float, Option(help="Seconds between two updates.")] = 1.0,
+    group: Annotated[str | None, Option(help="Only groups of this name.")] = None,
+    json: Annotated[bool, Option("--json", help="Print one line of JSON per update.")] = False,
+) -> None:
+    """Watch the ranks of this machine: calls, GB/s, waits, and the straggler.
+
+    It shows the groups of your own processes, and reads their memory columns_that_fit
+    disturbing them. Press q to quit. With --once, the exit code is 1 if it
+    finds no group.
+    """
+    if not _LEAST_INTERVAL_S <= interval <= _MOST_INTERVAL_S:
+        limits = f"{_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g}"
+        raise ArgumentError.of("--interval must be a number of seconds.", shown(interval), limits)
+    observer = Observer()
+    try:
+        if once:
+            _print_once(observer, interval, group, json)
+        elif json:
+            for views, rates in _updates(observer, interval, group, _sleep):
+                print(json_module.dumps(_report(observer, views, rates)), flush=True)
+        elif not sys.stdout.isatty():
+            for views, rates in _updates(observer, interval, group, _sleep):
+                _print(observer, views, rates, group)
+        else:
+            _show_live(observer, interval, group)
+    finally:
+        observer.close()
+
+
+def _print_once(observer: Observer, interval: float, group: str | None, json: bool) -> None:
+    updates = _updates(observer, interval, group, _sleep)
+    next(updates)
+    views, rates = next(updates)
+    if json:
+        print(json_module.dumps(_report(observer, views, rates)))
+    else:
+        _print(observer, views, rates, group)
+    if not views:
+        raise Exit(1)
+
+
+def _print(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], group: str | None) -> None:
+    console = terminal()
+    console.print(_page(observer, views, rates, group, _MOST_ROWS, console.width))
+
+
+def _show_live(observer: Observer, interval: float, group: str | None) -> None:
+    """Update the screen until the user presses q or Ctrl-C."""
+    with _keys() as wait_for_key, Live(screen=True, auto_refresh=False) as live:
+        for views, rates in _updates(observer, interval, group, wait_for_key):
+            width, height = live.console.size
+            rows = max(_LEAST_ROWS, (height - 2) // max(1, len(views)) - _LINES_BESIDE)
+            live.update(_page(observer, views, rates, group, rows, width), refresh=True)
+
+
+def _updates(
+    observer: Observer, interval: float, group: str | None, wait: Callable[[float], bool]
+) -> Iterator[tuple[list[GroupView], list[GroupRates]]]:
+    """Yield the groups and their rates now, and then after each interval, until ``wait`` returns whether to end."""
+    before: dict[tuple[int, int], GroupView] = {}
+    while True:
+        observer.search()
+        views = [view for view in observer.snapshots() if group in (None, view.name)]
+        yield views, [compare(before.get(view.key), view) for view in views]
+        before = {view.key: view for view in views}
+        if wait(interval):
+            return
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits some seconds for the key q, and returns whether it was wait_for_key."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    import termios  # Windows has neither this module nor groups of ranks
+    import tty
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+
+    def wait_for_key(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            ready = select.select([number], [], [], left)[0]
+            if ready and os.read(number, 1) in (b"q", b"Q", b""):  # nothing: the terminal was closed
+                return True
+        return False
+
+    try:
+        tty.setcbreak(number)
+        yield wait_for_key
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _page(
+    observer: Observer,
+    views: Sequence[GroupView],
+    rates: Sequence[GroupRates],
+    group: str | None,
+    rows: int,
+    width: int,
+) -> RenderableType:
+    """Return the content of the screen: each group, and the descriptions of memory that could not be read."""
+    parts: list[RenderableType] = []
+    for view, rate in zip(views, rates, strict=True):
+        parts += [*_head(view, rate), _table(view, rate, rows, width)]
+        if len(view.ranks) > rows:
+            parts.append(Text(f"{len(view.ranks) - rows} more ranks of this group: --once or --json lists them"))
+    if not views:
+        named = "" if group is None else f' of the name "{printable(group)}"'
+        parts.append(Text(f"No group of ranks{named} runs in your processes on this machine."))
+        if observer.hidden:
+            parts.append(Text(f"{observer.hidden} processes of other users were not searched.", style="dim"))
+    parts += [Text(printable(problem), style="yellow") for problem in observer.problems]
+    return Group(*parts)
+
+
+def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
+    here = f"{len(view.ranks)} rank{'' if len(view.ranks) == 1 else 's'}"
+    if view.hosts > 1:
+        here = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
+    last = max((one.op.sequence for one in view.ranks if one.op), default=0)
+    yield Text(printable(f'group "{view.name}", {here}, op {last}'), style="bold")
+    ended = "all ranks have ended" if all(one.state in _ENDED for one in view.ranks) else ""
+    if view.cause is not None:
+        cause = f"broken: {view.cause.splitlines()[0]}"
+        yield Text(printable(f"{ended}; {cause}" if ended else cause), style="bold red")
+    elif ended:
+        yield Text(ended, style="dim")
+    elif rates.straggler is not None:
+        by_rank = {one.rank: one for one in view.ranks}
+        state = by_rank[rates.straggler.rank].state
+        yield Text(rates.sentence + (f"; it is {state}" if state in _BAD else ""), style="bold red")
+    else:
+        measured = any(one is not None for one in rates.ranks)
+        yield Text(rates.sentence if measured else "measuring ...", style="green" if measured else "dim")
+
+
+def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
+    """Return a table of the ranks; if they are more than ``rows``, the straggler and those in a bad state are first."""
+    straggler = None if rates.straggler is None else rates.straggler.rank
+    pairs = list(zip(view.ranks, rates.ranks, strict=True))
+    if len(pairs) > rows:
+        pairs.sort(key=lambda pair: (pair[0].rank != straggler, pair[0].state not in _BAD, pair[0].rank))
+    ranks = [one for one, _ in pairs[:rows]]
+    counted = [rate for _, rate in pairs[:rows]]
+    columns = [
+        TableColumn("rank", [str(one.rank) for one in ranks]),
+        TableColumn("pid", ["-" if one.pid is None else str(one.pid) for one in ranks]),
+        TableColumn("state", [state_words(one) for one in ranks], left=True),
+        TableColumn("op", ["-" if one.op is None else str(one.op.sequence) for one in ranks]),
+        TableColumn(
+            "call", ["-" if one.op is None else printable(one.op.text) for one in ranks], True, "", _SHORTEST_CALL
+        ),
+        TableColumn("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
+        TableColumn("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
+        TableColumn("waiting", [percent_text(rate.waiting) if rate else "-" for rate in counted]),
+        TableColumn(
+            "for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]
+        ),
+    ]
+    if view.hosts > 1:
+        columns.append(
+            TableColumn("between hosts", [percent_text(rate.between_hosts) if rate else "-" for rate in counted])
+        )
+    columns = columns_that_fit(columns, _LEFT_OUT[0], width)
+    if not can_fit(columns, width):  # the column "for" names the rank for which another one waits
+        brief = TableColumn("state", [one.state for one in ranks], left=True)
+        columns = columns_that_fit([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
+    styles = {
+        number: "bold red" if one.rank == straggler or one.state in _BAD else "dim"
+        for number, one in enumerate(ranks)
+        if one.rank == straggler or one.state in (*_BAD, "left")
+    }
+    return fitted_table(columns, width, styles)
+
+
+def _report(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates]) -> dict[str, Any]:
+    """Return an update for JSON."""
+    groups = []
+    for view, rate in zip(views, rates, strict=True):
+        ranks = []
+        for one, each in zip(view.ranks, rate.ranks, strict=True):
+            counters = {
+                "total": one.total._asdict(),
+                "waits": {str(rank): wait._asdict() for rank, wait in one.waits.items()},
+            }
+            call = None if one.op is None else one.op._asdict()
+            facts = {"rank": one.rank, "pid": one.pid, "state": one.state, "late": one.late, "op": call}
+            ranks.append({**facts, **counters, "rates": None if each is None else each._asdict()})
+        about = {name: getattr(view, name) for name in ("name", "token", "version", "size", "hosts", "now_s", "cause")}
+        straggler = None if rate.straggler is None else rate.straggler._asdict()
+        groups.append({"group": about.pop("name"), **about, "straggler": straggler, "ranks": ranks})
+    return {"groups": groups, "problems": observer.problems, "hidden_processes": observer.hidden}

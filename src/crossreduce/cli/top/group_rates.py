@@ -1,0 +1,129 @@
+"""What a group of ranks did between two snapshots: calls and bytes per second, waits, and the straggler.
+
+Input: two snapshots of ``ranks.observer``. Output: rates per rank, and who kept the others waiting.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from ...errors import rank_list
+from ...ranks.observer import GroupView, RankView
+
+NOTEWORTHY: Final = 0.1  # of their time: below this share of waiting, no rank is called a straggler
+
+
+class RankRates(NamedTuple):
+    """The rates of one rank. Shares are those of the time between the snapshots, from 0 to 1.
+
+    ``waiting_for`` is the rank of this host for which it waited longest, ``None`` if it waited for none.
+    """
+
+    calls_per_s: float
+    bytes_per_s: float
+    waiting: float
+    waiting_for: int | None
+    between_hosts: float
+
+
+class Straggler(NamedTuple):
+    """The rank for which the others of its host waited longest, and the share of their time, from 0 to 1.
+
+    ``hosts``: other hosts are the reason: for this share of its time the rank exchanged data with them, or waited for
+    them.
+    """
+
+    rank: int
+    share: float
+    hosts: bool
+
+
+class GroupRates(NamedTuple):
+    """The rates of the ranks, in the order of the snapshot; ``None`` if there was no earlier snapshot."""
+
+    ranks: tuple[RankRates | None, ...]
+    straggler: Straggler | None
+
+    @property
+    def sentence(self) -> str:
+        """Who keeps the others waiting, in words.
+
+        >>> GroupRates((), Straggler(3, 0.824, False)).sentence
+        'rank 3 keeps the others waiting: 82 % of their time'
+        """
+        if self.straggler is None:
+            return waiting_sentence(None, 0.0)
+        rank, share, hosts = self.straggler
+        if hosts:
+            return (
+                f"exchanges with other hosts, and waits for them, take {percent_text(share)} of the time of rank {rank}"
+            )
+        return waiting_sentence(rank, share)
+
+
+def percent_text(share: float) -> str:
+    """Return a share as text.
+
+    >>> percent_text(0.824)
+    '82 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
+def waiting_sentence(rank: int | None, share: float) -> str:
+    """Return who keeps the others waiting, for which share of their time; ``rank`` is ``None`` if no rank does."""
+    if rank is None:
+        return f"no rank keeps the others waiting for {percent_text(NOTEWORTHY)} of their time"
+    return f"rank {rank} keeps the others waiting: {percent_text(share)} of their time"
+
+
+def compare(before: GroupView | None, after: GroupView) -> GroupRates:
+    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a group that is new.
+
+    A group with other ranks than before is new, too: its memory was changed by something else than its ranks.
+    """
+    elapsed = 0.0 if before is None else after.now_s - before.now_s
+    if before is None or elapsed <= 0 or [one.rank for one in before.ranks] != [one.rank for one in after.ranks]:
+        return GroupRates((None,) * len(after.ranks), None)
+    pairs = [*zip(before.ranks, after.ranks, strict=True)]
+    rates = tuple(_rank_rates(earlier, one, elapsed) for earlier, one in pairs)
+    caused = {one.rank: 0.0 for one in after.ranks}  # the seconds that others waited for a rank
+    for earlier, one in pairs:
+        for other, seconds in _waits(earlier, one).items():
+            caused[other] += seconds
+    rank = max(caused, key=lambda each: caused[each])
+    # Ranks that have left or died do not wait, and would make the share too small.
+    waiting = sum(one.rank != rank and one.state not in ("dead", "left") for one in after.ranks)
+    share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
+    exchanges = {one.rank: each.between_hosts for one, each in zip(after.ranks, rates, strict=True)}
+    leader = max(exchanges, key=lambda each: exchanges[each])
+    if exchanges[leader] <= share and exchanges[rank] > share / 2:  # it is late since it waits for other hosts
+        leader = rank
+    hosts = exchanges[leader] > (share / 2 if leader == rank else share)
+    straggler = Straggler(leader, exchanges[leader], True) if hosts else Straggler(rank, share, False)
+    return GroupRates(rates, straggler if straggler.share >= NOTEWORTHY else None)
+
+
+def _rank_rates(before: RankView, after: RankView, elapsed: float) -> RankRates:
+    waits = _waits(before, after)
+    longest = max(waits, key=lambda each: waits[each], default=None)
+    return RankRates(
+        calls_per_s=(after.total.calls - before.total.calls) / elapsed,
+        bytes_per_s=(after.total.nbytes - before.total.nbytes) / elapsed,
+        waiting=min(1.0, (after.total.waiting_s - before.total.waiting_s) / elapsed),
+        waiting_for=longest if longest is not None and waits[longest] > 0 else None,
+        between_hosts=min(1.0, (after.total.between_hosts_s - before.total.between_hosts_s) / elapsed),
+    )
+
+
+def _waits(before: RankView, after: RankView) -> dict[int, float]:
+    """Return the seconds between two snapshots that a rank waited for each other rank."""
+    return {
+        other: wait.seconds - (before.waits[other].seconds if other in before.waits else 0.0)
+        for other, wait in after.waits.items()
+    }
+
+
+def state_words(view: RankView) -> str:
+    """Return the state of a rank in words, with the ranks for which it waits now."""
+    return f"waits for {rank_list(view.late)}" if view.late else view.state

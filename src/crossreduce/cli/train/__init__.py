@@ -1,0 +1,1 @@
+"""``crossreduce train``: train a small classifier with the arrays of each framework."""

@@ -1,0 +1,324 @@
+"""A layout as batched operations: launches of kernels on CUDA devices, and copies between them.
+
+Input: a ``Layout``, its ``Numbers``, the physical devices and which can read each other's memory. Output:
+``Operations``. Steps of different chunks, tensors and pieces that run on one device at the same time become one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ...lowering import ChunkProgram, element_ranges
+from ...ops import Numbers
+from ...packing import itemsize
+from ..base import Layout
+from .fusion import ChunkSteps, DeviceStep, Order, chunk_steps
+from .kernels import KernelKind, copy_kernel, reduce_kernel
+from .streams import Copy, Launch, Operation, Operations, Part, Place, StreamOrder
+
+VECTOR_NBYTES: Final = 16
+_PIECE_ELEMENTS: Final = 128  # pieces begin at multiples of it, so that their vectors are aligned
+_ALIGNMENT: Final = 256  # of temporary values
+_PIECE_NBYTES: Final = 1 << 16  # of the smallest piece; assumed: a launch takes as long as to move so much
+
+
+class _Range(NamedTuple):
+    """A piece of a chunk: of tensors the elements from start to stop."""
+
+    segments: tuple[tuple[int, int, int], ...]
+    piece: int
+
+
+def operations(
+    layout: Layout,
+    numbers: Numbers,
+    places: dict[str, int],
+    readable: tuple[tuple[bool, ...], ...],
+    with_out: bool,
+) -> Operations:
+    """Return the operations of a layout.
+
+    Args:
+      layout: of known sizes.
+      numbers: of the reduction.
+      places: for each device of the layout's programs, the number of its physical device.
+      readable: ``readable[a][b]``: whether kernels on the device ``sorted(set(places.values()))[a]`` can read the
+        memory of that at b.
+      with_out: whether results may be in the memory of inputs.
+    """
+    devices = tuple(sorted(set(places.values())))
+    positions = {device: devices.index(place) for device, place in places.items()}
+    ends = ([positions[device] for device in each] for each in (layout.sources, layout.destinations))
+    builder = _Builder(layout, numbers, readable, *ends)
+    first_tensor = 0
+    for buffer, ranges in layout.buffers:
+        spans = [(first_tensor + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans)]
+        first_tensor += len(spans)
+        for program, base, end in ranges:
+            there = tuple(positions[device] for device in program.devices)
+            for chunk, low, high in element_ranges(program, end - base):
+                steps = chunk_steps(program.chunks[chunk], there, readable, with_out)
+                most = program.pieces if len(devices) > 1 else 1
+                for part in _pieces(spans, base + low, base + high, most, itemsize(buffer.dtype)):
+                    builder.add(program.chunks[chunk], steps, part)
+    return builder.finish(devices)
+
+
+def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: int, size: int) -> Iterator[_Range]:
+    """Cut elements low to high of a buffer into at most ``most`` pieces, and these into segments of tensors."""
+    count = max(1, min(most, (high - low) * size // _PIECE_NBYTES))
+    cuts = [low + (high - low) * k // count for k in range(count + 1)]
+    cuts[1:-1] = [cut - cut % _PIECE_ELEMENTS for cut in cuts[1:-1]]
+    for piece, (start, stop) in enumerate(pairwise(cuts)):
+        segments = tuple(
+            (tensor, max(start, begin) - begin, min(stop, end) - begin)
+            for tensor, begin, end in spans
+            if begin < stop and start < end and begin < end
+        )
+        if segments:
+            yield _Range(segments, piece)
+
+
+class _Making:
+    """A launch or a copy while parts are added to it."""
+
+    def __init__(self, device: int, key: int) -> None:
+        self.device, self.key = device, key
+        self.after: set[_Making] = set()
+        self.copy: Copy | None = None
+        self.kernel: KernelKind | None = None
+        self.sources = self.divisor = 0
+        self.orders: dict[tuple[int, int, int, int], int] = {}
+        self.parts: list[Part] = []
+
+    def add(self, size: int, order: tuple[int, int, int, int], places: tuple[Place, ...], steps: list[int]) -> None:
+        """Add a part, or extend the last one if this one continues it. ``steps``: bytes of a unit of each place."""
+        number = self.orders.setdefault(order, len(self.orders))
+        if self.parts:
+            last = self.parts[-1]
+            if last.order == number and all(
+                a[0] == b[0] and a[1] + last.size * nbytes == b[1]
+                for a, b, nbytes in zip(last.places, places, steps, strict=True)
+            ):
+                self.parts[-1] = last._replace(size=last.size + size)
+                return
+        self.parts.append(Part(size, number, places))
+
+    def work(self) -> Launch | Copy:
+        if self.copy is not None:
+            return self.copy
+        assert self.kernel is not None
+        return Launch(self.device, self.kernel, self.sources, self.divisor, tuple(self.orders), tuple(self.parts))
+
+
+class _Located(NamedTuple):
+    """Where a node is: of each segment its place; and what makes it (``None``: it is an input)."""
+
+    places: tuple[Place, ...]
+    maker: _Making | None
+    is_whole: bool  # all segments are one range of memory
+
+
+class _Builder:
+    def __init__(
+        self,
+        layout: Layout,
+        numbers: Numbers,
+        readable: tuple[tuple[bool, ...], ...],
+        source_devices: Sequence[int],
+        result_devices: Sequence[int],
+    ) -> None:
+        self._numbers, self._readable = numbers, readable
+        self._source_devices, self._result_devices = source_devices, result_devices
+        self._sources, self._destinations = len(layout.sources), len(layout.destinations)
+        self._first_result = len(layout.shapes) * self._sources
+        self._first_scratch = self._first_result + len(layout.shapes) * self._destinations
+        self._scratch: dict[int, int] = {}
+        self._launches: dict[object, _Making] = {}
+        self._made: list[_Making] = []
+
+    def add(self, chunk: ChunkProgram, steps: ChunkSteps, part: _Range) -> None:
+        """Add the steps of a piece of a chunk."""
+        values: list[_Located] = []
+        makers: list[_Making] = []
+        dtype = self._numbers.dtype
+        for position in range(len(chunk.sources)):
+            rows = [(tensor * self._sources + position, start * itemsize(dtype)) for tensor, start, _ in part.segments]
+            values.append(_Located(tuple(rows), None, len(rows) == 1))
+        for step in steps.steps:
+            after = {makers[k] for k in step.after}
+            key = step.level * 3 + part.piece * 3
+            if step.kind == "move":
+                made = self._move_value(steps, step, values, part, after, key)
+            else:
+                made = self._kernel(steps, step, values, part, after, key)
+            values.append(made)
+            assert made.maker is not None
+            makers.append(made.maker)
+
+    def _dtype(self, kind: str) -> str:
+        numbers = self._numbers
+        return {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}[kind]
+
+    def _targets(self, step: DeviceStep, kind: str, part: _Range) -> list[tuple[Place, ...]]:
+        """Return the places of the results that a step writes, or of new temporary memory."""
+        size = itemsize(self._dtype(kind))
+        if step.destinations:
+            first = self._first_result
+            return [
+                tuple((first + tensor * self._destinations + k, start * size) for tensor, start, _ in part.segments)
+                for k in step.destinations
+            ]
+        return [self._temporary(step.device, size, part)]
+
+    def _temporary(self, device: int, size: int, part: _Range) -> tuple[Place, ...]:
+        """Reserve memory for a value. Each segment begins as far from a vector's boundary as that of the inputs."""
+        at = -(-self._scratch.get(device, 0) // _ALIGNMENT) * _ALIGNMENT
+        vector = max(1, VECTOR_NBYTES // itemsize(self._numbers.dtype))
+        places = []
+        for _, start, stop in part.segments:
+            at = -(-at // (vector * size)) * vector * size + start % vector * size
+            places.append((self._first_scratch + device, at))
+            at += (stop - start) * size
+        self._scratch[device] = at
+        return tuple(places)
+
+    def _kernel(
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
+    ) -> _Located:
+        kinds = [steps.kinds[source] for source in step.sources]
+        kind, count = steps.kinds[step.node], len(step.sources)
+        wide = 0
+        if step.kind == "copy" and kinds[0] == kind:
+            kernel, divisor = copy_kernel(self._dtype(kind)), 1
+        else:
+            for k, each in enumerate(kinds):
+                wide |= (each == "partial" and self._numbers.accumulator != self._numbers.dtype) << k
+            kernel = reduce_kernel(self._numbers, count, bool(wide), kind == "final")
+            divisor = self._numbers.divisor if kind == "final" else 1
+        reads = [values[source].places for source in step.sources]
+        targets = self._reusable_memory(steps, step, values, kind) or self._targets(step, kind, part)
+        launch = self._launch((key, step.device, kernel, count, len(targets), divisor), step.device, key)
+        launch.kernel, launch.sources, launch.divisor = kernel, count, divisor
+        nbytes = [kernel.nbytes[wide >> k & 1] for k in range(count)] + [kernel.nbytes[2]] * len(targets)
+        for k, (_, start, stop) in enumerate(part.segments):
+            places = tuple(each[k] for each in (*reads, *targets))
+            launch.add((stop - start) * kernel.units, (*step.order, wide), places, nbytes)
+        for source in step.sources:
+            maker = values[source].maker
+            if maker is not None:
+                launch.after.add(maker)
+        launch.after |= after
+        return _Located(targets[0], launch, not step.destinations or len(part.segments) == 1)
+
+    def _reusable_memory(
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], kind: str
+    ) -> list[tuple[Place, ...]] | None:
+        """Return the temporary memory of a partial result that only this step reads, which the result may replace."""
+        for source in step.sources:
+            mine = source in steps.read_once and steps.homes[source] == step.device
+            if mine and steps.kinds[source] == kind == "partial":
+                return [values[source].places]
+        return None
+
+    def _move_value(
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
+    ) -> _Located:
+        """Copy a value to another device.
+
+        A device that can read the other one's memory does so in a kernel, which may copy other values, too. Else the
+        driver copies one range of memory; values in several places go by way of temporary memory on both sides.
+        """
+        (node,) = step.sources
+        value, home = values[node], steps.homes[node]
+        kind = steps.kinds[step.node]
+        size = itemsize(self._dtype(kind))
+        many = len(part.segments) > 1
+        targets = self._targets(step, kind, part)
+        before = after | ({value.maker} if value.maker is not None else set())
+        if self._readable[step.device][home]:
+            return self._copy_in_kernel(
+                step.device, kind, value.places, targets, part, before, key, not step.destinations
+            )
+        if not value.is_whole:
+            packed = self._temporary(home, size, part)
+            value = self._copy_in_kernel(home, kind, value.places, [packed], part, before, key, True)
+            before = after | {value.maker} if value.maker is not None else after
+        direct = targets[0] if not many or not step.destinations else self._temporary(step.device, size, part)
+        moved = _Making(home, key + 1)
+        _, first, last = part.segments[-1]
+        nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # with what is between segments
+        moved.copy = Copy(home, step.device, value.places[0], direct[0], nbytes)
+        moved.after |= before
+        self._made.append(moved)
+        rest = targets if direct is not targets[0] else targets[1:]
+        if rest:
+            return self._copy_in_kernel(step.device, kind, direct, rest, part, {moved}, key + 2, False)
+        return _Located(direct, moved, True)
+
+    def _copy_in_kernel(
+        self,
+        device: int,
+        kind: str,
+        source: tuple[Place, ...],
+        targets: list[tuple[Place, ...]],
+        part: _Range,
+        after: set[_Making],
+        key: int,
+        is_whole: bool,
+    ) -> _Located:
+        """Copy a value by a kernel on a device."""
+        kernel = copy_kernel(self._dtype(kind))
+        launch = self._launch((key, device, kernel, 1, len(targets), 1), device, key)
+        launch.kernel, launch.sources, launch.divisor = kernel, 1, 1
+        nbytes = [kernel.nbytes[0]] * (1 + len(targets))
+        for k, (_, start, stop) in enumerate(part.segments):
+            places = tuple(each[k] for each in (source, *targets))
+            launch.add((stop - start) * kernel.units, (*Order(), 0), places, nbytes)
+        launch.after |= after
+        return _Located(targets[0], launch, is_whole or len(part.segments) == 1)
+
+    def _launch(self, form: object, device: int, key: int) -> _Making:
+        launch = self._launches.get(form)
+        if launch is None:
+            launch = self._launches[form] = _Making(device, key)
+            self._made.append(launch)
+        return launch
+
+    def finish(self, devices: tuple[int, ...]) -> Operations:
+        """Order the operations, and let each wait for those of other streams that it needs."""
+        made = sorted(self._made, key=lambda each: each.key)
+        streams: dict[tuple[int, int | None], int] = {(k, None): k for k in range(len(devices))}
+        for each in made:
+            if each.copy is not None:
+                streams.setdefault((each.copy.src, each.copy.dst), len(streams))
+        order = StreamOrder(len(streams), len(devices))
+        numbers = {each: k for k, each in enumerate(made)}
+        for each in made:
+            copy = each.copy
+            stream = streams[copy.src, copy.dst] if copy else each.device
+            order.add([numbers[one] for one in each.after], stream, self._devices_of(each.work()))
+        order.end()
+        waited = {before for needed in order.waits for before in needed} | set(order.ends)
+        ordered = tuple(
+            Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(made)
+        )
+        scratch = tuple(self._scratch.get(k, 0) for k in range(len(devices)))
+        begins, ends, resumes = (tuple(sorted(each)) for each in (order.begins, order.ends, order.resumes))
+        return Operations(devices, tuple(streams), scratch, ordered, begins, ends, resumes)
+
+    def _devices_of(self, work: Launch | Copy) -> set[int]:
+        """Return the devices whose memory an operation reads or writes."""
+        if isinstance(work, Copy):
+            return {work.src, work.dst}
+        found = set()
+        for row in {row for part in work.parts for row, _ in part.places}:
+            if row >= self._first_scratch:
+                found.add(row - self._first_scratch)
+            elif row >= self._first_result:
+                found.add(self._result_devices[(row - self._first_result) % len(self._result_devices)])
+            else:
+                found.add(self._source_devices[row % len(self._source_devices)])
+        return found

@@ -1,0 +1,83 @@
+"""Operations in the form of the compiled module, ``_cuda.Plan``: launches have tables of limited size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .driver import accepts_large_tables, native
+from .kernels import HEADER_NBYTES, LARGE_NBYTES, MAX_STEPS, ORDER_NBYTES, PART_NBYTES, SMALL_NBYTES
+from .streams import BEGIN, Launch, Operation, Operations
+
+
+def plan_of(made: Operations) -> Any:
+    """Return the compiled form of operations."""
+    events: dict[int, int] = {}
+    for number, operation in enumerate(made.operations):
+        if operation.is_waited_for:
+            events[number] = len(events)
+    encoded = []
+    for number, operation in enumerate(made.operations):
+        waits, event = tuple(BEGIN if k == BEGIN else events[k] for k in operation.waits), events.get(number, -1)
+        encoded += _encode(operation, made.devices, waits, event)
+    streams = [(device, -1 if to is None else to) for device, to in made.streams]
+    joins = made.begins, tuple(events[k] for k in made.ends), made.resumes
+    return native().Plan(made.devices, streams, made.scratch, encoded, *joins)
+
+
+def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
+    """Return an operation as ``_cuda.Plan`` reads it; a launch whose table is too large as several."""
+    work = operation.work
+    if not isinstance(work, Launch):
+        copy = (work.src, work.dst, (work.source, work.target), work.nbytes)
+        return [(None, copy, operation.stream, waits, event)]
+    launches = list(split_launch(work, accepts_large_tables(devices[work.device])))
+    last = len(launches) - 1
+    return [
+        (launch, None, operation.stream, waits if k == 0 else (), event if k == last else -1)
+        for k, launch in enumerate(launches)
+    ]
+
+
+def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
+    """Split a launch into launches whose tables fit into the parameters of a kernel, in the form of ``_cuda.Plan``."""
+    kernel, count = launch.kernel, launch.sources
+    results = len(launch.parts[0].places) - count
+    part_nbytes = PART_NBYTES + 8 * (count + results)
+    everything = HEADER_NBYTES + ORDER_NBYTES * len(launch.orders) + part_nbytes * len(launch.parts)
+    large = accepts_large and kernel.has_large and everything > SMALL_NBYTES
+    room = LARGE_NBYTES if large else SMALL_NBYTES
+    groups: list[tuple[dict[int, int], list[Any]]] = []
+    for part in launch.parts:
+        orders, parts = groups[-1] if groups else ({}, [])
+        needed = len(orders) + (part.order not in orders)
+        if not groups or HEADER_NBYTES + ORDER_NBYTES * needed + part_nbytes * (len(parts) + 1) > room:
+            orders, parts = {}, []
+            groups.append((orders, parts))
+        parts.append((part.size, orders.setdefault(part.order, len(orders)), part.places))
+    made = []
+    for orders, parts in groups:
+        masks = [launch.orders[order] for order in orders]
+        nbytes = [
+            kernel.nbytes[2] if k >= count else kernel.nbytes[mask[3] >> k & 1 if k < MAX_STEPS else 0]
+            for mask in masks
+            for k in range(count + results)
+        ]
+        stack = max(stack_depth(mask) for mask in masks)
+        name = kernel.name + ("_large" if large else "")
+        made.append(
+            (launch.device, name, large, count, results, stack, float(launch.divisor), kernel.kind, kernel.values,
+             kernel.units, nbytes, masks, parts)
+        )  # fmt: skip
+    return made
+
+
+def stack_depth(order: tuple[int, int, int, int]) -> int:
+    """Return the most values that are on a kernel's stack at once."""
+    push, fold, twice, _ = order
+    most = now = 1
+    for k in range((push | fold).bit_length()):
+        now += push >> k & 1
+        most = max(most, now)
+        now -= (fold >> k & 1) + (twice >> k & 1)
+    return most

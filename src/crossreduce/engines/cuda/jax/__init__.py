@@ -1,0 +1,226 @@
+"""JAX arrays on one CUDA device: a plan as a custom call of XLA, eagerly and in programs that JAX traces.
+
+Input: a layout on logical devices of one GPU, or of arrays that ``jit`` traces, whose device is not known yet. Output:
+an executable with one primitive of JAX. Where a program is lowered for one CUDA device, the primitive becomes a custom
+call (``native/xla_cuda.cpp``), which runs the plan on XLA's stream. Everywhere else (other platforms, programs for
+several devices, ``jax.export``) and for derivatives it is what the loop engine traces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import pkgutil
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from ....devices import parse
+from ....errors import ReductionError
+from ....frameworks import Array
+from ....frameworks.jax import is_somewhere
+from ....ops import Numbers
+from ...base import Layout
+from ...loop import ENGINE as LOOP
+from ..batching import operations
+from ..driver import load_kernels, native
+from ..encoding import plan_of
+from ..streams import Operations
+
+TARGET: Final = "crossreduce_cuda_plan"
+_LOG: Final = logging.getLogger("crossreduce")
+_WIDE: Final = frozenset({"float64", "complex128", "int64", "uint64"})
+
+
+@cache
+def _has_plugin() -> bool:
+    """Return whether JAX's plug-in for CUDA is installed. This does not start JAX's backends."""
+    spec = importlib.util.find_spec("jax_plugins")
+    modules = pkgutil.iter_modules(spec.submodule_search_locations or []) if spec is not None else ()
+    return any(module.name.startswith("xla_cuda") for module in modules)
+
+
+@lru_cache(maxsize=1024)
+def supports(layout: Layout) -> bool:
+    """Return whether all devices are on one CUDA device, or are those of traced arrays: ``cpu:0``, ``cpu:0#1``, ...
+
+    Traced arrays report no device: the platform is known only when the program is lowered.
+    """
+    names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
+    places = {parse(name).physical for name in names}
+    return len(places) == 1 and (parse(*places).kind == "cuda" or places == {"cpu:0"}) and _has_plugin()
+
+
+def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
+    """Return the arrays themselves; ``None``: the custom call would not do what the loop does with them."""
+    dtype = layout.buffers[0].buffer.dtype
+    if dtype in _WIDE and not jax.config.jax_enable_x64:
+        return None  # such arrays were made while it was enabled
+    flat = [x for row in arrays for x in row]
+    traced = [x for x in flat if isinstance(x, jax.core.Tracer)]
+    if traced:
+        if len(traced) < len(flat) or not jax.sharding.get_abstract_mesh().empty:
+            return None
+        if any(not _is_plain(jax.typeof(x)) for x in traced):
+            return None
+    if layout.on_host and (not traced or any(map(is_somewhere, traced))):
+        return None  # arrays on the CPU, perhaps in tracers of grad or vmap
+    if any(all(x.weak_type for x in row) for row in arrays):
+        return None  # mostly scalars: their sum must be weakly typed
+    return arrays
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a traced array is in a device's memory, and on no mesh."""
+    return kind.memory_space == jax.memory.Space.Device and bool(kind.sharding.mesh.empty)
+
+
+class JaxExecutable:
+    """The operations of a layout on one device. See ``engines.base.Executable``."""
+
+    prepared = None
+
+    def __init__(self, layout: Layout, numbers: Numbers) -> None:
+        self._framework, self._sources, self._destinations = layout.framework, layout.sources, layout.destinations
+        self.kinds = [
+            jax.core.ShapedArray(shape, jnp.dtype(numbers.result))
+            for shape in layout.shapes
+            for _ in self._destinations
+        ]
+        names = {*self._sources, *self._destinations, *(name for each in layout.programs for name in each.devices)}
+        self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
+        loop = LOOP.compile(layout, numbers, False)
+
+        # As a program of its own, so that the loop sees only arrays without a device, and does not move them.
+        def by_loop(*xs: Array) -> list[Array]:
+            return [x for row in loop.run(self._rows(xs, len(self._sources)), None) for x in row]
+
+        self.by_loop: Any = jax.jit(by_loop)
+
+    def __repr__(self) -> str:
+        """Return a short text, for programs that are printed."""
+        return f"{len(self._sources)} to {len(self._destinations)}"
+
+    @staticmethod
+    def _rows(xs: Sequence[Array], count: int) -> list[list[Array]]:
+        return [list(xs[k : k + count]) for k in range(0, len(xs), count)]
+
+    def run(self, operands: Sequence[Sequence[Array]], out: Sequence[Sequence[Array]] | None) -> list[list[Array]]:
+        """Reduce arrays."""
+        assert out is None, "JAX arrays are immutable"
+        move = self._framework.to_device
+        flat = [move(x, name) for row in operands for x, name in zip(row, self._sources, strict=True)]
+        return self._rows(REDUCE.bind(*flat, executable=self), len(self._destinations))
+
+
+# ---- the primitive --------------------------------------------------------------------------------------------------
+
+REDUCE: Final = Primitive("crossreduce_cuda_reduce")
+REDUCE.multiple_results = True
+
+
+def _derivative(primals: Any, tangents: Any, *, executable: JaxExecutable) -> tuple[Any, Any]:
+    """Return the results, and the derivatives of the loop."""
+    moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    by_loop = _with_constants(executable, primals, moving)
+    _, found = jax.jvp(by_loop, [primals[k] for k in moving], [tangents[k] for k in moving])
+    return REDUCE.bind(*primals, executable=executable), found
+
+
+def _transpose(cotangents: Any, *xs: Any, executable: JaxExecutable) -> list[Any]:
+    linear = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
+    kinds = [jax.ShapeDtypeStruct(xs[k].aval.shape, xs[k].aval.dtype) for k in linear]
+    transposed = jax.linear_transpose(_with_constants(executable, xs, linear), *kinds)
+    results: list[Any] = [None] * len(xs)
+    for k, cotangent in zip(linear, transposed([ad.instantiate_zeros(each) for each in cotangents]), strict=True):
+        results[k] = cotangent
+    return results
+
+
+def _with_constants(executable: JaxExecutable, xs: Sequence[Any], variable: Sequence[int]) -> Any:
+    """Return the loop as a function of some operands."""
+
+    def function(*some: Array) -> list[Array]:
+        values = dict(zip(variable, some, strict=True))
+        results: list[Array] = executable.by_loop(*(values.get(k, x) for k, x in enumerate(xs)))
+        return results
+
+    return function
+
+
+def _batch(xs: Sequence[Array], dims: Sequence[Any], *, executable: JaxExecutable) -> tuple[Any, Any]:
+    results = jax.vmap(executable.by_loop, in_axes=tuple(dims))(*xs)
+    return results, [0] * len(results)
+
+
+def _lower_otherwise(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
+    return mlir.lower_fun(executable.by_loop)(ctx, *operands)
+
+
+def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
+    """Lower the primitive for CUDA."""
+    context = ctx.module_context
+    alone = getattr(context.axis_context, "num_devices", 0) == 1  # of a program of jit; of shard_map it has no number
+    if context.lowering_parameters.for_export or not alone or not _keep(executable.operations, len(operands), ctx):
+        return _lower_otherwise(ctx, *operands, executable=executable)
+    (scratch,) = executable.operations.scratch
+    temporary = [jax.core.ShapedArray((scratch,), jnp.dtype("uint8"))] if scratch else []
+    lowering = jax.ffi.ffi_lowering(TARGET)
+    results = lowering(
+        ctx.replace(avals_out=[*ctx.avals_out, *temporary]),
+        *operands,
+        number=np.int64(number_of(executable.operations)),
+    )
+    return results[: len(ctx.avals_out)]
+
+
+def number_of(made: Operations) -> int:
+    """Return the number of operations: the same in all processes, and not that of others."""
+    text = repr((made.streams, made.scratch, made.operations))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _keep(made: Operations, operands: int, ctx: Any) -> bool:
+    """Let the custom call run the operations on any CUDA device of this process; return whether it can.
+
+    A program is lowered once for all devices on which it may run.
+    """
+    if not _register():
+        return False
+    results = len(ctx.avals_out) + bool(made.scratch[0])
+    try:
+        for device in jax.local_devices(backend=ctx.module_context.platforms[0]):
+            number = device.local_hardware_id
+            load_kernels(number)
+            native().keep(number_of(made), plan_of(made._replace(devices=(number,))), operands, results)
+    except ReductionError as error:
+        _LOG.info("the CUDA engine cannot be used in programs of JAX: %s", error)
+        return False
+    return True
+
+
+@cache
+def _register() -> bool:
+    """Register the custom call; return whether JAX accepts it."""
+    try:
+        jax.ffi.register_ffi_target(TARGET, native().xla_handler(), platform="CUDA")
+    except Exception as error:  # noqa: BLE001 -- of any class: another version of XLA's interface
+        _LOG.info("JAX does not accept the custom call of the CUDA engine (%s)", error)
+        return False
+    return True
+
+
+REDUCE.def_impl(partial(xla.apply_primitive, REDUCE))  # a jitted program, cached by executable and kinds of arrays
+REDUCE.def_abstract_eval(lambda *_, executable: executable.kinds)
+ad.primitive_jvps[REDUCE] = _derivative
+ad.primitive_transposes[REDUCE] = _transpose
+batching.primitive_batchers[REDUCE] = _batch
+mlir.register_lowering(REDUCE, _lower_otherwise)
+mlir.register_lowering(REDUCE, lower, platform="cuda")

@@ -1,0 +1,102 @@
+"""Access to the memory of arrays on CUDA devices, for engines that call CUDA libraries with addresses and streams.
+
+Input: arrays of one framework. Output: addresses, streams and new arrays. A file per framework
+implements ``DeviceMemory``; devices are numbers, as in ``cuda:3``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol
+
+from ...frameworks import Array
+
+FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
+"""The frameworks whose arrays can be in the memory of CUDA devices, and their modules."""
+
+
+class Operands(NamedTuple):
+    """The addresses of contiguous arrays, one row per tensor, and these arrays, with copies of strided ones.
+
+    Keep this object until the work that reads the addresses has been queued on the devices' current streams: the
+    allocators of the frameworks reuse freed memory in the order of the streams. ``owners``: what else keeps the memory.
+    """
+
+    addresses: list[list[int]]
+    arrays: Sequence[Sequence[Array]]
+    owners: Any = None
+
+
+class DeviceMemory(Protocol):
+    """Lets an engine read, write and make one framework's arrays on CUDA devices.
+
+    Nested sequences have one row per tensor of a batch, with one array per replica or destination. All work of these
+    functions is queued on the calling thread's current stream of the array's device; nothing waits for it.
+    """
+
+    def ordinal(self, index: int) -> int | None:
+        """Return the CUDA driver's number of the framework's device ``cuda:index``; ``None``: it cannot be used."""
+        return index
+
+    def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
+        """Return the addresses of arrays; strided arrays are copied first.
+
+        Args:
+          arrays: the array k of every row should be on the device ``devices[k]``.
+          devices: the numbers of CUDA devices; a number may occur several times.
+        Returns:
+          ``None``: an array is on another device, is traced, or has no memory.
+        """
+
+    def address(self, array: Any) -> int:
+        """Return the address of a contiguous array, such as one from ``allocate``."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """Return a new contiguous array with any content; where arrays are immutable, memory for ``queueing``."""
+
+    def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Any]]:
+        """Return rows of what ``allocate`` returns: for each shape one for each of the devices."""
+        return [[self.allocate(shape, dtype, device) for device in devices] for shape in shapes]
+
+    def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
+        """Return temporary memory, as an object that owns it, and its address; see ``Operands`` for its lifetime."""
+
+    def stream(self, device: int) -> int:
+        """Return the calling thread's current stream of a device, as a ``cudaStream_t``; 0: the default stream."""
+
+    def queueing(self, devices: Sequence[int], results: list[list[Any]]) -> AbstractContextManager[list[list[Array]]]:
+        """Return a context in which the work that writes results is queued on the current streams of devices.
+
+        Args:
+          devices: those whose streams or memory the work uses.
+          results: from ``allocate_all``.
+        Returns:
+          A context whose value has the results as arrays when it ends. Then operands, results and temporary memory may
+          be released, whatever has failed.
+        """
+        return nullcontext(results)
+
+    def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
+        """Return the addresses of a user's arrays, which results will be written into; ``devices`` as for ``operands``.
+
+        Raises:
+          BufferError: an array cannot be written into as it is.
+        """
+
+    def is_peer_readable(self) -> bool:
+        """Return whether kernels of other devices may read arrays, once the driver has enabled peer access."""
+
+    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
+        """Tell the framework that a user's arrays were written into."""
+
+
+@lru_cache(maxsize=16)
+def device_memory(framework: str) -> DeviceMemory | None:
+    """Return a framework's ``DeviceMemory``, importing it on first use; ``None``: it is not in ``FRAMEWORKS``."""
+    if framework not in FRAMEWORKS:
+        return None
+    memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY
+    return memory

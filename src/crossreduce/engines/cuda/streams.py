@@ -1,0 +1,147 @@
+"""Operations on the streams of CUDA devices, each with what it waits for: plain values that ``native/plan.cpp`` runs.
+
+Addresses are rows of a table and offsets in bytes. The rows are the sources of each tensor, then the results of each
+tensor, then the temporary memory of each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from .kernels import KernelKind
+
+Place = tuple[int, int]
+"""A row of the table of addresses, and an offset in bytes."""
+
+
+class Part(NamedTuple):
+    """Units of one tensor that a launch processes: the number of its order, and where its sources and results are."""
+
+    size: int
+    order: int
+    places: tuple[Place, ...]
+
+
+class Launch(NamedTuple):
+    """A kernel on ``device``, with ``sources`` sources in each part. ``orders``: (push, fold, fold_twice, wide)."""
+
+    device: int
+    kernel: KernelKind
+    sources: int
+    divisor: int
+    orders: tuple[tuple[int, int, int, int], ...]
+    parts: tuple[Part, ...]
+
+
+class Copy(NamedTuple):
+    """Bytes that the driver copies from the memory of ``src`` to that of ``dst``."""
+
+    src: int
+    dst: int
+    source: Place
+    target: Place
+    nbytes: int
+
+
+BEGIN: Final = -1
+"""In ``Operation.waits``: the work before the call, in the streams of ``Operations.begins``."""
+
+
+class Operation(NamedTuple):
+    """A launch or a copy: its stream, the operations of other streams that it waits for, whether others wait for it."""
+
+    work: Launch | Copy
+    stream: int
+    waits: tuple[int, ...]
+    is_waited_for: bool
+
+
+class Operations(NamedTuple):
+    """What runs for a layout.
+
+    Before an operation touches the memory of a device, the work that was queued in the caller's current stream of that
+    device must have ended; and work that is queued there later begins after the operation. What is needed for that goes
+    through the first stream: with n streams these are 2 n waits instead of n * n.
+
+    Args:
+      devices: all physical devices, by number; the other fields have positions in it.
+      streams: of each the device, and the device to which it copies (``None``: it is a caller's current stream, for
+        kernels; there is one for each of ``devices``).
+      scratch: bytes of temporary memory per device.
+      operations: in an order in which they can run.
+      begins: the streams for which the first one waits before anything.
+      ends: the operations for which the first stream waits at the end.
+      resumes: the streams that wait for the first one after that.
+    """
+
+    devices: tuple[int, ...]
+    streams: tuple[tuple[int, int | None], ...]
+    scratch: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    resumes: tuple[int, ...]
+
+
+class StreamOrder:
+    """What each stream waits for, as little as is needed.
+
+    For each stream it is known which operations of other streams have ended: ``_ended[a][b]`` is the last one of stream
+    b that has ended before the next operation of stream a begins. Streams with the numbers of devices are the callers'.
+    """
+
+    def __init__(self, streams: int, devices: int) -> None:
+        self._devices = devices
+        self._ended: list[dict[int, int]] = [{} for _ in range(streams)]
+        self._ended[0][0] = BEGIN
+        self._at: list[dict[int, int]] = []  # the same, after each operation
+        self._touched: list[dict[int, int]] = [{} for _ in range(devices)]  # for each stream its last operation there
+        self.streams: list[int] = []
+        self.waits: list[tuple[int, ...]] = []
+        self.begins: set[int] = set()
+        self.ends: set[int] = set()
+        self.resumes: set[int] = set()
+
+    def add(self, after: Iterable[int], stream: int, touched: set[int]) -> None:
+        """Add an operation, which begins after some earlier ones and touches the memory of some devices."""
+        number = len(self.streams)
+        ended, needed = self._ended[stream], []
+        for before in sorted(after, reverse=True):
+            if self.streams[before] != stream and ended.get(self.streams[before], BEGIN - 1) < before:
+                needed.append(before)
+                self._join(ended, self._at[before])
+        # After an operation in a caller's stream has ended, so has what was queued there before.
+        foreign = {device for device in touched - {stream} if device not in ended}
+        self.begins |= foreign - {0}
+        if foreign and 0 not in ended:
+            needed.append(BEGIN)
+            ended[0] = BEGIN
+        ended[stream] = number
+        for device in touched:
+            self._touched[device][stream] = number
+        self.streams.append(stream)
+        self.waits.append(tuple(needed))
+        self._at.append(dict(ended))
+
+    def end(self) -> None:
+        """Let the callers' streams wait for all operations that touch the memory of their devices."""
+        needed: dict[int, int] = {}
+        for device in range(self._devices):
+            missing = {
+                stream: last
+                for stream, last in self._touched[device].items()
+                if self._ended[device].get(stream, BEGIN - 1) < last
+            }
+            self._join(needed, missing)
+            if missing and device:
+                self.resumes.add(device)
+        for stream, last in sorted(needed.items(), key=lambda item: -item[1]):
+            if stream != 0 and self._ended[0].get(stream, BEGIN - 1) < last:
+                self.ends.add(last)
+                self._join(self._ended[0], self._at[last])
+
+    @staticmethod
+    def _join(into: dict[int, int], other: dict[int, int]) -> None:
+        for stream, last in other.items():
+            into[stream] = max(into.get(stream, BEGIN - 1), last)

@@ -1,0 +1,64 @@
+"""The memory of PyTorch tensors on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ...frameworks import Array
+from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from ..host import array_memory
+from .memory import DeviceMemory, Operands
+
+_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer and older versions of torch
+
+
+class TorchDeviceMemory(DeviceMemory):
+    """See ``DeviceMemory``. PyTorch's caching allocator and its operations use the current stream of each device."""
+
+    def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
+        if is_transformed() or not _are_on(arrays, devices) or any(has_no_memory(x) for row in arrays for x in row):
+            return None
+        dense = [[x if x.is_contiguous() else x.contiguous() for x in row] for row in arrays]
+        return Operands([[x.data_ptr() for x in row] for row in dense], dense)
+
+    def address(self, array: Array) -> int:
+        return int(array.data_ptr())
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Array:
+        return torch.empty(shape, dtype=DTYPES_BY_NAME[dtype], device=torch.device("cuda", device))
+
+    def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
+        memory = self.allocate((nbytes,), "uint8", device)
+        return memory, self.address(memory)
+
+    def stream(self, device: int) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(device))  # only builds with CUDA have this function
+
+    def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
+        if not _are_on(arrays, devices) or not all(
+            x.is_contiguous() and not is_frozen(x) for row in arrays for x in row
+        ):
+            raise BufferError("a tensor cannot be written into")
+        return [[x.data_ptr() for x in row] for row in arrays]
+
+    def is_peer_readable(self) -> bool:
+        # Memory of the other allocators is mapped for its own device only (torch maps it for a peer at the first copy).
+        settings = "".join(os.environ.get(name, "") for name in _SETTINGS).replace(" ", "").lower()
+        return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
+
+    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
+        for row in outs:
+            for x in row:
+                torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
+
+
+def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:
+    return all(x.is_cuda and x.device.index == device for row in arrays for x, device in zip(row, devices, strict=True))
+
+
+MEMORY: Final = TorchDeviceMemory()
+array_memory("torch")  # lets prepared calls read tensors

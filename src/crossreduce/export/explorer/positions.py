@@ -1,0 +1,196 @@
+"""Positions of nodes and hosts in the plan explorer, in pixels at full size; y grows downwards.
+
+Input: a ``Topology``. Output: a ``Map``. One host has the positions of ``graph_layout``. With several hosts, each host
+is a box with its nodes inside, and the switches that belong to no host are a box in the middle. Boxes do not move or
+change their size when a reader folds them, so a picture stays the same picture.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from ...topology import Topology
+from ..pictures.folding import hosts_of, switches_of
+from ..pictures.graph_layout import graph_layout, label
+
+_PIXELS: Final = 100.0  # per inch of graph_layout
+_MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
+_GAP: Final = 80.0  # between boxes
+_RATIO: Final = 1.25  # of the width to the height of a picture of several hosts
+_ROWS: Final = 8  # up to so many hosts are in two rows; more are around the network
+_NAMES: Final = 16  # up to so many devices have their full names as labels
+_RINGS: Final = 96  # more devices of one host are on several rings
+
+
+class Node(NamedTuple):
+    """A device or switch: its position, and the number of its box (-1: none)."""
+
+    name: str
+    label: str
+    x: float
+    y: float
+    box: int
+    is_device: bool
+
+
+class Box(NamedTuple):
+    """A host, or the network between hosts. ``x`` and ``y`` are its centre."""
+
+    name: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class Map(NamedTuple):
+    """All positions. ``bends``: the links drawn as curves, by (src, dst), with the distance of the control point."""
+
+    nodes: tuple[Node, ...]
+    boxes: tuple[Box, ...]
+    bends: dict[tuple[str, str], float]
+    size: float  # the width of a device's symbol
+
+
+def places(topology: Topology) -> Map:
+    """Return the positions of a topology's nodes and hosts.
+
+    >>> found = places(Topology.machine("hgx-h100", 4))
+    >>> [box.name for box in found.boxes], found.nodes[0].label
+    (['host0', 'host1', 'host2', 'host3', 'network'], '0')
+    """
+    groups = _groups(topology)
+    if len(groups) == 1:
+        positions, bends = _inner(topology, topology.nodes)
+        boxes: list[Box] = []
+        box_of = dict.fromkeys(topology.nodes, -1)
+    else:
+        inner = {name: _inner(topology, members) for name, members in groups.items()}
+        boxes = _boxes({name: _extent(positions) for name, (positions, _) in inner.items()})
+        positions, bends, box_of = {}, {}, {}
+        for number, box in enumerate(boxes):
+            here, curves = inner[box.name]
+            x, y = _middle(here)
+            positions |= {node: (box.x + place[0] - x, box.y + place[1] - y) for node, place in here.items()}
+            bends |= curves
+            box_of |= dict.fromkeys(here, number)
+    short = len(topology.devices) > _NAMES
+    nodes = tuple(
+        Node(node, _label(node, short=short), *positions[node], box_of[node], node in topology.devices)
+        for node in topology.nodes
+    )
+    return Map(nodes, tuple(boxes), bends, _symbol([positions[device] for device in topology.devices]))
+
+
+def _label(node: str, *, short: bool) -> str:
+    name = label(node)
+    return name.rpartition(":")[2] if short and ":" in name else name
+
+
+def _groups(topology: Topology) -> dict[str, list[str]]:
+    """Return the nodes of each host, and last those of "network"; a single group if there is one host."""
+    hosts = hosts_of(topology)
+    if len(hosts) == 1:
+        return {"": list(topology.nodes)}
+    switches = switches_of(topology, hosts)
+    found = {host or "this host": [*devices, *switches[host]] for host, devices in hosts.items()}
+    return found | ({"network": switches[None]} if switches[None] else {})
+
+
+Place = tuple[float, float]
+Curves = dict[tuple[str, str], float]
+
+
+def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[dict[str, Place], Curves]:
+    """Return the positions of the nodes of one box, and its curves."""
+    inside = set(members)
+    devices = tuple(node for node in members if node in topology.devices)
+    if not devices:  # the network: a compact grid
+        across = math.ceil(math.sqrt(len(members) * 1.6))
+        return {node: (k % across * 120.0, k // across * 80.0) for k, node in enumerate(members)}, {}
+    links = [link for link in topology.links if inside.issuperset(link[:2])]
+    switches = tuple(switch for switch in topology.switches if switch.name in inside)
+    part = Topology.unchecked(devices, links, switches)
+    layout = graph_layout(part)
+    found = {node: (place.real * _PIXELS, -place.imag * _PIXELS) for node, place in layout.positions.items()}
+    if len(devices) > _RINGS and switches:
+        found |= _rings(devices)
+    bends = {}
+    for link in links:
+        if frozenset(link[:2]) in layout.bent:
+            bends[link.src, link.dst] = 80.0 if layout.order[link.src] < layout.order[link.dst] else -80.0
+    return found, bends
+
+
+def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
+    """Place many devices around their switches on several rings, the first devices on the outermost one."""
+    count = math.ceil(len(devices) / 64)
+    each = math.ceil(len(devices) / count)
+    found = {}
+    for k, device in enumerate(devices):
+        ring, position = divmod(k, each)
+        angle = math.tau * (position + ring / count) / each - math.pi / 2
+        radius = 720.0 - 90.0 * ring
+        found[device] = (radius * math.cos(angle), radius * math.sin(angle))
+    return found
+
+
+def _extent(positions: dict[str, Place]) -> Place:
+    x, y = ([place[axis] for place in positions.values()] for axis in (0, 1))
+    return max(x) - min(x) + 2 * _MARGIN, max(y) - min(y) + 2 * _MARGIN
+
+
+def _middle(positions: dict[str, Place]) -> Place:
+    x, y = ([place[axis] for place in positions.values()] for axis in (0, 1))
+    return (max(x) + min(x)) / 2, (max(y) + min(y)) / 2
+
+
+def _boxes(extents: dict[str, Place]) -> list[Box]:
+    """Place the hosts in two rows, many along the sides of a rectangle; the network is in the middle."""
+    hosts = [name for name in extents if name != "network"]
+    wide = max(extents[name][0] for name in hosts) + _GAP
+    high = max(extents[name][1] for name in hosts) + _GAP
+    width = wide - _GAP
+    net = extents.get("network")
+    n = len(hosts)
+    if n <= _ROWS:
+        across = math.ceil(n / 2)
+        middle = (net[1] + 2 * _GAP) if net else 0.0
+        wide = max(wide, _RATIO * (2 * high + middle) / across)
+        cells = [(k % across, k // across) for k in range(n)]
+        spots = [((column - (across - 1) / 2) * wide, row * (high + middle)) for column, row in cells]
+        between = (high + middle) / 2
+    else:
+        across, down = _rectangle(n, high / wide)
+        cells = _perimeter(across, down)[:n]
+        spots = [((column - (across - 1) / 2) * wide, row * high) for column, row in cells]
+        between = (down - 1) / 2 * high
+    boxes = [Box(name, *spot, width, high - _GAP) for name, spot in zip(hosts, spots, strict=True)]
+    return boxes + ([Box("network", 0.0, between, *net)] if net else [])
+
+
+def _rectangle(count: int, ratio: float) -> tuple[int, int]:
+    """Return columns and rows of a rectangle whose border has room for ``count`` cells; it is a bit wider than high."""
+    fits = [
+        (across, down)
+        for across in range(3, count + 1)
+        for down in range(3, count + 1)
+        if 2 * (across + down) - 4 >= count
+    ]
+    return min(fits, key=lambda cell: (2 * sum(cell), abs(cell[1] * ratio * _RATIO - cell[0])))
+
+
+def _perimeter(across: int, down: int) -> list[tuple[int, int]]:
+    """Return the cells along the border of a rectangle, clockwise from the upper left corner."""
+    top = [(column, 0) for column in range(across)]
+    right = [(across - 1, row) for row in range(1, down)]
+    bottom = [(column, down - 1) for column in reversed(range(across - 1))]
+    left = [(0, row) for row in reversed(range(1, down - 1))]
+    return top + right + bottom + left
+
+
+def _symbol(positions: list[Place]) -> float:
+    """Return the width of a device's symbol: most of the distance of the nearest devices, at most 64 pixels."""
+    near = [math.dist(a, b) for k, a in enumerate(positions) for b in positions[k + 1 :]]
+    return min(64.0, 0.78 * min(near, default=80.0))

@@ -1,0 +1,298 @@
+"""The operations of an MSCCL XML file, in their threadblocks, with what each of them waits for.
+
+Input: an ``Arrangement``: the blocks, their channels and their forwarded messages. Output: the text of the file.
+
+Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
+from, so that no receive is queued behind a send; a receive that forwards its message has both peers in one threadblock.
+An instruction of several operands becomes one message from each other device, in the listed order; each is added as it
+arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up first, in other
+memory.
+
+The order in which operations are added proves that no threadblocks wait for each other in a cycle. Piece k of a chunk
+does round r in tick k + r. Tick by tick, chunk by chunk and block by block, all sends are added before the receives, so
+the values that the previous round left are sent before new values take their memory, and a connection has at most one
+message that is not yet received. A message of one unit needs one of the connection's slots, so each operation can run
+when all operations before it are done. A message of more units may need more slots than the connection has, and then
+its send ends only after its receive has begun. In a block of more units, values that a round sends therefore keep their
+memory until the round ends, so that no receive of a round waits for a send of the same round other than its own. A
+forwarded message is sent earlier than in this order; for such files the verifier has the only proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from ....lowering import Instruction, Numbered
+from ..collective import Location
+from ..register_allocation import MemoryPlacement
+from .arrangement import MOST_CHANNELS, Arrangement
+from .execution import too_large
+from .format import LARGEST_COUNT, MOST_ELEMENTS, READS, SENDS, WRITES
+
+Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
+
+MOST_COPIES: Final = 32
+"""The copies of a threadblock; more copies get another one. A copy may have to wait twice, which takes two steps."""
+
+
+@dataclass
+class _XmlOp:
+    """A ``step`` element of the file, other than ``nop``."""
+
+    block: Threads
+    type: str
+    src: Location
+    dst: Location
+    size: int  # the number of units
+    waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
+    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are surely done when it is done
+    order: int  # its position among all operations
+    place: int  # its position in its threadblock
+    number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too
+    signals: bool = False  # whether another operation waits for it
+
+
+class _LocalOp(NamedTuple):
+    """An operation on a device, in the threadblock that receives from ``peer``."""
+
+    type: str
+    peer: int
+    sent: int | None  # the value that ``peer`` sends for a receive (r and rrc); None: a local re or cpy
+    src: Location
+    dst: Location
+
+
+class _Copy(NamedTuple):
+    """A copy from one buffer of a rank to another one; ``is_input``: of an input, which waits for nothing."""
+
+    is_input: bool
+    src: Location
+    dst: Location
+    size: int
+
+
+class XmlWriter:
+    """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
+
+    def __init__(self, arrangement: Arrangement, most: int, *, inplace: bool, outofplace: bool) -> None:
+        self.arrangement, self.made = arrangement, arrangement.made
+        made = self.made
+        self.placement = MemoryPlacement(made, range(len(made.blocks)), inplace=inplace)
+        self.blocks: defaultdict[Threads, list[_XmlOp]] = defaultdict(list)
+        # By rank and unit of memory: the last writer, and the readers since then.
+        self.writers: dict[tuple[int, Location], _XmlOp] = {}
+        self.readers: defaultdict[tuple[int, Location], list[_XmlOp]] = defaultdict(list)
+        self.count = 0
+        blocks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by chunk and piece
+        for b, block in enumerate(made.blocks):
+            blocks_of[block.chunk, arrangement.pieces[b]].append(b)
+        rounds = made.program.by_round
+        last_piece = max(arrangement.pieces, default=0)
+        for tick in range(len(rounds) + last_piece):
+            for r in range(max(0, tick - last_piece), min(tick + 1, len(rounds))):
+                for chunk, together in groupby(rounds[r], key=lambda numbered: numbered.chunk):
+                    same_round = list(together)
+                    for b in blocks_of[chunk, tick - r]:
+                        self._add_round(b, same_round)
+        self._add_copies(most, outofplace=outofplace)
+
+    @property
+    def channels(self) -> int:
+        """The number of channels."""
+        return max((channel for _, channel, *_ in self.blocks), default=0) + 1
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of all threadblocks."""
+        return sum(max(len(op.waits), 1) for ops in self.blocks.values() for op in ops)
+
+    def too_large(self) -> str:
+        """Return why the file cannot be read or verified; "": it can be."""
+        lists = self.blocks.values()
+        elements = 1 + self.made.ranks + len(lists) + self.steps
+        if elements > MOST_ELEMENTS:
+            return f"at most {MOST_ELEMENTS} XML elements are read, the file needs {elements}"
+        work = 2 * self.made.ranks * self.made.units + sum(op.size for ops in lists for op in ops)
+        return too_large(sum(map(len, lists)), work)
+
+    @property
+    def most_steps(self) -> int:
+        """The largest number of steps of a threadblock that has peers."""
+        lists = (ops for (_, _, send, recv), ops in self.blocks.items() if max(send, recv) >= 0)
+        return max((sum(max(len(op.waits), 1) for op in ops) for ops in lists), default=1)
+
+    def _add_round(self, b: int, instructions: list[Numbered]) -> None:
+        """Add a round's instructions of one block: all sends, then the receives and local operations."""
+        block, placement, forwards = self.made.blocks[b], self.placement, self.arrangement.forwards
+        devices = self.made.places[block.chunk]
+        sent = [
+            value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
+        ]
+        for value in sent if block.size == 1 else ():
+            placement.read(b, value)
+        made = [(entry.value, entry.instruction, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
+        for value, instruction, ops in made:
+            for op in ops:
+                if op.sent is not None and forwards.get((block.chunk, op.sent)) != value:
+                    channel = self.arrangement.channel(b, op.sent, value)
+                    threads = op.peer, channel, instruction.device, -1
+                    self._op(threads, "s", placement.locations[b, op.sent], op.dst, block.size)
+        for value, instruction, ops in made:
+            channel, after = 0, forwards.get((block.chunk, value))
+            for k, op in enumerate(ops):
+                channel = channel if op.sent is None else self.arrangement.channel(b, op.sent, value)
+                send, kind = -1, op.type
+                if after is not None and k + 1 == len(ops):
+                    send = devices[after]
+                    stored = op.type == "r" or (block.chunk, value) not in self.arrangement.unstored
+                    kind = {"r": "rcs", "rrc": "rrcs" if stored else "rrs"}[op.type]
+                self._op((instruction.device, channel, send, op.peer), kind, op.src, op.dst, block.size)
+        for value in sent if block.size > 1 else ():
+            placement.read(b, value)
+
+    def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
+        """Yield the operations of an instruction on its own device, and choose the memory of its value."""
+        device, operands = instruction.device, instruction.operands
+        number, placement = self.made.blocks[b].chunk, self.placement
+        places, results = self.made.places[number], self.made.program.chunks[number].results
+        own = next((operand for operand in operands if places[operand] == device), None)
+        total = None  # the location of the operands combined so far
+        if own is not None:
+            total = placement.locations[b, own]
+            placement.read(b, own)
+        unstored = own is not None and (number, value) in self.arrangement.unstored
+        target = total if unstored and total and len(operands) == 2 else placement.store(device, b, value)
+
+        def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
+            src = add or placement.locations.get((b, operand), to)  # runtimes ignore the source of r
+            return _LocalOp("r" if add is None else "rrc", places[operand], operand, src, to)
+
+        position = 0 if own is None else operands.index(own)
+        before, after = operands[:position], operands[position + (own is not None) :]
+        if total is None or len(before) < 2:  # two operands commute: own + first is first + own
+            after = (*before, *after)
+        else:
+            apart = placement.memory(device, total) != placement.memory(device, target)
+            aside = target if apart else placement.spare(device, b)
+            for k, operand in enumerate(before):
+                yield receive(operand, aside if k else None, aside)
+            src, total = (aside, target) if total == target else (total, aside)
+            peer = places[before[-1]]
+            yield _LocalOp("re", peer, None, src, total)
+            if not after and total != target and value in results:
+                yield _LocalOp("cpy", peer, None, total, target)
+            elif not after:
+                placement.move(device, b, value, total)
+        for operand in after:
+            yield receive(operand, total, target)
+            total = target
+
+    def _add_copies(self, most: int, *, outofplace: bool) -> None:
+        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place.
+
+        If the arrangement spreads copies, each part of a chunk has a threadblock for them while the rank has at most
+        ``most`` threadblocks. Otherwise a rank has as few threadblocks for them as their number needs.
+        """
+        copies: defaultdict[int, dict[tuple[int, int], list[_Copy]]] = defaultdict(dict)  # by rank, chunk and part
+        for b, block in enumerate(self.made.blocks):
+            chunk = self.made.program.chunks[block.chunk]
+            for rank, result in zip(chunk.destinations, chunk.results, strict=True):
+                src, dst = self.placement.locations[b, result], self.made.output(rank, block)
+                apart = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
+                if apart or (outofplace and src != dst):
+                    lane = copies[rank].setdefault((block.chunk, self.arrangement.parts[b]), [])
+                    _append_copy(lane, _Copy(result < len(chunk.sources), src, dst, block.size))
+        used = Counter(rank for rank, *_ in self.blocks)
+        for rank, lanes in copies.items():
+            count = sum(map(len, lanes.values()))
+            room = min(most - used[rank], MOST_CHANNELS) if self.arrangement.spread else 0
+            room = max(room, -(-count // MOST_COPIES))
+            done = 0
+            for number, lane in enumerate(lanes.values()):
+                for _, src, dst, size in lane:
+                    channel = number if len(lanes) <= room else done * room // count
+                    self._op((rank, channel, -1, -1), "cpy", src, dst, size)
+                    done += 1
+
+    def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
+        """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
+        buffer, offset = self.placement.memory(rank, location)
+        return [(rank, Location(buffer, offset + k)) for k in range(size)]
+
+    def _op(self, block: Threads, kind: str, src: Location, dst: Location, size: int) -> None:
+        """Add an operation. It waits for writers of memory that it reads, and for readers of memory that it writes."""
+        rank = block[0]
+        reads = self._units(rank, src, size) if kind in READS else []
+        writes = self._units(rank, dst, size) if kind in WRITES else []
+        if kind == "re":
+            reads = reads + writes
+        # A write waits for the old value's readers. They have waited for the old value's writer: the write need not.
+        earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
+        earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
+        mine = self.blocks[block]
+        past = dict(mine[-1].past) if mine else {}
+        waits = []
+        for other in sorted(earlier.values(), key=lambda op: -op.order):
+            if other.block != block and past.get(other.block, 0) <= other.place:
+                waits.append(other)
+                other.signals = True
+                for key, count in other.past.items():
+                    past[key] = max(past.get(key, 0), count)
+        past[block] = len(mine) + 1
+        op = _XmlOp(block, kind, src, dst, size, waits, past, self.count, len(mine))
+        self.count += 1
+        mine.append(op)
+        for unit in reads:
+            self.readers[unit].append(op)
+        for unit in writes:
+            self.writers[unit] = op
+            self.readers[unit] = [op] if kind in SENDS else []  # a value that only this step sends has no other reader
+
+    def text(self, head: str) -> str:
+        """Return the file. Each wait of an operation but the last is a ``nop`` element in front of the operation."""
+        numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # by GPU: the ids of its threadblocks
+        for block in sorted(self.blocks):
+            numbers[block[0]][block] = len(numbers[block[0]])
+            number = -1
+            for op in self.blocks[block]:
+                number += max(len(op.waits), 1)
+                op.number = number
+        lines = [f"<algo {head}>"]
+        for rank in range(self.made.ranks):
+            sizes = self.made.inputs, self.made.outputs, self.placement.scratch[rank]
+            lines.append('  <gpu id="{}" i_chunks="{}" o_chunks="{}" s_chunks="{}">'.format(rank, *sizes))
+            for block, number in numbers[rank].items():
+                _, channel, send, recv = block
+                lines.append(f'    <tb id="{number}" send="{send}" recv="{recv}" chan="{channel}">')
+                for op in self.blocks[block]:
+                    waits = [(numbers[rank][other.block], other.number) for other in op.waits]
+                    lines += _lines(op, waits or [(-1, -1)])
+                lines.append("    </tb>")
+            lines.append("  </gpu>")
+        return "\n".join([*lines, "</algo>", ""])
+
+
+def _append_copy(copies: list[_Copy], new: _Copy) -> None:
+    """Append a copy; copies of inputs, which wait for nothing, are joined if they are adjacent."""
+    if copies and new.is_input and copies[-1].is_input:
+        _, (buffer, start), (to, target), count = copies[-1]
+        if new[1:3] == ((buffer, start + count), (to, target + count)) and count + new.size <= LARGEST_COUNT:
+            copies[-1] = copies[-1]._replace(size=count + new.size)
+            return
+    copies.append(new)
+
+
+def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
+    """Return an operation's elements: a ``nop`` for each wait (threadblock, step) but the last, then its own."""
+    nop = "nop", Location("i", -1), Location("o", -1), 0, False
+    elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
+    numbers = range(op.number - len(waits) + 1, op.number + 1)
+    return [
+        f'      <step s="{number}" type="{kind}" srcbuf="{src.buffer}" srcoff="{src.offset}" dstbuf="{dst.buffer}" '
+        f'dstoff="{dst.offset}" cnt="{size}" depid="{block}" deps="{step}" hasdep="{signals:d}"/>'
+        for number, (kind, src, dst, size, signals), (block, step) in zip(numbers, elements, waits, strict=True)
+    ]

@@ -1,0 +1,111 @@
+"""The memory of a symbolic run: areas divided into cells, each of which an operation accesses as a whole or not at all.
+
+Input: all moves of a plan, and the bytes of the ranks' buffers. Output: cells with their values, and for each move its
+cells. The number of cells depends on how the moves divide the memory, not on the number of bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from .....errors import ScheduleError
+from ...proof import Contributions
+from ..layout import Area
+from .clocks import NOTHING, AccessRecord, Clock
+from .data_moves import Move
+
+MOST_CELLS: Final = 2_000_000  # of all moves together, counted once for each operand; more take minutes
+MOST_CUTS: Final = 1 << 19  # how often an operation's memory is divided because another operation divides it
+
+
+@dataclass(eq=False)
+class Cell:
+    """Consecutive bytes of an area."""
+
+    area: Area
+    start: int
+    size: int
+    value: Contributions | None = None
+    packets: int = 0  # the number of the call whose packets it contains; 0: data without flags
+    writer: AccessRecord | None = None
+    readers: list[AccessRecord] = field(default_factory=list)
+    sent: Clock = NOTHING  # of packets: the clock that their receiver gets
+    received: bool = False  # the packets were read, so they had arrived
+
+
+Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # the cells of a part of a move: of its sources and destinations
+
+
+class Cells:
+    """All cells, and the pieces of each move: its parts that are one cell of each source and destination."""
+
+    def __init__(self, name: str, moves: list[Move], areas: dict[Area, tuple[int, ...]]) -> None:
+        """Divide areas, given with the positions at which they are divided anyway (their ends included)."""
+        self.cuts = {area: sorted(set(positions)) for area, positions in areas.items()}
+        self._known = {area: set(positions) for area, positions in self.cuts.items()}
+        self.name = name
+        distinct = list(dict.fromkeys(moves))
+        self._divide(distinct)
+        self.cells = {area: [Cell(area, a, b - a) for a, b in pairwise(cuts)] for area, cuts in self.cuts.items()}
+        self.pieces = {move: self._pieces(move) for move in distinct}
+        total = sum(len(self.pieces[move]) * len(move.srcs + move.dsts) for move in moves)
+        if total > MOST_CELLS:
+            raise self._too_large(f"operations access {total} parts of buffers, more than {MOST_CELLS}")
+
+    def _divide(self, moves: list[Move]) -> None:
+        """Cut areas at the ends of all ranges, and wherever another operand of a move is cut."""
+        users: defaultdict[Area, list[tuple[int, int, int, int]]] = defaultdict(list)  # start, end, scale, move
+        queue: list[tuple[Area, int]] = [(area, cut) for area, cuts in self.cuts.items() for cut in cuts]
+        for number, move in enumerate(moves):
+            for area, start, scale in dict.fromkeys(move.srcs + move.dsts):
+                end = start + scale * move.size
+                users[area].append((start, end, scale, number))
+                queue += [(area, cut) for cut in (start, end) if self._cut(area, cut)]
+        longest = {area: max(end - start for start, end, _, _ in ranges) for area, ranges in users.items()}
+        for ranges in users.values():
+            ranges.sort()
+        work = 0
+        while queue:
+            area, cut = queue.pop()
+            ranges = users[area]
+            first, last = (bisect_left(ranges, (end, 0, 0, 0)) for end in (cut - longest.get(area, 0), cut))
+            work += last - first
+            if work > MOST_CUTS:
+                raise self._too_large(f"operations divide buffers in more than {work} ways")
+            for start, end, scale, number in ranges[first:last]:
+                if not start < cut < end:
+                    continue
+                if (cut - start) % scale:
+                    raise ScheduleError(f"{self.name}: operations access parts of the packets of gpu {area[0]}.")
+                move, offset = moves[number], (cut - start) // scale
+                for other, begin, factor in move.srcs + move.dsts:
+                    if self._cut(other, begin + factor * offset):
+                        queue.append((other, begin + factor * offset))
+
+    def _too_large(self, given: str) -> ScheduleError:
+        return ScheduleError.of(f"{self.name}: the plan is too large to be verified.", given)
+
+    def _cut(self, area: Area, position: int) -> bool:
+        """Cut an area at a position; return whether it was not cut there before."""
+        if position in self._known[area]:
+            return False
+        self._known[area].add(position)
+        insort(self.cuts[area], position)
+        return True
+
+    def _pieces(self, move: Move) -> list[Piece]:
+        lists = []
+        for area, start, scale in move.srcs + move.dsts:
+            first, last = (bisect_left(self.cuts[area], p) for p in (start, start + scale * move.size))
+            lists.append(self.cells[area][first:last])
+        sources = len(move.srcs)
+        return [(cells[:sources], cells[sources:]) for cells in zip(*lists, strict=True)]
+
+    def cells_between(self, area: Area, start: int, end: int) -> list[Cell]:
+        """Return the cells from one cut of an area to another."""
+        first, last = (bisect_left(self.cuts[area], position) for position in (start, end))
+        return self.cells[area][first:last]

@@ -1,0 +1,337 @@
+"""Run the operations of an MSCCL++ plan on symbolic memory, several calls in a row, for messages of one size.
+
+Input: a ``MscclppPlan``, the bytes of a chunk, and the ranks whose input may be read. Output: ScheduleError for a
+deadlock, race, unpaired signal or read of memory that was never written; and the faults of each rank's output.
+
+One execution is run, call by call. Two accesses to the same bytes race if one of them writes and they are not ordered
+(see ``clocks.py``). Without races, and since signals and semaphores only count, every execution gives the same result.
+Between two calls, the user of a GPU reads its output and writes its next input: a GPU that accesses them must know
+that the call has begun, and the call must not end before all such accesses are over. Kernels of one GPU run one after
+the other; other GPUs may be in an earlier or later call.
+
+Source: src/core/executor/executor.cc (launches, flags) and src/core/include/execution_kernel.hpp (handlers) in
+github.com/microsoft/mscclpp.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable
+from itertools import count
+
+from .....errors import ScheduleError
+from ...proof import Contributions
+from ..format import MscclppPlan
+from ..layout import PlanLayout, Range
+from .buffers import Buffers
+from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
+from .data_moves import Move
+from .instructions import ChannelEnd, PlanInstruction, instructions
+from .memory import Cell, Piece
+from .pairing import check_pairs, direction
+from .synchronisation import Channel, Semaphore
+
+_MOST_WAITS = 8  # of a deadlock, in a message
+
+
+class PlanRun:
+    """Several calls of a plan. ``flushes``: whether the operation ``flush`` waits (see ``verifier.py``)."""
+
+    def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
+        self.plan, self.flushes = plan, flushes
+        layouts = [PlanLayout(plan, chunk, half) for half in ((0, 1) if plan.double else (0,))]
+        self.lists = [instructions(plan, layout) for layout in layouts]
+        moves = [i.move for lists in self.lists for listed in lists for i in listed if i.move is not None]
+        self.buffers = Buffers(plan, layouts[0], sources, moves)
+        self.pieces = self.buffers.memory.pieces
+        self.places = [(rank, t) for rank, gpu in enumerate(plan.gpus) for t in range(len(gpu.threadblocks))]
+        self.bits = count()
+        self.blocks = [BlockClock(number, self.bits) for number in range(len(self.places))]
+        self.of_rank = [[n for n, place in enumerate(self.places) if place[0] == r] for r in range(len(plan.gpus))]
+        self.notes: list[str] = []  # doubts that do not refuse the plan
+        self.faults: list[str | None] = [None] * len(plan.gpus)
+        self.channels: dict[ChannelEnd, Channel] = {}
+        self.semaphores = {
+            (rank, number): Semaphore(f"semaphore {number}", plan.gpus[rank].semaphores[number], releasers)
+            for (rank, number), releasers in check_pairs(self.buffers.name, self.places, self.lists[0]).items()
+        }
+
+    def run(self) -> PlanRun:
+        """Run the calls."""
+        for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same one
+            self.buffers.call = call
+            for rank in range(len(self.plan.gpus)):
+                self._begin(rank)
+            self._run_call(self.lists[(call - 1) % len(self.lists)])
+            for block in self.blocks:
+                block.sync()
+            for rank in range(len(self.plan.gpus)):
+                self.faults[rank] = self.faults[rank] or self._output_fault(rank)
+        return self
+
+    def first_result(self, rank: int) -> Contributions | None:
+        """Return the value at the start of a rank's output after the last call."""
+        return self.buffers.output(rank)[0].value
+
+    def fault(self, rank: int) -> str | None:
+        """Return the fault of a rank's output after the first call for which it is wrong, or ``None``."""
+        return self.faults[rank]
+
+    def _rank_clock(self, rank: int) -> Clock:
+        """Return the clock of a GPU when all its threadblocks have ended."""
+        clock = NOTHING
+        for number in self.of_rank[rank]:
+            clock = clock.union(self.blocks[number].known)
+        return clock
+
+    def _begin(self, rank: int) -> None:
+        """Let the user of a GPU write the input of a call, and begin the call's kernel."""
+        clock = self._rank_clock(rank)
+        user = AccessRecord(next(self.bits), -1, one_thread(-1), f"the user of gpu {rank} between two calls")
+        for name in self.buffers.user_areas:
+            for cell in self.buffers.memory.cells[rank, name]:
+                for record in cell.readers:
+                    if not clock.ended >> record.bit & 1:
+                        raise self.buffers.late_access(record.text, "reads", cell)
+                if cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
+                    raise self._late_write(cell, cell.writer, clock)
+                cell.readers, cell.writer, cell.received, cell.packets = [], user, False, 0
+                cell.value = self.buffers.input_value(cell)
+        for number in self.of_rank[rank]:
+            self.blocks[number].begin(clock.union(Clock(1 << user.bit, 1 << user.bit)))
+        for (of, _), semaphore in self.semaphores.items():
+            if of == rank:
+                semaphore.begin()
+
+    def _output_fault(self, rank: int) -> str | None:
+        """Return the fault of a rank's output at the end of a call in words, or ``None`` if it is right."""
+        clock = self._rank_clock(rank)
+        for cell in self.buffers.output(rank):
+            fault = self.buffers.output_fault(cell)
+            if fault is None and cell.writer is not None and not clock.visible >> cell.writer.bit & 1:
+                fault = str(self._late_write(cell, cell.writer, clock))
+            if fault is not None:
+                return fault
+        return None
+
+    def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
+        error = self.buffers.late_access(writer.text, "writes", cell)
+        hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
+        return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
+
+    # ---- one call: which instruction runs next
+
+    def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
+        """Run all instructions of a call; ScheduleError for a deadlock."""
+        at = [0] * len(lists)
+        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
+        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        ready = OrderedDict.fromkeys(range(len(lists)))
+        while ready:
+            number, _ = ready.popitem(last=False)
+            while at[number] < len(lists[number]):
+                instruction = lists[number][at[number]]
+                woken: list[Hashable] = []
+                if instruction.kind == "barrier":
+                    key = self.places[number][0], instruction.number
+                    meeting[key].append(number)
+                    if len(meeting[key]) < instruction.meeting:
+                        break
+                    self._meet(meeting[key])
+                    for other in meeting.pop(key):
+                        at[other] += 1
+                        if other != number:
+                            ready[other] = None
+                    continue
+                missing = self._awaited(number, instruction)
+                if missing is not None:
+                    waiting[missing].append(number)
+                    break
+                self._execute(number, instruction, woken)
+                at[number] += 1
+                for key_ in woken:
+                    ready.update(dict.fromkeys(waiting.pop(key_, ())))
+        stuck = [number for number, listed in enumerate(lists) if at[number] < len(listed)]
+        if stuck:
+            texts = [self._wait_text(number, lists[number][at[number]]) for number in stuck[:_MOST_WAITS]]
+            more = [] if len(stuck) <= _MOST_WAITS else [f"... ({len(stuck)} threadblocks wait)"]
+            raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
+
+    def _awaited(self, number: int, instruction: PlanInstruction) -> Hashable | None:
+        """Return the thing for which an instruction waits, or ``None`` if it can run."""
+        if instruction.kind == "wait":
+            channel = self.channel(instruction)
+            return None if channel.received < len(channel.sent) else direction(instruction)
+        if instruction.kind == "acquire":
+            key = self.places[number][0], instruction.number
+            return None if self.semaphores[key].is_free else key
+        if instruction.kind == "move" and instruction.move is not None:
+            return self._unread(instruction.move)
+        return None
+
+    def _unread(self, move: Move) -> Cell | None:
+        """Return a cell whose packets have not arrived, of those that a move reads."""
+        if all(place.scale == 1 for place in move.srcs):
+            return None
+        for srcs, _ in self.pieces[move]:
+            for place, cell in zip(move.srcs, srcs, strict=True):
+                if place.scale == 2 and cell.packets != self.buffers.call:
+                    return cell
+        return None
+
+    def _wait_text(self, number: int, instruction: PlanInstruction) -> str:
+        where = self._text(number, instruction)
+        if instruction.kind == "wait":
+            return f"{where} waits for a signal on {self.channel(instruction).name}"
+        if instruction.kind == "acquire":
+            return f"{where} waits for a release of semaphore {instruction.number}"
+        cell = None if instruction.move is None else self._unread(instruction.move)
+        if cell is not None:
+            return f"{where} waits for packets in {self.buffers.describe(cell)}"
+        return f"{where} waits for other threadblocks"
+
+    def _text(self, number: int, instruction: PlanInstruction) -> str:
+        rank, block = self.places[number]
+        return f"gpu {rank}, tb {block}, {instruction.operation}"
+
+    def channel(self, instruction: PlanInstruction) -> Channel:
+        """Return the direction of a channel that an instruction uses."""
+        end = direction(instruction)
+        if end not in self.channels:
+            kind, src, dst, number = end
+            self.channels[end] = Channel(
+                f"{kind} channel {number} from gpu {src} to gpu {dst}", kind == "port", self.notes
+            )
+        return self.channels[end]
+
+    # ---- what an instruction does
+
+    def _meet(self, numbers: list[int]) -> None:
+        """Let threadblocks of a GPU wait for each other."""
+        clock = NOTHING
+        for number in numbers:
+            self.blocks[number].sync()
+            clock = clock.union(self.blocks[number].known)
+        for number in numbers:
+            self.blocks[number].known = clock
+
+    def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
+        """Run an instruction; add to ``woken`` the things for which threadblocks may have waited."""
+        block, kind = self.blocks[number], instruction.kind
+        text, thread = self._text(number, instruction), instruction.thread
+        named = f"{self.buffers.name}, {text}"
+        if kind == "sync":
+            block.sync()
+        elif kind in ("move", "post"):
+            _MoveRun(self, block, instruction, text).run(woken)
+        elif kind in ("acquire", "release"):
+            key = self.places[number][0], instruction.number
+            if kind == "acquire":
+                self.semaphores[key].acquire(block, thread, named)
+            else:
+                self.semaphores[key].release(block, thread, text)
+                woken.append(key)
+        elif kind in ("flush", "complete"):
+            if self.flushes or kind == "complete":
+                self.channel(instruction).flush(block, thread)
+        elif kind == "signal":
+            self.channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
+            woken.append(direction(instruction))
+        else:
+            assert kind == "wait"
+            self.channel(instruction).wait(block, thread, named, relaxed=instruction.relaxed)
+
+
+class _MoveRun:
+    """A move as the threads of a threadblock make it, or as a port channel does after it was posted.
+
+    Packets of an element arrive only after the accesses with which they were made, to the same element of other
+    operands. So each piece of a move that writes packets has a bit of its own, which its packets pass on.
+    """
+
+    def __init__(self, run: PlanRun, block: BlockClock, instruction: PlanInstruction, text: str) -> None:
+        assert instruction.move is not None
+        self.buffers, self.block, self.move, self.text = run.buffers, block, instruction.move, text
+        self.threads = run.plan.threads
+        self.pieces: list[Piece] = run.pieces[self.move]
+        self.is_post = instruction.kind == "post"
+        self.separate = self.is_post or any(place.scale == 2 for place in self.move.dsts)
+        self.bits = [next(run.bits) if self.separate else block.bit for _ in self.pieces]
+        mask = sum(1 << bit for bit in self.bits) if self.separate else 1 << block.bit
+        if self.is_post:
+            self.clock = run.channel(instruction).post(block, instruction.thread, text, mask)
+        else:
+            self.clock = block.known
+            block.unsynced |= mask
+
+    def run(self, woken: list[Hashable]) -> None:
+        """Read, combine and write all pieces."""
+        arrived = NOTHING
+        for bit, (sources, targets) in zip(self.bits, self.pieces, strict=True):
+            value, packets, got = None, 0, NOTHING
+            for place, cell in zip(self.move.srcs, sources, strict=True):
+                record = self._record(place, bit)
+                if place.scale == 1:
+                    self._check_read(cell, record)
+                    packets = cell.packets if len(sources) == 1 else 0
+                if cell.packets:
+                    cell.received, got = True, got.union(cell.sent)
+                cell.readers.append(record)
+                assert cell.value is not None
+                value = cell.value if value is None else value.plus(cell.value)
+            arrived = arrived.union(got)
+            known = self.clock.union(got)
+            for place, cell in zip(self.move.dsts, targets, strict=True):
+                record = self._record(place, bit)
+                self._check_write(cell, record, known)
+                cell.value, cell.writer, cell.readers, cell.received = value, record, [], False
+                cell.packets = self.buffers.call if place.scale == 2 else packets
+                if cell.packets:
+                    cell.sent = Clock(known.ended | 1 << bit, self.block.start)
+                    woken.append(cell)
+        if not self.is_post:
+            self.block.arrived = self.block.arrived.union(arrived)
+
+    def _record(self, place: Range, bit: int) -> AccessRecord:
+        """Return the record of the accesses of a piece to a range."""
+        if self.is_post:
+            return AccessRecord(bit, -1, one_thread(-1), self.text)
+        step = self.move.word * place.scale
+        return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
+
+    def _check_read(self, cell: Cell, record: AccessRecord) -> None:
+        if cell.value is None:
+            raise self._error(f"reads {self.buffers.describe(cell)}, which was never written.")
+        if cell.packets and len(self.move.srcs) > 1:
+            raise self._error(f"reads packets in {self.buffers.describe(cell)} as data.")
+        if cell.writer is None or self._is_after(cell.writer, self.clock.visible, record):
+            return
+        # Coherence: after a thread has read a value, later reads do not return an older one.
+        if not any(self._is_after(reader, self.clock.ended, record) for reader in cell.readers):
+            raise self._race("reads", cell, cell.writer, "writes")
+
+    def _check_write(self, cell: Cell, record: AccessRecord, known: Clock) -> None:
+        for reader in cell.readers:
+            if not self._is_after(reader, known.ended, record):
+                raise self._race("writes", cell, reader, "reads")
+        if cell.packets == self.buffers.call and not cell.received:
+            text = f"writes {self.buffers.describe(cell)}, whose packets of this call may not have been read."
+            raise self._error(f"a race. It {text}")
+        if cell.writer is not None and not cell.received and not self._is_after(cell.writer, known.visible, record):
+            raise self._race("writes", cell, cell.writer, "writes")
+
+    def _is_after(self, earlier: AccessRecord, known: int, record: AccessRecord) -> bool:
+        if self.is_post:
+            return bool(known >> earlier.bit & 1) or earlier.bit == record.bit
+        return self.block.is_after(earlier, known, record.threads)
+
+    def _race(self, does: str, cell: Cell, other: AccessRecord, did: str) -> ScheduleError:
+        text = f"It {does} {self.buffers.describe(cell)}, which {other.text} {did}, and the two are not ordered"
+        return self._error(f"a race. {text}{self._hint(other, did)}.")
+
+    def _hint(self, other: AccessRecord, did: str) -> str:
+        relaxed = did == "writes" and self.clock.ended >> other.bit & 1
+        return " (relaxed signals do not make data visible)" if relaxed else ""
+
+    def _error(self, text: str) -> ScheduleError:
+        return ScheduleError(f"{self.buffers.name}, {self.text}: {text}")

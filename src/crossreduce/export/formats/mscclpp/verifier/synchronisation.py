@@ -1,0 +1,131 @@
+"""Channels and semaphores of a symbolic run: the clocks of threads after a wait, a flush or an acquire.
+
+- The k-th wait on an end of a channel receives the k-th signal of the other end. Threads count them without atomic
+  operations, so the signals of an end, and its waits, must be ordered. Threads that signal or wait are in the first
+  warp of their threadblock. If two of them use a channel one after the other without a ``nop`` between, their order
+  rests on the warp's threads running the operations together; this becomes a note.
+- A port channel makes transfers some time after they were posted. It makes them, and sends signals, in the order of the
+  posts: a signal is received after the transfers before it, and a flush ends after them.
+- A semaphore counts: when an acquire ends, some releases have happened, but not which ones, unless so many have
+  happened that a certain one must be among them.
+
+Source: include/mscclpp/{semaphore_device,port_channel_device,fifo_device,concurrency_device}.hpp and
+src/core/port_channel.cc in github.com/microsoft/mscclpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .....errors import ScheduleError
+from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
+
+
+@dataclass
+class Channel:
+    """One direction of a channel."""
+
+    name: str
+    is_port: bool
+    notes: list[str]  # to which it adds
+    sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # what each signal passes on, see ``wait``
+    received: int = 0
+    last_signal: AccessRecord | None = None
+    last_wait: AccessRecord | None = None
+    done: Clock = NOTHING  # of a port channel: the clock after all its transfers
+    posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not part of ``done``
+
+    def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
+        """Send a signal."""
+        self.last_signal = self._next(self.last_signal, block, thread, text, "signals")
+        clock = self.collect(block, thread) if self.is_port else block.clock_of(thread)
+        self.sent.append((clock, block.start, relaxed))
+
+    def wait(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
+        """Receive the next signal, which has been sent."""
+        self.last_wait = self._next(self.last_wait, block, thread, text, "waits")
+        clock, start, sent_relaxed = self.sent[self.received]
+        self.received += 1
+        block.learn(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
+
+    def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
+        """Post a transfer to a port channel, for which ``bits`` stand; return the clock at its start."""
+        clock = self.collect(block, thread)
+        self.posts.append((block.record(thread, text), clock.union(Clock(bits, bits))))
+        return clock
+
+    def flush(self, block: BlockClock, thread: int) -> None:
+        """Wait until a port channel has made its transfers."""
+        block.learn(thread, self.collect(block, thread))
+
+    def collect(self, block: BlockClock, thread: int) -> Clock:
+        """Return the clock after all transfers of a port channel that were posted before now."""
+        known = block.clock_of(thread)
+        left = []
+        for record, clock in self.posts:
+            if block.is_after(record, known.ended, one_thread(thread)):
+                self.done = self.done.union(clock)
+            else:
+                left.append((record, clock))
+        self.posts = left
+        return self.done.union(known)
+
+    def _next(self, last: AccessRecord | None, block: BlockClock, thread: int, text: str, does: str) -> AccessRecord:
+        """Return the record of a signal or wait, which must come after the last one."""
+        if last is not None and not block.is_after(last, block.clock_of(thread).ended, one_thread(thread)):
+            problem = f"It {does} on {self.name}, as {last.text} does, and the two are not ordered"
+            if last.block != block.number:
+                raise ScheduleError(f"{text}: a race. {problem}.")
+            self.notes.append(f"{text}: {problem} by a nop, but only if the threads of a warp run operations together")
+        return block.record(thread, text)
+
+
+@dataclass
+class Semaphore:
+    """A semaphore of a GPU during a call."""
+
+    name: str
+    initial: int
+    releasers: Counter[int]  # how often each threadblock releases it in a call
+    releases: list[tuple[AccessRecord, Clock]] = field(default_factory=list)
+    acquired: int = 0
+    last_acquire: AccessRecord | None = None
+
+    def begin(self) -> None:
+        """Begin a call."""
+        self.releases, self.acquired, self.last_acquire = [], 0, None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be acquired."""
+        return self.acquired < self.initial + len(self.releases)
+
+    def release(self, block: BlockClock, thread: int, text: str) -> None:
+        """Increase the value."""
+        clock = block.clock_of(thread)
+        self.releases.append((block.record(thread, text), clock))
+
+    def acquire(self, block: BlockClock, thread: int, text: str) -> None:
+        """Decrease the value, which is not 0."""
+        last = self.last_acquire
+        if last is not None and not block.is_after(last, block.clock_of(thread).ended, one_thread(thread)):
+            problem = f"It acquires {self.name}, as {last.text} does, and nothing determines which of them is first"
+            raise ScheduleError(f"{text}: a race. {problem}.")
+        self.last_acquire = block.record(thread, text)
+        self.acquired += 1
+        needed = self.acquired - self.initial
+        for index, (_, clock) in enumerate(self.releases if needed > 0 else ()):
+            if self._others(index) < needed:
+                block.learn(thread, clock)
+
+    def _others(self, index: int) -> int:
+        """Return how many releases of a call may happen before a certain one."""
+        record, _ = self.releases[index]
+        pending = self.releasers - Counter(other.block for other, _ in self.releases)
+        others = sum(times for block, times in pending.items() if block != record.block)
+        for k, (other, clock) in enumerate(self.releases):
+            same = (other.block, other.threads) == (record.block, record.threads)
+            is_later = k > index if same else bool(clock.ended >> record.bit & 1)
+            others += k != index and not is_later
+        return others

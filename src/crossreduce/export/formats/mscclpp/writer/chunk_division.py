@@ -1,0 +1,121 @@
+"""Blocks of a collective divided into parts, so that several threadblocks move a chunk at the same time.
+
+Input: a collective with one block per chunk, and how many parts each chunk needs at least. Output: the same collective
+with smaller units and a block per part.
+
+Threadblocks that share a link each get about the same part of its bandwidth, whatever the size of their blocks. If
+blocks differ much, short ones end early and long ones late. So chunks whose shares differ are divided into more parts
+than the links need, of nearly equal size, as far as the number of threadblocks allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from ...collective import Block, Collective
+
+UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
+FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
+FEW: Final = 4  # threadblocks per GPU: with so few, links are idle while each waits for data, so they are doubled
+LEAST_UNITS: Final = 6  # of a part that is not an exact division, so that parts differ by a sixth at most
+
+
+def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: bool) -> tuple[int, ...]:
+    """Return into how many parts each chunk is divided, at least ``parts`` if so many threadblocks are allowed.
+
+    Args:
+      made: the collective, with a block for each chunk.
+      parts: the number of parts that each chunk needs.
+      most: the number of threadblocks per GPU.
+      pipelines: whether a part has a threadblock for each value that is sent, or only one per GPU.
+    """
+    sizes = {block.chunk: block.size for block in made.blocks}
+    workers = [
+        {chunk: _senders(made, chunk, rank) if pipelines else 1 for chunk in sizes} for rank in range(made.ranks)
+    ]
+
+    def needed(counts: dict[int, int]) -> int:
+        return max(sum(counts[chunk] * of_rank[chunk] for chunk in sizes) for of_rank in workers)
+
+    if pipelines and needed(dict(enumerate(parts))) <= min(FEW, most // 2):
+        parts = [2 * count for count in parts]
+    longest = max(size / parts[chunk] for chunk, size in sizes.items())
+
+    def uneven(counts: dict[int, int]) -> float:
+        return _unevenness([(size, size / counts[chunk]) for chunk, size in sizes.items()])
+
+    best: dict[int, int] | None = None
+    if len(set(sizes.values())) == 1:  # exact divisions have the fewest units, so they fit the most messages
+        counts = {chunk: 1 << (parts[chunk] - 1).bit_length() for chunk in sizes}
+        if len(set(counts.values())) == 1 and needed(counts) <= most:
+            return tuple(counts.get(chunk, 1) for chunk in range(len(parts)))
+    for factor in FINER:
+        counts = {chunk: math.ceil(size / (longest / factor) * (1 - 1e-9)) for chunk, size in sizes.items()}
+        if needed(counts) > most:
+            break
+        if best is None or uneven(counts) < uneven(best) - UNEVEN / 4:
+            best = counts
+        if uneven(best) <= (UNEVEN if factor == 1 else UNEVEN / 2):
+            break
+    divisor = 1
+    while best is None:
+        counts = {chunk: 1 << max(1, parts[chunk] // divisor).bit_length() - 1 for chunk in sizes}
+        if needed(counts) <= most or max(counts.values()) == 1:
+            best = counts
+        divisor *= 2
+    return tuple(best.get(chunk, 1) for chunk in range(len(parts)))
+
+
+def is_uneven(made: Collective) -> bool:
+    """Return whether the blocks of a collective differ much in size."""
+    return _unevenness([(block.size, block.size) for block in made.blocks]) > UNEVEN
+
+
+def _unevenness(sizes: Sequence[tuple[float, float]]) -> float:
+    """Return by what part blocks are shorter than the longest one, on average over the buffer.
+
+    ``sizes``: how much of the buffer is in blocks of a size, and this size.
+    """
+    top = max(size for _, size in sizes)
+    return sum(units * (1 - size / top) for units, size in sizes) / sum(units for units, _ in sizes)
+
+
+def _senders(made: Collective, number: int, rank: int) -> int:
+    """Return the number of values of a chunk that a rank sends, at least 1."""
+    chunk = made.program.chunks[number]
+    devices = chunk.devices
+    sent = {
+        operand
+        for instruction in chunk.instructions
+        for operand in instruction.operands
+        if devices[operand] == rank != instruction.device
+    }
+    return max(1, len(sent)) if rank in chunk.destinations else len(sent)
+
+
+def divide_chunks(made: Collective, parts: Sequence[int]) -> Collective:
+    """Return a collective whose blocks are divided into so many parts of nearly equal size, by chunk.
+
+    >>> from crossreduce.export.formats.collective import collective
+    >>> from crossreduce.planning import ring
+    >>> divide_chunks(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
+    (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
+    """
+    finer = 1
+    while any(
+        block.size * finer % parts[block.chunk] and block.size * finer < parts[block.chunk] * LEAST_UNITS
+        for block in made.blocks
+    ):
+        finer *= 2
+    blocks = []
+    for block in made.blocks:
+        size, count = block.size * finer, parts[block.chunk]
+        starts = [k * size // count for k in range(count + 1)]
+        for k in range(count):
+            part = Block(block.chunk, block.offset * finer + starts[k], starts[k + 1] - starts[k])
+            blocks.append((k / count, part))
+    blocks.sort(key=lambda entry: (entry[0], entry[1].chunk))  # the first part of each chunk, then the second ones
+    return replace(made, units=made.units * finer, blocks=tuple(part for _, part in blocks))

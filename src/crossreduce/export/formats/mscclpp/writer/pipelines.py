@@ -1,0 +1,357 @@
+"""Threadblocks whose pipelines work at the same time: one for each value that a GPU makes of a part of a chunk.
+
+Input: a collective. Output: threadblocks in ``GpuPlan``s.
+
+A stage is a value of a block on a rank: it waits for the operands from other ranks, combines them, and sends the value
+to the ranks that read it. Each stage has a threadblock with a pipeline, so it works on one piece of the block while the
+stage before it already works on the next. Operands are put into scratch memory of their own, and copies into the memory
+where they stay, so no sender ever waits for memory. Stages that send nothing, such as the last wait of a rank, come
+after the pipeline of another stage of the same block and rank.
+
+Nothing is put before the receiving threadblock has signalled that its call has begun, since the memory may belong to an
+earlier call. A port channel reads its source later: where no result depends on the transfer, the receiver
+signals at the end that the data has arrived. (``flush`` would do it, but in MSCCL++ it does nothing.)
+
+In place, the result overwrites a rank's input. That is right only if the result depends on all that read this input.
+A schedule for which this is not so, as in a one-shot all-reduce, is not separable: ``blocks.py`` exports it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from typing import Final
+
+from ...collective import Block, Collective, Location
+from ..limits import MOST_CHANNELS
+from .connections import Extent, GpuPlan, Hosts, LocalEnd, Target, ThreadblockPlan, connect
+
+MOST_ITERATIONS: Final = (1 << 16) - 1  # the executor counts the iterations of a pipeline with 16 bits
+WORD: Final = 16  # bytes
+
+_NO_END: Final = LocalEnd("", -1)
+
+
+class NotSeparableError(Exception):
+    """The stages of a schedule cannot run in threadblocks of their own."""
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A value that one stage sends and another one receives."""
+
+    src: _Stage
+    dst: _Stage
+    to: Extent
+    kind: str
+    acknowledged: bool  # the receiver signals at the end that it has arrived
+    src_end: LocalEnd = _NO_END  # of the channel between the two threadblocks
+    dst_end: LocalEnd = _NO_END
+
+
+@dataclass(eq=False)
+class _Stage:
+    """A value of a block on a rank, with the memory where it is stored."""
+
+    rank: int
+    round: int  # of the schedule; -1: an input
+    memory: Extent
+    operands: list[Extent] = field(default_factory=list)  # in the order of combination; none: an input; one: a copy
+    aside: Extent = ("", 0, 0)  # memory for partial sums
+    output: Extent | None = None  # of an input: where it must be copied to, since it is the result
+    receives: list[_Transfer] = field(default_factory=list)
+    sends: list[_Transfer] = field(default_factory=list)
+
+    @property
+    def stored(self) -> Extent:
+        """The memory where the value is, once the stage has run."""
+        return self.memory if self.output is None else self.output
+
+
+def round_of(stage: _Stage) -> int:
+    """Return the round of a stage, as a key."""
+    return stage.round
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Stages of blocks of one size on a rank that run in one pipeline."""
+
+    size: int
+    stages: list[_Stage]
+
+    @property
+    def sends(self) -> bool:
+        return any(stage.sends for stage in self.stages)
+
+    @property
+    def channels(self) -> int:
+        """At least the number of its channels."""
+        return sum(len(stage.sends) + len(stage.receives) for stage in self.stages)
+
+    @property
+    def only_waits(self) -> bool:
+        return all(not stage.sends and len(stage.operands) == 1 and not stage.output for stage in self.stages)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A threadblock: its pipelines, one after the other."""
+
+    rank: int
+    segments: list[_Segment]
+
+    @property
+    def size(self) -> int:
+        return self.segments[0].size
+
+    @property
+    def sends(self) -> bool:
+        return self.segments[0].sends
+
+    @property
+    def stages(self) -> list[_Stage]:
+        return [stage for segment in self.segments for stage in segment.stages]
+
+
+class _BlockStages:
+    """The stages of one block."""
+
+    def __init__(self, made: Collective, block: Block, gpus: list[GpuPlan], hosts: Hosts, *, inplace: bool) -> None:
+        self.made, self.block, self.gpus, self.hosts, self.inplace = made, block, gpus, hosts, inplace
+        chunk = self.chunk = made.program.chunks[block.chunk]
+        self.devices, self.inputs = chunk.devices, len(chunk.sources)
+        self.results = dict(zip(chunk.destinations, chunk.results, strict=True))
+        self.readers: defaultdict[int, list[int]] = defaultdict(list)
+        self.ancestors = [0] * len(self.devices)  # as bits: the values from which a value is made
+        for value, instruction in enumerate(chunk.instructions, start=self.inputs):
+            for operand in instruction.operands:
+                self.readers[operand].append(value)
+                self.ancestors[value] |= self.ancestors[operand] | 1 << operand
+        self.stages: dict[int, _Stage] = {}
+        self.leader = list(range(len(self.devices)))  # stages with the same leader are in one pipeline
+        for value, source in enumerate(chunk.sources):
+            self.stages[value] = _Stage(source, -1, self._extent(source, made.input(source, block)))
+            if not inplace and self.results.get(source) == value:
+                self.stages[value].output = self._extent(source, made.output(source, block))
+        for value, instruction in enumerate(chunk.instructions, start=self.inputs):
+            self._add(value, instruction.device, instruction.operands, instruction.round)
+
+    def _extent(self, rank: int, location: Location) -> Extent:
+        place = self.made.in_place(rank, location) if self.inplace else location
+        return (*place, self.block.size)
+
+    def _add(self, value: int, rank: int, operands: tuple[int, ...], in_round: int) -> None:
+        """Add the stage of an instruction, and the transfers of its operands."""
+        memory = None
+        if self.results.get(rank) == value:
+            if not self._may_overwrite_input(value, rank):
+                raise NotSeparableError
+            memory = self._extent(rank, self.made.output(rank, self.block))
+        copies = len(operands) == 1
+        if copies and self.devices[operands[0]] == rank:
+            raise NotSeparableError
+        landed = {
+            operand: memory if copies and memory else self.gpus[rank].fresh(self.block.size)
+            for operand in operands
+            if self.devices[operand] != rank
+        }
+        aside = next(iter(landed.values()), ("", 0, 0))
+        stage = self.stages[value] = _Stage(rank, in_round, memory or aside, aside=aside)
+        for operand in operands:
+            if operand in landed:
+                self._transfer(operand, value, landed[operand])
+                stage.operands.append(landed[operand])
+            else:
+                stage.operands.append(self.stages[operand].memory)
+                if operand >= self.inputs:
+                    self._join(operand, value)
+        if not stage.receives and not copies:
+            raise NotSeparableError
+
+    def _transfer(self, value: int, reader: int, to: Extent) -> None:
+        src, dst = self.stages[value], self.stages[reader]
+        kind = self.hosts.kind(src.rank, dst.rank)
+        result = self.results.get(src.rank)
+        depends = result is not None and bool(self.ancestors[result] >> reader & 1)
+        transfer = _Transfer(src, dst, to, kind, acknowledged=kind == "port" and not depends)
+        src.sends.append(transfer)
+        dst.receives.append(transfer)
+
+    def _may_overwrite_input(self, value: int, rank: int) -> bool:
+        """Return whether all that read a rank's input have done so when its result is stored."""
+        if not self.inplace or rank not in self.chunk.sources:
+            return True
+        readers = self.readers[self.chunk.sources.index(rank)]
+        before = self.ancestors[value] | 1 << value
+        local = [reader for reader in readers if self.devices[reader] == rank]
+        remote = [reader for reader in readers if self.devices[reader] != rank]
+        ports = [reader for reader in remote if self.hosts.kind(rank, self.devices[reader]) == "port"]
+        if any(not before >> reader & 1 for reader in local + ports):
+            return False
+        # One threadblock sends to all of them, and signals when it has sent everything.
+        return not remote or any(before >> reader & 1 for reader in remote)
+
+    def _join(self, a: int, b: int) -> None:
+        old, new = self.leader[b], self.leader[a]
+        self.leader = [new if leader == old else leader for leader in self.leader]
+
+    def segments(self) -> list[_Segment]:
+        """Return the pipelines of the block, those that send data first."""
+        groups: defaultdict[int, list[_Stage]] = defaultdict(list)
+        for value, stage in self.stages.items():
+            if stage.operands or stage.sends or stage.output:
+                groups[self.leader[value]].append(stage)
+        made = [_Segment(self.block.size, stages) for stages in groups.values()]
+        return sorted(made, key=lambda segment: not segment.sends)
+
+
+def add_pipelines(
+    made: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
+) -> bool:
+    """Add threadblocks with pipelines for all blocks of a collective; return whether stages share threadblocks.
+
+    Args:
+      made: the collective.
+      gpus: an empty plan for each rank.
+      hosts: the kinds of channels.
+      unit_of: by the size of a block, the bytes of a piece of it; 0: the block is not cut.
+      most: the number of threadblocks per GPU; stages share them if there are more.
+      inplace: for calls whose input and output are the same memory.
+    Raises:
+      NotSeparableError: the schedule needs stages of a block in one threadblock.
+    """
+    workers: list[list[_Worker]] = [[] for _ in gpus]
+    for block in made.blocks:
+        of_block: dict[int, _Worker] = {}
+        for segment in _BlockStages(made, block, gpus, hosts, inplace=inplace).segments():
+            rank = segment.stages[0].rank
+            if not segment.sends and (worker := of_block.get(rank) or _worker_with_room(workers[rank], segment)):
+                worker.segments.append(segment)
+                continue
+            workers[rank].append(_Worker(rank, [segment]))
+            of_block.setdefault(rank, workers[rank][-1])
+    crowded = any(len(of_rank) > most for of_rank in workers)
+    workers = [_merge_workers(of_rank, most) for of_rank in workers]
+    _connect(gpus, [worker for of_rank in workers for worker in of_rank])
+    for gpu, of_rank in zip(gpus, workers, strict=True):
+        gpu.threadblocks += [_written(gpu, worker, unit_of) for worker in of_rank]
+    return crowded
+
+
+def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
+    """Return a threadblock that only waits and can wait for the data of one more segment that only waits."""
+    if not segment.only_waits:
+        return None
+    for worker in workers:
+        if all(other.only_waits for other in worker.segments):
+            count = sum(len(stage.receives) for other in [*worker.segments, segment] for stage in other.stages)
+            if count <= MOST_CHANNELS:
+                return worker
+    return None
+
+
+def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
+    """Return at most ``most`` threadblocks, if that is possible: pipelines of blocks of the same size are merged.
+
+    A piece of each block is processed in the order of the rounds, in all threadblocks alike, so none waits for another
+    in a cycle. Pipelines of the same round are merged first, as they work on the same piece at the same time.
+    """
+    for same_round, together in product((True, False), range(2, MOST_CHANNELS + 1)):
+        bins: list[list[_Worker]] = []
+        for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
+            fits = bool(bins) and len(bins[-1]) < together and _may_merge([*bins[-1], worker], same_round=same_round)
+            if fits and len(workers) - sum(len(group) - 1 for group in bins) > most:
+                bins[-1].append(worker)
+            else:
+                bins.append([worker])
+        if len(bins) <= most:
+            return [_join_workers(group) for group in bins]
+    return workers
+
+
+def _merging_order(worker: _Worker, *, same_round: bool) -> tuple[int, int, bool, int]:
+    first = worker.segments[0].stages[0].round
+    return first if same_round else 0, worker.size, worker.sends, first
+
+
+def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
+    segments = [segment for worker in workers for segment in worker.segments]
+    alike = {(w.size, w.sends, w.segments[0].stages[0].round if same_round else 0) for w in workers}
+    few = sum(segment.channels for segment in segments) <= MOST_CHANNELS
+    return len(alike) == 1 and len(segments) == len(workers) and few
+
+
+def _join_workers(workers: list[_Worker]) -> _Worker:
+    if len(workers) == 1:
+        return workers[0]
+    return _Worker(workers[0].rank, [_Segment(workers[0].size, [s for worker in workers for s in worker.stages])])
+
+
+def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
+    """Give transfers channels. A channel joins two threadblocks, and serves at most one transfer in each direction."""
+    worker_of = {id(stage): worker for worker in workers for stage in worker.stages}
+    ends: dict[tuple[int, int], list[LocalEnd]] = defaultdict(list)  # by the ids of a threadblock and of the other
+    used: Counter[tuple[int, int]] = Counter()
+    for worker in workers:
+        for stage in worker.stages:
+            for transfer in stage.sends:
+                other = worker_of[id(transfer.dst)]
+                there, back = (id(worker), id(other)), (id(other), id(worker))
+                if used[there] == len(ends[there]):
+                    near, far = connect(gpus, worker.rank, other.rank, transfer.kind)
+                    ends[there].append(near)
+                    ends[back].append(far)
+                transfer.src_end, transfer.dst_end = ends[there][used[there]], ends[back][used[there]]
+                used[there] += 1
+
+
+def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
+    """Return a threadblock with its operations."""
+    block = ThreadblockPlan(gpu)
+    sends = [transfer for stage in worker.stages for transfer in stage.sends]
+    receives = [transfer for stage in worker.stages for transfer in stage.receives]
+    block.signal(_unique(transfer.dst_end for transfer in receives))  # its memory may be written in this call
+    block.wait(_unique(transfer.src_end for transfer in sends))
+    for segment in worker.segments:
+        if block.unread or block.dirty:
+            block.sync()
+        unit = unit_of[segment.size]
+        with block.pipeline(unit, segment.size) if unit else nullcontext():
+            for _, together in groupby(sorted(segment.stages, key=round_of), key=round_of):
+                _add_stages(block, list(together))
+    arrived = _unique(transfer.dst_end for transfer in receives if transfer.acknowledged)
+    if arrived:
+        block.sync()
+    block.signal(arrived)
+    block.wait(_unique(transfer.src_end for transfer in sends if transfer.acknowledged))
+    return block
+
+
+def _add_stages(block: ThreadblockPlan, stages: list[_Stage]) -> None:
+    """Add the operations of stages of one round, for one piece."""
+    block.wait([transfer.dst_end for stage in stages for transfer in stage.receives])
+    near = [transfer for stage in stages for transfer in stage.sends if transfer.kind == "memory"]
+    far = [transfer for stage in stages for transfer in stage.sends if transfer.kind == "port"]
+    puts: defaultdict[str, list[tuple[Extent, Target]]] = defaultdict(list)
+    for stage in stages:
+        to = [transfer for transfer in near if transfer.src is stage]
+        to.sort(key=lambda transfer: (transfer.dst.rank < transfer.src.rank, transfer.dst.rank))  # not all begin with 0
+        targets = [Target("memory", transfer.dst.rank, transfer.to) for transfer in to]
+        if len(stage.operands) > 1:
+            block.reduce(stage.operands, stage.stored, stage.aside, targets)
+        elif len(targets) == 1 and stage.output is None:
+            puts[stage.memory[0]].append((stage.memory, targets[0]))
+        elif targets or stage.output is not None:
+            block.reduce([stage.memory], stage.stored, stage.stored, targets)
+    for moves in puts.values():
+        block.put(moves)
+    block.signal([transfer.src_end for transfer in near])
+    block.post([(t.src.stored, Target("port", t.dst.rank, t.to), t.src_end) for t in far])
+
+
+def _unique(ends: Iterable[LocalEnd]) -> list[LocalEnd]:
+    return list(dict.fromkeys(ends))

@@ -1,0 +1,222 @@
+"""Write a schedule as an MSCCL++ execution plan, JSON that its executor runs on NVIDIA and AMD GPUs.
+
+Input: a ``Schedule``, perhaps the topology and the size that it was planned for. Output: the text of the plan.
+
+A schedule of several pieces becomes pipelines, one per threadblock, which work at the same time (``pipelines.py``). A
+schedule of one piece needs none (``blocks.py``). With a topology, chunks are divided into parts, so that enough
+threadblocks and channels work at the same time to fill the links. All-reduces through a switch that adds use switch
+channels (``switch_reductions.py``).
+
+Source: github.com/microsoft/mscclpp, src/core/executor/execution_plan.cc and src/core/include/execution_kernel.hpp
+(the format and its meaning), execution_common.hpp (limits), python/mscclpp/language (examples of plans).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from .....errors import ArgumentError, PlanError, shown
+from .....schedule import Schedule, byte_count
+from .....topology import Topology, TopologyLike, topology_of
+from ...channels import parts_of_chunks
+from ...collective import Collective, collective, require_integers
+from ..limits import MULTIPROCESSORS, resident
+from .blocks import add_blocks
+from .channel_bounds import check_least
+from .chunk_division import divide_chunks, even_parts, is_uneven
+from .connections import GpuPlan, Hosts, check_limits
+from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
+from .switch_reductions import switch_threadblocks, uses_switches
+
+THREADS: Final = (1024, 512, 256)  # per threadblock: the more of them there are, the fewer threads each has
+FULL_THREADS: Final = 512  # that reach a channel's rate; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
+ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
+LARGEST: Final = 2**64 - 1
+PIECES: Final = 32  # the least number of pieces of long blocks
+LEAST_PIECE: Final = 1 << 18  # bytes: blocks are not cut into shorter pieces than this only to have more of them
+SHORT_PIECE: Final = 1 << 14  # the same, if the plan has one piece
+LONG_BLOCK: Final = 1 << 17  # bytes; plans with one piece and such blocks have pipelines, too
+PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
+
+
+def to_mscclpp_json(
+    schedule: Schedule,
+    topology: TopologyLike | None = None,
+    nbytes: int | str | None = None,
+    *,
+    name: str | None = None,
+    inplace: bool = True,
+    threadblocks: int | None = None,
+    threads: int | None = None,
+    min_bytes: int = 0,
+    max_bytes: int = LARGEST,
+) -> str:
+    """Return a schedule as an MSCCL++ execution plan.
+
+    Rank k is the schedule's k-th device. The buffer is divided into equal units, as small as the shares need; the
+    size of each in bytes must be a multiple of 16. The executor adds, so plans are for sums. Devices of different hosts
+    (``host0/cuda:0``, ``host1/cuda:0``) exchange data through port channels.
+
+    Args:
+      schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices, each of which must
+        have access to the memory of the others.
+      topology: where it runs; it determines into how many parts chunks are divided; ``None``: one part each.
+      nbytes: the size of the messages that ``pieces`` was chosen for; ``None``: 64 MiB. A piece keeps its bytes: longer
+        messages have more pieces.
+      name: the executor distinguishes plans by it; ``None``: made of the collective, algorithm and number of ranks.
+      inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
+      threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80 of 1024 threads
+        each, 160 of 512, or 320 of 256, since all run at the same time, also on a V100.
+      threads: the number of threads per threadblock; ``None``: 1024, or 512 or 256 if then pipelines need not share
+        threadblocks, or are of more even size.
+      min_bytes: the smallest message that the plan is for.
+      max_bytes: the largest; with pipelines at most what their 65535 iterations allow.
+    Raises:
+      PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
+        executor allows.
+      ScheduleError: ``verify`` rejects the schedule.
+      ArgumentError: another argument is invalid.
+
+    >>> from crossreduce.planning import direct
+    >>> plan = json.loads(to_mscclpp_json(direct(["cuda:0", "cuda:1"])))
+    >>> [op["name"] for op in plan["gpus"][0]["threadblocks"][0]["ops"]]
+    ['signal', 'wait', 'nop', 're', 'wait', 'nop', 'put', 'nop', 'signal']
+    """
+    wiring = None if topology is None else topology_of(topology)
+    size = PLANNED if nbytes is None else byte_count(nbytes) or PLANNED
+    require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
+    if threads is not None and threads not in range(32, 1025, 32):
+        raise ArgumentError.of("threads must be one of 32, 64, ... 1024.", shown(threads), "threads=1024")
+    most = {width: most_threadblocks(width) for width in (THREADS if threads is None else (threads,))}
+    if threadblocks is not None:
+        allowed = max(most.values())
+        if not 1 <= threadblocks <= allowed:
+            problem = f"threadblocks, the number per GPU, must be 1 to {allowed}."
+            raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={allowed}")
+        most = {width: min(count, threadblocks) for width, count in most.items()}
+    if not 0 <= min_bytes <= max_bytes <= LARGEST:
+        given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
+        raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
+    longest = LARGEST
+    if wiring is not None and uses_switches(schedule, wiring):
+        width, allowed = next(iter(most.items()))
+        gpus, inputs = switch_threadblocks(schedule, wiring, allowed, inplace=inplace)
+        kind, outputs = "allreduce", inputs
+    else:
+        width, gpus, made, longest, _ = _threadblocks(schedule, wiring, size, most, inplace=inplace)
+        kind, inputs, outputs = made.kind, made.inputs, made.outputs
+    if longest < min_bytes:
+        problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."
+        raise PlanError.of(problem, f"min_bytes={min_bytes}", "a plan for messages of about this size")
+    plan = {
+        "name": f"{kind}_{schedule.algorithm}_{len(gpus)}" if name is None else name,
+        "collective": kind,
+        "protocol": "Simple",
+        "inplace": inplace,
+        "reuse_resources": False,
+        "gpus": [gpu.content(inputs, outputs) for gpu in gpus],
+        "num_threads_per_block": width,
+        "use_double_scratch_buffer": False,
+        "buffer_alignment": ALIGNMENT,
+        "min_message_size": min_bytes,
+        "max_message_size": min(max_bytes, longest),
+    }
+    return json.dumps(plan, indent=1)
+
+
+def most_threadblocks(threads: int) -> int:
+    """Return how many threadblocks run at the same time on a GPU; each waits for some of other GPUs, so all must."""
+    return min(MULTIPROCESSORS.values()) * resident(threads)
+
+
+class _Made(NamedTuple):
+    threads: int
+    gpus: list[GpuPlan]
+    made: Collective  # in parts
+    longest: int  # bytes of a message
+    loss: tuple[bool, bool]  # whether blocks share threadblocks; whether they differ much in size
+
+
+def _threadblocks(
+    schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
+) -> _Made:
+    """Return the GPUs with their threadblocks, of as many threads as possible without a loss; see ``_Made``.
+
+    A schedule whose stages cannot run in threadblocks of their own has no pipelines.
+    """
+    made = collective(schedule)
+    check_least(schedule, made.program)
+    # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
+    longest_block = max(block.size for block in made.blocks) * nbytes / made.units
+    is_cut = schedule.pieces > 1 or (topology is not None and longest_block >= LONG_BLOCK)
+    for pipelines in (True, False) if is_cut else (False,):
+        found: _Made | None = None
+        failure: PlanError | None = None
+        for threads, allowed in most.items():
+            try:
+                tried = _assign_threadblocks(
+                    schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
+                )
+            except NotSeparableError:
+                break
+            except PlanError as error:
+                failure = error
+                continue
+            if found is None or tried.loss < found.loss:
+                found = tried
+            if found.loss == (False, False):
+                break
+        if found is not None:
+            return found
+        if failure is not None and (not pipelines or schedule.pieces > 1):
+            raise failure
+    raise AssertionError("a schedule always has threadblocks without pipelines")
+
+
+def _assign_threadblocks(
+    schedule: Schedule,
+    made: Collective,
+    topology: Topology | None,
+    nbytes: int,
+    threads: int,
+    most: int,
+    *,
+    pipelines: bool,
+    inplace: bool,
+) -> _Made:
+    """Return the GPUs with at most so many threadblocks.
+
+    Raises NotSeparableError for pipelines that cannot be, and PlanError for what exceeds a limit of the executor.
+    """
+    parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
+    if topology is not None:
+        parts = even_parts(made, parts, most, pipelines=pipelines)
+    divisions = divide_chunks(made, parts)
+    gpus = [GpuPlan(rank) for rank in range(made.ranks)]
+    longest = LARGEST
+    if pipelines:
+        unit_of = _pieces(divisions, schedule.pieces, nbytes)
+        shares = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
+        longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
+    else:
+        add_blocks(divisions, gpus, Hosts(schedule.devices), most, inplace=inplace)
+        shares = len(divisions.blocks) > most
+    check_limits(schedule, gpus, most)
+    return _Made(threads, gpus, divisions, longest, (shares, topology is not None and is_uneven(divisions)))
+
+
+def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:
+    """Return the bytes of a piece of a block, by the block's size in units.
+
+    If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the
+    planner assumes, and wait for each other less if pieces are many.
+    """
+    unit_of, least = {}, LEAST_PIECE if pieces > 1 else SHORT_PIECE
+    for size in {block.size for block in made.blocks}:
+        nbytes_of_block = size * nbytes / made.units
+        piece = min(nbytes_of_block / pieces, max(nbytes_of_block / PIECES, least))
+        unit_of[size] = max(1, math.ceil(piece / WORD)) * WORD
+    return unit_of

@@ -1,0 +1,132 @@
+"""What the proofs of exported files share: contributions to values, right results, the search for a root, and reports.
+
+Input: the values that a file leaves on symbolic memory. Output: ScheduleError with the difference from the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from ...errors import ArgumentError, ScheduleError, shown
+
+REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
+VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
+BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
+_MOST_NOTES: Final = 32  # in a report as text
+
+
+class Contributions(NamedTuple):
+    """What memory contains: the sum of some ranks' contributions to a part of the collective's buffer."""
+
+    position: int  # of the part in the full buffer; -1: different parts were combined, which cannot be undone
+    once: int  # bit r: it contains the contribution of rank r
+    twice: int = 0  # bit r: it contains the contribution of rank r more than once
+
+    def plus(self, other: Contributions) -> Contributions:
+        """Return the sum of two values."""
+        if self.position != other.position:
+            return Contributions(-1, 0)
+        return Contributions(self.position, self.once | other.once, self.twice | other.twice | (self.once & other.once))
+
+    @property
+    def lone_rank(self) -> int:
+        """The rank of the last contribution; 0: there is none."""
+        return max(0, self.once.bit_length() - 1)
+
+
+def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root: int) -> Contributions:
+    """Return what a collective must leave at an offset of a rank's output; ``part``: the size of a rank's part."""
+    everyone = (1 << ranks) - 1
+    if kind in REDUCING:
+        return Contributions(rank * part + offset if kind == "reducescatter" else offset, everyone)
+    if kind == "broadcast":
+        return Contributions(offset, 1 << root)
+    if kind == "allgather":
+        return Contributions(offset, 1 << offset // part)
+    return Contributions(rank * part + offset % part, 1 << offset // part)
+
+
+def difference(value: Contributions | None, due: Contributions, unit: str) -> str | None:
+    """Return the difference between a value and the right one in words, or ``None``; ``unit``: a part of the buffer."""
+    if value is None:
+        return "was never written"
+    if value.position == -1:
+        return "combines different parts of the buffer"
+    if value.position != due.position:
+        return f"contains {unit} {value.position} of the buffer instead of {unit} {due.position}"
+    for bits, fault in (
+        (value.twice, "has the contribution of rank {} more than once"),
+        (due.once & ~value.once, "lacks the contribution of rank {}"),
+        (value.once & ~due.once, "has the contribution of rank {}, which does not belong there"),
+    ):
+        if bits:
+            return fault.format((bits & -bits).bit_length() - 1)
+    return None
+
+
+class SymbolicRun(Protocol):
+    """A file that was run on symbolic memory; only the inputs of some ranks may have been read."""
+
+    def first_result(self, rank: int) -> Contributions | None:
+        """Return the value at the start of a rank's output."""
+
+    def fault(self, rank: int) -> str | None:
+        """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
+
+
+def prove_results(
+    name: str, kind: str, ranks: range, root: int | None, run: Callable[[range], SymbolicRun]
+) -> int | None:
+    """Raise unless the results of a file are right. Return the root of its collective; ``None``: it is found.
+
+    ``run`` runs the file; its argument: the ranks whose input may be read. A broadcast's root is the rank whose input
+    is at the start of the last rank's output, a reduce's the first one with a right result.
+    """
+    sources = ranks
+    if kind == "broadcast":
+        if root is None:
+            first = run(ranks).first_result(ranks[-1])
+            root = 0 if first is None else first.lone_rank
+        sources = range(root, root + 1)
+    done = run(sources)
+    faults = [done.fault(rank) for rank in ranks]
+    if kind == "reduce" and root is None:
+        if None not in faults:
+            raise ScheduleError(f"{name}: no rank has the complete sum at the end. {faults[0]}")
+        root = faults.index(None)
+    for fault in faults if kind != "reduce" or root is None else faults[root : root + 1]:
+        if fault is not None:
+            raise ScheduleError(fault)
+    return root
+
+
+def check_request(name: str, kind: str, ranks: int, root: int | None, what: str) -> None:
+    """Raise unless a collective can be verified, and has the root; ``what``: the kind of file, for errors."""
+    if kind not in VERIFIABLE:
+        problem = f"{name}: collectives of this kind cannot be verified."
+        raise ScheduleError.of(problem, shown(kind), f"a {what} for " + ", ".join(sorted(VERIFIABLE)))
+    if root is not None and kind not in ("reduce", "broadcast"):
+        raise ArgumentError.of(f"the {what}'s collective, {kind}, has no root.", shown(root), "root=None")
+    if root is not None and root not in range(ranks):
+        raise ArgumentError.of(f"the root must be a rank of the {what}.", shown(root), f"0 to {ranks - 1}, or None")
+
+
+def report_text(kind: str, root: int | None, mode: str, facts: Sequence[str], notes: Sequence[str]) -> str:
+    """Return a report as text: the proved collective, a line for each fact, and the first notes."""
+    rooted = "" if root is None else f" at rank {root}"
+    lines = [f"{kind}{rooted}, {mode}: right.", *(f"  {fact}" for fact in facts)]
+    lines += [f"  note: {note}" for note in notes[:_MOST_NOTES]]
+    if len(notes) > _MOST_NOTES:
+        lines.append(f"  ... and {len(notes) - _MOST_NOTES} further notes")
+    return "\n".join(lines)
+
+
+def quoted_name(name: str) -> str:
+    """Return a file's name for a message, cut to 60 characters."""
+    return f'"{cut(name, 60)}"'
+
+
+def cut(text: str, most: int = 200) -> str:
+    """Return a text, cut to a number of characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."

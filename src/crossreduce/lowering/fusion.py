@@ -1,0 +1,87 @@
+"""The fused program of a chunk, for devices that share memory: no copies, and chains of combinations in one pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ..kernels import FusedProgram
+from .instructions import ChunkProgram
+
+
+@lru_cache(maxsize=4096)
+def fuse(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
+    """Return how to compute a chunk's results for the first ``results`` destinations (``None``: all) in shared memory.
+
+    Copies are removed. Equal combinations are computed once. A combination that is read only once, as the first operand
+    of another, becomes part of that one. The order of combination does not change, and so neither do the results' bits.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import direct, hierarchical_copy
+    >>> fuse(lower(direct(["cpu:0", "cpu:1", "cpu:2"])).chunks[1])
+    FusedProgram(slots=1, folds=((0, 0, 1, 2),), results=(-1, -1, -1))
+    >>> fuse(lower(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])).chunks[0]).folds
+    ((0, 2, 3), (1, 0, 1, -1))
+    """
+    combinations, number = distinct_combinations(chunk)
+    return fold_combinations(len(chunk.sources), combinations, [number[result] for result in chunk.results[:results]])
+
+
+def distinct_combinations(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """Return the different combinations of a chunk, and for each of its values the number of an input or combination.
+
+    The inputs are numbered first, then the combinations, whose operands are such numbers. A copy has the number of the
+    original.
+    """
+    inputs = len(chunk.sources)
+    number = list(range(inputs))
+    known: dict[tuple[int, ...], int] = {}
+    for instruction in chunk.instructions:
+        operands = tuple([number[operand] for operand in instruction.operands])
+        if len(operands) == 1:
+            number.append(operands[0])
+        else:
+            number.append(known.setdefault(operands, inputs + len(known)))
+    return tuple(known), number
+
+
+def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> FusedProgram:
+    """Return the fused program whose results are the values ``wanted``, numbered as ``distinct_combinations`` does."""
+    folds = {fold: list(read) for fold, read in enumerate(combinations, start=inputs)}
+    needed = set(wanted)
+    for value in reversed(folds):
+        if value in needed:
+            needed.update(folds[value])
+    folds = {fold: read for fold, read in folds.items() if fold in needed}
+    reads = Counter([*wanted, *(operand for read in folds.values() for operand in read)])
+    joined = set()
+    for read in folds.values():
+        if read[0] in folds and reads[read[0]] == 1:
+            joined.add(read[0])
+            read[:1] = folds[read[0]]
+    return _assign_slots({fold: read for fold, read in folds.items() if fold not in joined}, wanted)
+
+
+def _assign_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedProgram:
+    """Assign a slot to each value; slots of values that are not read any more are used again."""
+    last_read = {operand: value for value, operands in folds.items() for operand in operands}
+    kept = {*results}
+    slot_of: dict[int, int] = {}
+    free: list[int] = []
+    slots = 0
+    written = []
+    for value, operands in folds.items():
+        dying = [x for x in dict.fromkeys(operands) if x in folds and last_read[x] == value and x not in kept]
+        read = [~slot_of[x] if x in folds else x for x in operands]
+        if operands[0] in dying and operands.count(operands[0]) == 1:
+            slot_of[value] = slot_of[operands[0]]
+            dying.remove(operands[0])
+        elif free:
+            slot_of[value] = free.pop()
+        else:
+            slot_of[value] = slots
+            slots += 1
+        free.extend(slot_of[x] for x in dying)
+        written.append((slot_of[value], *read))
+    return FusedProgram(slots, tuple(written), tuple([~slot_of[x] if x in folds else x for x in results]))

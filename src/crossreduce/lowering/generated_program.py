@@ -1,0 +1,285 @@
+"""``GeneratedProgram``: the program of a ``GeneratedSchedule``, stored as a few chunks and the symmetry.
+
+Its views are those of the program with all chunks, and come from the few by renumbering: the fused program of a chunk,
+and the part of one device, which takes time only for the messages of this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
+from typing import Any, overload
+
+from ..kernels import FusedProgram
+from ..schedule import GeneratedSchedule, Route
+from ..topology.symmetry import inverse
+from .device_programs import DeviceProgram, PartInChunk, device_program
+from .fusion import distinct_combinations, fold_combinations
+from .instructions import ChunkProgram, Instruction, Read, finish_instructions
+from .program import Program
+
+
+class GeneratedProgram(Program):
+    """The images of the chunks of a program under the symmetry of a schedule.
+
+    ``chunks``, ``by_round``, ``transfers`` and ``routes`` make the images when they are read.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import ring
+    >>> program = lower(ring([f"cpu:{k}" for k in range(40)]))
+    >>> len(program.base.chunks), len(program.chunks), program.fused(39).folds[0][:5]
+    (1, 40, (0, 39, 0, 1, 2))
+    """
+
+    schedule: GeneratedSchedule
+    base: Program
+
+    def __init__(self, schedule: GeneratedSchedule, base: Program) -> None:
+        self.__dict__.update(
+            schedule=schedule,
+            base=base,
+            collective=base.collective,
+            algorithm=base.algorithm,
+            devices=base.devices,
+            round_count=base.round_count,
+            pieces=base.pieces,
+        )
+
+    @cached_property
+    def chunks(self) -> Sequence[ChunkProgram]:
+        """All chunks, each made when it is read."""
+        return _Images(self)
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """All routes."""
+        return self.schedule.routes
+
+    def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
+        """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""
+        return self.schedule.through(r, chunk, src, dst)
+
+    def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
+        """Return whether the program has a transfer of the schedule: it has none that no destination needs."""
+        element, number = self.schedule.numbering[chunk]
+        return self.base.moves(r, number, *(self.schedule.symmetry.origin(element, node) for node in (src, dst)))
+
+    @cached_property
+    def shares(self) -> Sequence[Fraction]:
+        """Each chunk's fraction of the buffer."""
+        parts = [chunk.share / self.schedule.symmetry.order for chunk in self.base.chunks]
+        return [parts[chunk] for _, chunk in self.schedule.numbering]
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The sources and destinations that all chunks have; ``None``: they differ."""
+        ends = self.base.ends
+        return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
+
+    def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
+        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
+        return _fused(self, chunk, results)
+
+    def _fused(self, chunk: int, results: int | None) -> FusedProgram:
+        element, number = self.schedule.numbering[chunk]
+        return self._bases[number].fused(self._elements[element], results)
+
+    def image(self, number: int) -> ChunkProgram:
+        """Return one chunk; ``chunks`` keeps those that were read."""
+        element, chunk = self.schedule.numbering[number]
+        return self._bases[chunk].image(self._elements[element], self.shares[number])
+
+    @property
+    def alike(self) -> dict[int, int]:
+        """One device of each group whose parts are equal up to the numbers of devices, and the size of the group."""
+        count = len(self.devices)
+        return {orbit: size for orbit, size in self.schedule.symmetry.sizes.items() if orbit < count}
+
+    @cached_property
+    def _elements(self) -> list[tuple[int, ...]]:
+        return list(self.schedule.symmetry.elements())
+
+    @cached_property
+    def _bases(self) -> list[_Base]:
+        made = _SortedBase if self.schedule.in_order else _Base
+        kept = {devices: self.schedule.keeps(devices) for chunk in self.base.chunks for devices in chunk[1:3]}
+        known: dict[Any, FusedProgram] = {}
+        return [made(chunk, kept[chunk.sources], kept[chunk.destinations], known) for chunk in self.base.chunks]
+
+    def _part(self, device: int) -> DeviceProgram:
+        symmetry, events = self.schedule.symmetry, self.base._events
+        origins = list(symmetry.origins(device))
+        parts = [
+            PartInChunk(events[chunk], origins[element], partial(symmetry.image, element))
+            for element, chunk in self.schedule.numbering
+        ]
+        return device_program(self.round_count, parts, self.schedule.in_order)
+
+
+@lru_cache(maxsize=4096)
+def _fused(program: GeneratedProgram, chunk: int, results: int | None) -> FusedProgram:
+    return program._fused(chunk, results)
+
+
+class _Images(Sequence[ChunkProgram]):
+    """The chunks of a generated program, each made when it is read first."""
+
+    def __init__(self, program: GeneratedProgram) -> None:
+        self._program = program
+        self._made: dict[int, ChunkProgram] = {}
+
+    def __len__(self) -> int:
+        return self._program.schedule.chunk_count
+
+    @overload
+    def __getitem__(self, number: int) -> ChunkProgram: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[ChunkProgram]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return tuple([self[k] for k in range(*number.indices(len(self)))])
+        at = range(len(self))[number]  # raises IndexError
+        if at not in self._made:
+            self._made[at] = self._program.image(at)
+        return self._made[at]
+
+
+class _Base:
+    """A chunk of the base, whose images have its instructions in the same order.
+
+    Args:
+      chunk: of the base.
+      keeps_sources: whether the images have the same sources, in the same order; else these are moved, too.
+      keeps_destinations: the same for the destinations.
+      known: the results of ``fold_combinations`` by its arguments, shared by all chunks of the base.
+    """
+
+    def __init__(
+        self, chunk: ChunkProgram, keeps_sources: bool, keeps_destinations: bool, known: dict[Any, FusedProgram]
+    ) -> None:
+        self.chunk, self.inputs = chunk, len(chunk.sources)
+        self._source_at = {source: k for k, source in enumerate(chunk.sources)} if keeps_sources else None
+        self._result_at = {dst: k for k, dst in enumerate(chunk.destinations)} if keeps_destinations else None
+        self._folded = known
+
+    @cached_property
+    def _combined(self) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+        combinations, number = distinct_combinations(self.chunk)
+        return combinations, [number[result] for result in self.chunk.results]
+
+    def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
+        """Return the fused program of the image: that of the chunk, with other numbers of the inputs."""
+        combinations, values = self._combined
+        wanted = self._by_destination(moves, values)[:results]
+        distinct = tuple(sorted({*wanted}))
+        program = self._shared(combinations, distinct)
+        image = [*self._positions(moves), *range(-program.slots, 0)]  # slots keep their numbers
+        folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in program.folds])
+        operand = {value: image[result] for value, result in zip(distinct, program.results, strict=True)}
+        same = len(distinct) == 1
+        operands = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
+        return FusedProgram(program.slots, folds, operands)
+
+    def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
+        """Return what ``fold_combinations`` returns; it is computed once for all chunks with the same combinations."""
+        key = self.inputs, combinations, wanted
+        if key not in self._folded:
+            self._folded[key] = fold_combinations(*key)
+        return self._folded[key]
+
+    def image(self, moves: Sequence[int], share: Fraction) -> ChunkProgram:
+        """Return the image of the chunk."""
+        _, sources, destinations, _, results = self.chunk
+        if self._source_at is None:
+            sources = tuple([moves[k] for k in sources])
+        number = self._numbers(moves)
+        image_results = tuple(self._by_destination(moves, [number[result] for result in results]))
+        if self._result_at is None:
+            destinations = tuple([moves[k] for k in destinations])
+        return ChunkProgram(share, sources, destinations, self._instructions(moves, number), image_results)
+
+    def _numbers(self, moves: Sequence[int]) -> list[int]:
+        """Return for each value of the chunk its number in an image."""
+        return [*self._positions(moves), *range(self.inputs, self.inputs + len(self.chunk.instructions))]
+
+    def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
+        """Return the instructions of an image whose values have these numbers."""
+        instructions = []
+        for device, operands, r, final, last_uses, donated in self.chunk.instructions:
+            read, last = tuple([number[k] for k in operands]), tuple([number[k] for k in last_uses])
+            instructions.append(Instruction(moves[device], read, r, final, last, donated))
+        return tuple(instructions)
+
+    def _positions(self, moves: Sequence[int]) -> list[int]:
+        """Return for each input its number in an image."""
+        at = self._source_at
+        return list(range(self.inputs)) if at is None else [at[moves[source]] for source in self.chunk.sources]
+
+    def _by_destination(self, moves: Sequence[int], values: list[int]) -> list[int]:
+        """Return values, one for each destination, in the order of the image's destinations."""
+        if self._result_at is None:
+            return values
+        found = list(values)
+        for dst, value in zip(self.chunk.destinations, values, strict=True):
+            found[self._result_at[moves[dst]]] = value
+        return found
+
+
+# A combination of a chunk: the device that makes it; its value; for each operand the device from which it is read; and
+# its operands, as inputs and combinations: a copy has the number of the original.
+_Made = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+class _SortedBase(_Base):
+    """A chunk of the base; the instructions of a round, and the operands of each, are sorted by devices in its images.
+
+    Here an image can have other combinations than the chunk, in another order. They differ in few images, so fused
+    programs are made once for all images with the same combinations.
+    """
+
+    @cached_property
+    def _rounds(self) -> tuple[list[list[_Made]], list[int]]:
+        """The combinations of each round; and each result, as an input or a combination."""
+        origin, places = list(range(self.inputs)), self.chunk.devices
+        rounds: dict[int, list[_Made]] = {}
+        for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
+            if len(operands) == 1:
+                origin.append(origin[operands[0]])
+            else:
+                origin.append(value)
+                read = tuple([origin[operand] for operand in operands])
+                made = device, value, tuple([places[operand] for operand in operands]), read
+                rounds.setdefault(r, []).append(made)
+        return list(rounds.values()), [origin[result] for result in self.chunk.results]
+
+    def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
+        rounds, values = self._rounds
+        number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]
+        known: dict[tuple[int, ...], int] = {}
+        for combinations in rounds:
+            devices = [moves[made[0]] for made in combinations]
+            for k in sorted(range(len(devices)), key=devices.__getitem__):
+                _, value, holders, read = combinations[k]
+                if len(read) == 2:
+                    a, b = read if moves[holders[0]] < moves[holders[1]] else read[::-1]
+                    operands: tuple[int, ...] = (number[a], number[b])
+                else:
+                    at = sorted(zip([moves[holder] for holder in holders], read, strict=True))
+                    operands = tuple([number[operand] for _, operand in at])
+                number[value] = known.setdefault(operands, self.inputs + len(known))
+        wanted = tuple([number[value] for value in self._by_destination(moves, values)[:results]])
+        return self._shared(tuple(known), wanted)
+
+    def _numbers(self, moves: Sequence[int]) -> list[int]:
+        instructions = self.chunk.instructions
+        order = sorted(range(len(instructions)), key=lambda k: (instructions[k].round, moves[instructions[k].device]))
+        return [*self._positions(moves), *[self.inputs + k for k in inverse(order)]]
+
+    def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
+        places = self.chunk.devices
+        read: list[Read] = [(0, 0, ())] * len(self.chunk.instructions)
+        for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
+            in_order = sorted(operands, key=lambda operand: moves[places[operand]])
+            read[number[value] - self.inputs] = r, moves[device], tuple([number[operand] for operand in in_order])
+        return finish_instructions(self.inputs, read, [number[result] for result in self.chunk.results])

@@ -1,0 +1,191 @@
+"""How the ranks of ``crossreduce.processes`` find each other: the launcher's variables, and the store of rank 0.
+
+Input: arguments of ``join``, and the environment. Output: a store at which all ranks have met.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from hashlib import blake2b
+from operator import index
+from typing import Any, Final
+
+from .. import kernels
+from ..errors import ArgumentError, CollectiveTimeout, MismatchError, ReductionError, encoded, message, shown
+from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_errors
+from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
+from ..ranks.transports.tcp import loopback
+
+_ANSWER_S: Final = 1.0  # how long rank 0 may take to answer at least, even if the timeout is shorter
+_PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
+_REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
+_LATE_S: Final = 5.0  # how long rank 0 waits for the others to read why they cannot meet
+_MOST: Final = 1 << 16  # ranks
+_OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did not prove that they know it"
+
+
+def meet(
+    rank: int | None, size: int | None, address: str | None, key: str | None, timeout_s: float
+) -> tuple[StoreClient, int, int, str]:
+    """Return the store at which all ranks have met, this rank, their number, and where all ranks listen.
+
+    For arguments and errors see ``join``.
+    """
+    own, count = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
+    if not 0 <= own < count <= _MOST:
+        problem = f"the rank must be at least 0 and less than the size, which is at most {_MOST}."
+        raise ArgumentError.of(problem, f"rank {own}, size {count}")
+    secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
+    host, port, listen_at = meeting_place(address, count)
+    kernels.native()  # it loads a file, and programs that connect from now on may have this process open many
+    store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)
+    try:
+        _meet(store, own, count, timeout_s)
+    except CollectiveTimeout as error:
+        store.close()
+        if own == 0 and store.refused:
+            raise CollectiveTimeout(f"{error}; {_OTHER_KEY.format(store.refused)}", error.ranks) from None
+        raise
+    except BaseException:
+        store.close()
+        raise
+    store.limit_s = LIMIT_S
+    return store, own, count, listen_at
+
+
+def _number(given: Any, what: str, variable: str) -> int:
+    """Return a number that the caller or the environment gave."""
+    value: Any = os.environ.get(variable) if given is None else given
+    if isinstance(value, bool):
+        raise ArgumentError.of(f"{what} must be an integer.", shown(value))
+    remedy = f"{what}=..., or a launcher that sets {variable}, such as torchrun"
+    if value is None:
+        raise ArgumentError.of(f"{what} was not given, and {variable} is not set.", f"{what}=None", remedy)
+    try:
+        return int(value) if given is None else index(value)
+    except (TypeError, ValueError):
+        where = variable if given is None else what
+        raise ArgumentError.of(f"{where} must be an integer.", shown(value), remedy) from None
+
+
+def _place(address: Any) -> tuple[str, int]:
+    """Return the host and the port at which rank 0 listens."""
+    given, further = address, 0
+    if address is None:
+        host, port = (os.environ.get(variable) for variable in ("MASTER_ADDR", "MASTER_PORT"))
+        if host is None or port is None:
+            problem = "address was not given, and MASTER_ADDR and MASTER_PORT are not both set."
+            raise ArgumentError.of(problem, f"MASTER_ADDR={host}, MASTER_PORT={port}", 'address="HOST:PORT"')
+        given = f"{host}:{port}"
+        further = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens at MASTER_PORT itself
+    host, _, port = given.rpartition(":") if isinstance(given, str) else ("", "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if not _is_host(host) or not port.isascii() or not port.isdigit() or not 0 < int(port) + further < 1 << 16:
+        raise ArgumentError.of("this is not an address.", shown(given), '"HOST:PORT", such as "node0:29500"')
+    return host, int(port) + further
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text can be a host's name or address."""
+    try:
+        return bool(text.encode("idna")) and text.isprintable() and " " not in text
+    except UnicodeError:  # an empty or too long part
+        return False
+
+
+def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
+    """Return the host and the port at which rank 0 listens, and the address at which all ranks do; empty: at all."""
+    if size > 1:
+        host, port = _place(address)
+        return host, port, loopback(host)
+    host = "localhost"
+    with suppress(ArgumentError):  # a rank alone meets nobody, but processes of other hosts may join it later
+        host, _ = _place(address)
+    return "localhost", 0, loopback(host)
+
+
+def _digest(key: Any) -> bytes:
+    """Return the key of the store for a secret text."""
+    if not isinstance(key, str):
+        raise ArgumentError.of("key must be a text.", type(key).__name__, "the same secret text on all ranks")
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"crossreduce key").digest()
+
+
+def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
+    """Serve the store of a group."""
+    try:
+        return StoreClient(key, port=port, serve_at=loopback(host), ranks=size)
+    except OSError as error:
+        remedy = "another port, or end the program that listens there"
+        raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error
+
+
+def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
+    """Connect to the store that rank 0 serves, once it does so."""
+    began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
+    while True:
+        store: StoreClient | None = None
+        try:
+            store = StoreClient(key, host, port)
+            store.limit_s = min(LIMIT_S, max(_ANSWER_S, began + timeout_s - time.monotonic()))
+            store.num_keys()
+        except (OSError, RuntimeError) as error:
+            now, failure = time.monotonic(), error
+            if store is not None:
+                store.close()
+        else:
+            store.limit_s = LIMIT_S
+            return store
+        if isinstance(failure, OSError) or "Timeout" in str(failure):  # rank 0 does not listen yet, or was stopped
+            if now > began + timeout_s:
+                if isinstance(failure, OSError):
+                    problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
+                    remedy = "start all ranks; the address of rank 0's host; a longer timeout; read the last output of "
+                    remedy += "rank 0; join_invited, if the other ranks have continued without a rank that is restarted"
+                else:
+                    problem = f"what listens at {host}:{port} did not answer rank {rank} within {timeout_s:g} s."
+                    remedy = "a port at which no other program listens; or rank 0 is stopped; a longer timeout"
+                raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
+        else:
+            refused_at = refused_at or now
+            if now > refused_at + min(_REFUSED_S, timeout_s):
+                problem = f"what listens at {host}:{port} does not accept rank {rank}."
+                remedy = "the same key on all ranks; a port at which no other program listens"
+                raise ArgumentError.of(problem, str(failure), remedy)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+
+
+def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
+    """Wait for all ranks, each of which is there once, with the same size.
+
+    A process that comes after all ranks have met can no longer end their group. If they cannot meet, rank 0 keeps the
+    store for some seconds, so that ranks that come later get the reason, too.
+    """
+    rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
+    if rank == 0:
+        rendezvous.read_s = _LATE_S
+    with lost_store_errors("rank 0, which runs it,", [0]):
+        own, names = secrets.token_hex(8).encode(), StorePart(store, "rank/")
+        first = names.compare_set("size", b"", f"{size} {rank}".encode()).decode()
+        is_first = names.compare_set(str(rank), b"", own) == own
+    error: ReductionError | None = None
+    if (other := first.split())[0] != str(size):
+        problem = f"the size is {size} on rank {rank} and {other[0]} on rank {other[1]}."
+        error = MismatchError.of(problem, remedy="the same size, or WORLD_SIZE, on all ranks")
+    elif not is_first:
+        problem = f"two processes have joined as rank {rank}."
+        error = ArgumentError.of(
+            problem, remedy="a number of its own for each rank; an address of its own for each job"
+        )
+    if error is not None:
+        if rendezvous.publish_abort(encoded(error)) == MET:
+            remedy = "join_invited, which a process calls that is restarted; an address of its own for each job"
+            raise type(error).of(problem, "the group at this address is complete", remedy)
+        with suppress(ReductionError):  # it waits until others have read the error
+            rendezvous.all_gather(b"")
+        raise error
+    rendezvous.meet()

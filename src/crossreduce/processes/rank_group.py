@@ -1,0 +1,231 @@
+"""``RankGroup``: ranks that reduce NumPy arrays, and that can go on when some of them die.
+
+Input: a store at which the ranks meet. Output: a ``RankGroup``; or one of the ranks that are left, or with new ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from ..errors import ContextError
+from ..ranks.communicator import Communicator
+from ..ranks.connections.peers import Hosts
+from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, StoreRendezvous
+from ..ranks.connections.store import StoreClient, StorePart
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
+from ..ranks.survival.survivors import SHRINK_S, Reformed
+from ..ranks.transports.base import Transport
+from ..ranks.transports.tcp import TcpTransport
+from ..reduction.validation import seconds
+from .array_group import ArrayGroup
+
+Result = TypeVar("Result")
+
+
+class RankGroup(ArrayGroup):
+    """The processes that joined. All make the same calls in the same order; each returns with this rank's result.
+
+    Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
+    Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
+    earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
+    in a process that ``join_invited`` has let in; else ``None``.
+
+    If a rank dies, calls of the others raise a ``PeerLostError``, and they go on with ``shrink`` or ``committed``. One
+    thread at a time calls ``agree``, ``shrink``, ``committed`` or ``grow``; a second one gets a ``ContextError``.
+    """
+
+    def __init__(self, communicator: Communicator, store: StoreClient) -> None:
+        """Users call ``join`` instead."""
+        super().__init__(communicator)
+        self.reformed: Reformed | None = None
+        self._store, self._agreeing = store, threading.Lock()
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
+        super().close()
+        self._store.close()
+
+    def agree(self, flag: bool, timeout_s: float | None = None) -> bool:
+        """Return whether ``flag`` is true on all ranks: the same answer on all that survive this call.
+
+        All ranks call it together, also after a call of the group has failed. Ranks that have died do not count.
+
+        Args:
+          flag: what this rank brings.
+          timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from
+            a call that timed out.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
+        """
+        limit_s = None if timeout_s is None else seconds(timeout_s)
+        with self._alone():
+            return survivors.agree(self.communicator, bool(flag), limit_s)
+
+    def shrink(self, timeout_s: float = SHRINK_S) -> RankGroup:
+        """Form a group of the ranks that are left, after a ``PeerLostError`` or ``CollectiveTimeout``; close this one.
+
+        All ranks that are left call it; a call of this group that another rank is in fails as soon as one rank calls
+        this. The new group has ranks 0, 1, ... in the order of the earlier ones. What a lost rank had not sent is gone:
+        repeat the step that failed.
+
+        Args:
+          timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
+            excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended
+            are not waited for.
+        Returns:
+          The new group, with ``reformed``.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ContextError: this group is closed, or another thread is in ``agree``, ``shrink`` or ``grow``.
+          ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks
+            more than half, or half with the lowest one, unless all others have ended.
+        """
+        limit_s = seconds(timeout_s)
+        with self._alone():
+            made, reformed = survivors.shrink(self.communicator, self._forming(limit_s, grows=False), limit_s)
+            return self._followed_by(made, reformed)
+
+    def committed(
+        self,
+        step: Callable[[RankGroup], Result],
+        changed: Callable[[RankGroup], None] = lambda _: None,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[RankGroup, Result]:
+        """Run a step until it has succeeded on all ranks that are left; return their group, and its result.
+
+        If ranks are lost, the others shrink the group and repeat the step in the new one. So ``step`` changes nothing
+        that a repetition needs; what follows this call is done by all ranks or by none::
+
+            group, gradient = group.committed(lambda group: group.all_reduce(gradient_of(weights, group.rank)))
+            weights -= 0.1 * gradient
+
+        Args:
+          step: called with the group, on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are
+            lost.
+          changed: called with the new group before the step is repeated, to divide the work anew. If ranks are lost in
+            it, the others shrink the group and call it again.
+          timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the
+            group, or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose
+            step has succeeded always waits as ``agree`` does by default.
+        Returns:
+          The group in which the step has succeeded, which is this one unless ranks were lost, and what ``step``
+          returned there.
+        Raises:
+          ArgumentError, ExcludedError: as for ``shrink``.
+          MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
+          Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others
+            continue without it.
+        """
+        limit_s, groups = None if timeout_s is None else seconds(timeout_s), [self]
+        shrink_s = self.communicator.timeout_s + SHRINK_S if limit_s is None else limit_s
+
+        def shrink() -> Reformed:
+            groups.append(groups[-1].shrink(shrink_s))
+            assert groups[-1].reformed is not None
+            return groups[-1].reformed
+
+        result = survivors.committed(
+            lambda: step(groups[-1]),
+            lambda: changed(groups[-1]),
+            lambda done, wait_s: groups[-1].agree(done, wait_s),
+            shrink,
+            lambda error: groups[-1].communicator.give_up(error),
+            lambda error: groups[-1]._leave(error),
+            limit_s,
+        )
+        return groups[-1], result
+
+    def grow(self, timeout_s: float = SHRINK_S) -> RankGroup | None:
+        """Let the processes in that have called ``join_invited``; all ranks call it together.
+
+        The new group has the ranks of this one first, in their order, and then the new ones; this one is closed. The
+        new ranks have no state yet: if this returns a group, broadcast it from rank 0, on all ranks by the same call.
+
+        Args:
+          timeout_s: as for ``shrink``.
+        Returns:
+          The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group stays as it is. If
+          a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
+        Raises:
+          ArgumentError: ``timeout_s`` is not a number.
+          ContextError: this group is closed.
+          ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+          PeerLostError: other ranks call ``shrink``.
+          ReductionError: the new group could not be formed.
+        """
+        limit_s = seconds(timeout_s)
+        with self._alone():
+            made, reformed = survivors.grow(self.communicator, self._forming(limit_s, grows=True), limit_s)
+            return None if made is None else self._followed_by(made, reformed)
+
+    def invitation(self) -> str:
+        """Return a text with which a new process can ``join_invited`` this group, by any channel that keeps it secret.
+
+        It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+        processes is in it. If the group met at "localhost", only processes of this host can join.
+
+        Raises:
+          ContextError: this group is closed, or belongs to another process.
+        """
+        return joiner.invitation(self.communicator, KIND.name)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise a ``ContextError`` if another thread is in ``agree``, ``shrink`` or ``grow``."""
+        if not self._agreeing.acquire(blocking=False):
+            problem = f'another thread is in agree, shrink or grow of group "{self.communicator.name}".'
+            raise ContextError.of(problem, threading.current_thread().name, "call them in one thread")
+        try:
+            yield
+        finally:
+            self._agreeing.release()
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave the group if an error of a step requires it."""
+        if survivors.must_leave(self.communicator, error):
+            self.communicator.abort()
+
+    def _forming(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
+        group = self.communicator
+        settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
+        return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
+
+    def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
+        """Close this group, whose ranks go on in a new one, and return that."""
+        made.reformed = reformed
+        self.communicator.succeed(made.communicator.token)
+        self.close()
+        return made
+
+
+def make_group(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
+    """Return a group whose ranks meet at a store, which this closes if they cannot."""
+
+    def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
+        part = StorePart(store, "tcp/")
+        places = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
+        return TcpTransport(*places.connect(hosts))
+
+    name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
+    try:
+        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=origin.watch)
+        communicator = Communicator(
+            rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
+        )
+    except BaseException:
+        store.close()
+        raise
+    rendezvous.watch = store.watch = NEW.watch  # that of ``origin`` refers to the earlier group
+    return RankGroup(communicator, store)
+
+
+KIND: Final[GroupKind[RankGroup]] = GroupKind("NumPy ranks", StoreClient, make_group)

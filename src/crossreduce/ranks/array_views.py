@@ -1,0 +1,58 @@
+"""``ArrayView``: an array of a call, as the collectives of ranks see it, and the text that describes a call.
+
+Input: arrays of NumPy or a framework. Output: addresses and sizes. The memory is the caller's.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ..errors import ArgumentError, MismatchError
+from .intra_host.shared_memory import MAX_TEXT_BYTES
+
+
+class ArrayView(NamedTuple):
+    """An array in C order: its address, its number of elements and the name of their dtype.
+
+    ``shape`` is a part of the call's description: a call fails if it is not the same on all ranks.
+    """
+
+    address: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def require_alike(first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
+    """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays (``None``: any)."""
+    if count is not None and len(others) != count:
+        raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
+    assert first is not None, "a group has at least one rank"
+    for other in others:
+        if (other.size, other.dtype) != (first.size, first.dtype):
+            given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
+            raise MismatchError.of("inputs and results must have the same dtype and size.", given)
+
+
+def encoded_text(text: str) -> bytes:
+    """Return a call's description as at most ``MAX_TEXT_BYTES`` bytes; a hash replaces the end of a longer one."""
+    encoded = text.encode()
+    if len(encoded) <= MAX_TEXT_BYTES:
+        return encoded
+    start = encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()
+    return start + b"... " + blake2b(encoded, digest_size=8).hexdigest().encode()
+
+
+def require_root(rank: int, size: int, root: int, has_all: bool | None = None) -> None:
+    """Raise ``ArgumentError`` unless the root is one of the ``size`` ranks of the group.
+
+    ``has_all``: whether this rank passed all parts, or the result, as only the root must; ``None``: not checked.
+    """
+    if not 0 <= root < size:
+        problem = "the root is not a rank of the group."
+        raise ArgumentError.of(problem, str(root), f"0 to {size - 1}")
+    if has_all is not None and has_all != (rank == root):
+        who, given = ("only the root may", "passed") if has_all else ("the root must", "did not pass")
+        problem = f"{who} pass the result of a reduce, the results of a gather, the sources of a scatter."
+        raise ArgumentError.of(problem, f"rank {rank} {given} it; the root is rank {root}")

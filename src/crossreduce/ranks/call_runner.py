@@ -1,0 +1,180 @@
+"""``CallRunner``: runs the calls of one rank, one after the other, by the engine of its group.
+
+Input: a call's key, and a function that compiles it. Output: an executed call, or the same error on every rank. A call
+that fails, or that an exception ends in the middle, aborts the group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError, ReductionError
+from ..observe.diagnostics import CallSignature, mismatch_text, planned_text
+from .connections.peers import Membership
+from .failures.abort import GroupAbort, copy_error
+from .failures.failure_detector import FailureDetector
+from .failures.peer_errors import InnerFailure, PeerError
+from .failures.stage_runner import StageRunner
+from .inter_host.multi_host import MultiHostEngine
+from .inter_host.one_host import ExecutableCache, OneHostEngine, RankExecutable
+from .intra_host.shared_memory import GroupAborted, RankMemory
+from .transports.base import Rendezvous
+
+
+class CallRunner:
+    """Runs calls. ``lock`` is held during each. ``closed``: whether all further calls raise a ``ContextError``."""
+
+    def __init__(
+        self,
+        members: Membership,
+        memory: RankMemory,
+        rendezvous: Rendezvous,
+        engine: OneHostEngine | MultiHostEngine,
+        detector: FailureDetector,
+        abort: GroupAbort,
+    ) -> None:
+        self.lock, self.closed = threading.Lock(), False
+        self.executables = ExecutableCache()
+        self._members, self._memory, self._rendezvous = members, memory, rendezvous
+        self._engine, self._detector, self._abort = engine, detector, abort
+        self._stages = StageRunner(memory, detector)
+        self._caller: int | None = None  # the thread that is in a call in Python; see ``is_calling``
+        self._pid = os.getpid()
+
+    def run(
+        self,
+        key: Any,
+        compiled: Callable[[], RankExecutable],
+        addresses: tuple[int, ...],
+        inner: Callable[[], None] | None,
+        release: Callable[[], None],
+    ) -> None:
+        """Run a call.
+
+        Args:
+          key: describes the call.
+          compiled: returns the executable, if ``key`` is not cached.
+          addresses: the caller's buffers.
+          inner: see the engines.
+          release: called at the end, with the lock, if a signal handler has closed the group meanwhile.
+        """
+        thread = threading.get_ident()
+        self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
+        with self.lock:
+            self._caller = thread
+            try:
+                self._require_intact()
+                executable = self.executables.get(key) or self.executables.add(key, compiled())
+                timeout_s = self._detector.timeout_s
+                self._finish(lambda: self._engine.run(executable, addresses, self._stages, timeout_s, inner))
+            finally:
+                self._caller = None
+                if self.closed:
+                    release()
+
+    def resume(self, executable: RankExecutable, outcome: int) -> None:
+        """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""
+        self._finish(lambda: self._stages.complete(outcome, executable.stages))
+
+    def abandon(self) -> None:
+        """Abort the group because an exception has ended a call in the middle."""
+        self._abort.publish(self._detector.lost([self._members.rank], "was interrupted"))
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort the group if the enclosed inter-host communication fails."""
+        try:
+            yield
+        except ReductionError:  # raised by a call of this group, which has aborted it if necessary
+            raise
+        except (ConnectionError, TimeoutError) as error:
+            self._abort.publish(
+                self._detector.roll_call(error)
+                if isinstance(error, PeerError)
+                else self._detector.remote_failure(error)
+            )
+            self._abort.raise_cause()
+        except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
+            self.abandon()
+            raise
+
+    def close(self) -> bool:
+        """Refuse further calls; return whether this thread is in one, which a signal handler has interrupted."""
+        self.closed = True
+        return self._is_calling(threading.get_ident())
+
+    def is_usable(self) -> bool:
+        """Return whether the group is open and belongs to this process."""
+        return not self.closed and os.getpid() == self._pid
+
+    def require_usable(self) -> None:
+        """Raise a ``ContextError`` if this thread may make no call now: see ``Communicator``."""
+        self._require_usable(threading.get_ident())
+
+    def _is_calling(self, thread: int) -> bool:
+        """Return whether this thread is in a call, in Python or in compiled code."""
+        return thread in (self._caller, self._memory.native.caller())
+
+    def _require_usable(self, thread: int) -> None:
+        name = self._members.name
+        if os.getpid() != self._pid:
+            problem = f'group "{name}" belongs to process {self._pid}, from which this process was forked.'
+            raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
+        if self._is_calling(thread):
+            problem = f'this thread is already in a call of group "{name}".'
+            raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
+        self._require_open()  # before ``run`` takes the lock: a handler during close() would wait for it forever
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ContextError.of(f'group "{self._members.name}" is closed.', remedy="make a new group")
+
+    def _require_intact(self) -> None:
+        """Raise if the group is closed or broken; if an interrupted call did not abort it, abort it and raise."""
+        self._require_open()
+        if self._abort.error is not None:
+            raise copy_error(self._abort.error)
+        if self._memory.running or self._engine.has_unfinished_exchange:  # it was not aborted: Ctrl-C came twice
+            self.abandon()
+            self._abort.raise_cause()
+
+    def _finish(self, run: Callable[[], bool]) -> None:
+        """Run a call. ``run`` returns whether all ranks made the same call."""
+        failed = False
+        calls: dict[int, CallSignature] = {}
+        try:
+            if not run():
+                calls = self._calls_of_all()
+        except GroupAborted:  # another rank has recorded the reason
+            failed = True
+        except (InnerFailure, PeerError, ReductionError) as error:
+            self._abort.publish(error if isinstance(error, ReductionError) else self._detector.roll_call(error))
+            if error.__cause__ is not None or not isinstance(error, (CollectiveTimeout, PeerLostError)):
+                self._abort.raise_cause()
+            failed = True
+        except BaseException:  # Ctrl-C, or what a signal handler raised
+            if self._memory.running or isinstance(self._engine, MultiHostEngine):
+                self.abandon()
+            raise
+        if failed:  # outside of the handlers, since the traceback would begin with the same facts, or with none
+            self._abort.raise_cause()
+        if calls:
+            named = {self._members.global_ranks[rank]: call for rank, call in calls.items()}
+            raise MismatchError(mismatch_text(named, self._members.name))
+
+    def _calls_of_all(self) -> dict[int, CallSignature]:
+        """Return the current call of every rank of the group."""
+        if isinstance(self._engine, MultiHostEngine):
+            own = [*self._detector.current_call(), self._engine.digest.hex()]
+            calls = [json.loads(call) for call in self._rendezvous.all_gather(json.dumps(own).encode())]
+            if len({(number, text) for number, text, _ in calls}) == 1:  # they differ in their plans
+                calls = [[number, planned_text(text, bytes.fromhex(plan)), plan] for number, text, plan in calls]
+            return {rank: CallSignature(number, text) for rank, (number, text, _) in enumerate(calls)}
+        number = self._memory.number
+        recorded = {rank: {op[0]: op[1] for op in self._memory.ops(rank)} for rank in self._members.host}
+        return {rank: CallSignature(number, texts.get(number, "?")) for rank, texts in recorded.items()}

@@ -1,0 +1,183 @@
+"""``RepeatedRequest``: a request to other hosts, which is repeated until a rank of each host answers.
+
+Input: the processes that may answer for each host, and the request. Output: the latest answer of each host, and which
+hosts are silent. An answer counts whenever it comes, so neither a long round trip nor a lost packet makes a host
+silent, and a silent host delays no answer of others. Nor does a lost link make a host silent: one that does not answer
+soon is also asked through processes of third hosts. The caller's thread sends the requests when it calls ``read``; each
+of them waits for its answer in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import start_new_thread
+from collections.abc import Mapping, Sequence
+from queue import Empty, Queue
+from typing import Final
+
+from . import peer_requests
+from .peer_requests import Ended, Json, Peer
+
+SILENT_S: Final = 2.0  # how long a host that does not answer is waited for
+_AT_ONCE: Final = 4  # processes of a host that are asked at the same time
+_STAGGER_S: Final = 0.1  # from asking some processes of a host to asking the next ones
+_REPEAT_S: Final = 0.5  # from asking the last ones to asking again; lost packets are sent again after up to 1 s
+_RETRY_S: Final = 0.02  # the same if all of them have replied, but none of them has answered
+_RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked through other hosts, too
+
+
+class _Host:
+    """The question that one host is asked now, or was asked last."""
+
+    def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
+        self.number, self.asked_at, self.began, self.is_open = number, now, now, True
+        self.waiting = [*processes]  # that have not been asked yet
+        self.living = [*processes]
+        self.missing = 0  # requests without a reply
+        self.due, self.again = now, False  # when to ask next; whether all processes were asked already
+        self.relay_due, self.relayed = now + _RELAY_S, 0  # when to ask through relays next; how many were asked
+
+
+class RepeatedRequest:
+    """A request to several hosts. One thread at a time uses this.
+
+    ``found``: the latest answer of each host that has answered; ``None``: all its processes have ended.
+
+    Args:
+      processes: those that may answer for each host.
+      token: of their group.
+      again_s: how long after its answer a host is asked again; ``None``: never.
+      relays: for each host processes of other hosts, through which it may be reached.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, Sequence[Peer]],
+        token: str,
+        request: dict[str, Json],
+        again_s: float | None = None,
+        relays: Mapping[int, Sequence[Peer]] | None = None,
+    ) -> None:
+        self._relays = relays or {}
+        self._processes, self._token, self._request, self._again_s = processes, token, request, again_s
+        # The ``get`` of a SimpleQueue may exceed its timeout without end: CPython 3.11 takes a negative rest for none.
+        self._replies = Queue[tuple[int, int, Peer, Peer | None, dict[str, Json] | None, float]]()
+        self._read_at = now = time.monotonic()
+        self._hosts = {host: _Host(each, 0, now) for host, each in processes.items()}
+        self.found: dict[int, dict[str, Json] | None] = {}
+        self.answered_at = dict.fromkeys(processes, now)  # at first the beginning
+
+    def read(self, wait_s: float = 0.0) -> list[int]:
+        """Ask the hosts that are to be asked now; return those that have answered since the last call.
+
+        ``wait_s``: how long the first answer is waited for.
+        """
+        now = time.monotonic()
+        if now > self._read_at + SILENT_S:  # this process was stopped, or did something else: it has not asked again
+            for host in self._hosts.values():
+                host.began = now
+        found: list[int] = []
+        until = now + wait_s
+        while True:
+            self._ask(now)
+            try:
+                left_s = 0.0 if found else until - now
+                reply = self._replies.get(timeout=left_s) if left_s > 0 else self._replies.get_nowait()
+            except Empty:
+                break
+            if self._note(*reply):
+                found.append(reply[0])
+            now = time.monotonic()
+        self._read_at = time.monotonic()
+        return found
+
+    def is_silent(self, host: int) -> bool:
+        """Return whether a host has not answered the latest question, although it was waited for long enough."""
+        asked = self._hosts[host]
+        return asked.is_open and time.monotonic() >= asked.began + SILENT_S
+
+    def is_due(self, host: int) -> bool:
+        """Return whether the answer of a host to the latest question may still come in the time that one may take."""
+        asked = self._hosts[host]
+        return asked.is_open and time.monotonic() < asked.began + peer_requests.ANSWER_S
+
+    def is_current(self, host: int) -> bool:
+        """Return whether a host has answered within the time that an answer may take."""
+        return host in self.found and time.monotonic() < self.answered_at[host] + peer_requests.ANSWER_S
+
+    def _ask(self, now: float) -> None:
+        """Send the requests that are due."""
+        for host, asked in self._hosts.items():
+            if not asked.is_open:
+                if self._again_s is None or self.found[host] is None or now < self.answered_at[host] + self._again_s:
+                    continue
+                asked = self._hosts[host] = _Host(self._processes[host], asked.number + 1, now)
+            if now >= asked.relay_due:
+                self._ask_through_relays(host, asked, now)
+            if now < asked.due:
+                continue
+            asked.waiting = asked.waiting or [*asked.living]
+            count = _AT_ONCE if asked.waiting[0].relay is None else 1  # a relay has other things to do
+            some, asked.waiting = asked.waiting[:count], asked.waiting[count:]
+            asked.again |= not asked.waiting
+            asked.due = now + (_REPEAT_S if asked.again else _STAGGER_S)
+            for process in some:
+                relay = process.relay if process.relay in self._relays.get(host, ()) else None
+                if relay is not None:
+                    start_new_thread(self._reply, (host, asked.number, process, relay, now))
+                if relay is None or now >= process.tried_until:  # a link that works again is noticed
+                    process.tried_until = now + SILENT_S
+                    asked.missing += 1
+                    start_new_thread(self._reply, (host, asked.number, process, None, now))
+
+    def _ask_through_relays(self, host: int, asked: _Host, now: float) -> None:
+        """Ask processes of a host that does not answer through some relays."""
+        if not self._replies.empty():  # this process was delayed: the host may have replied
+            return
+        asked.relay_due = now + _REPEAT_S
+        reached = [relay for relay in self._relays.get(host, ()) if relay.known]
+        relays, living = sorted(reached, key=lambda relay: relay.relay is not None), asked.living
+        for _ in range(min(_AT_ONCE, max(len(relays), len(living))) if relays and living else 0):
+            relay, process = relays[asked.relayed % len(relays)], living[asked.relayed % len(living)]
+            asked.relayed += 1
+            start_new_thread(self._reply, (host, asked.number, process, relay, asked.asked_at))
+
+    def _reply(self, host: int, number: int, process: Peer, relay: Peer | None, since: float) -> None:
+        """Ask a process, and put its reply, or ``None``, into ``_replies``."""
+        reply: dict[str, Json] | None
+        try:
+            if relay is None:
+                reply = process.ask(self._token, self._request, SILENT_S)
+            else:
+                reply = process.ask_through(relay, self._token, self._request, SILENT_S, since)
+        except Ended:
+            reply = {"ended": True}
+        self._replies.put((host, number, process, relay, reply, time.monotonic()))
+
+    def _note(
+        self, host: int, number: int, process: Peer, relay: Peer | None, reply: dict[str, Json] | None, now: float
+    ) -> bool:
+        """Note the reply of a process; return whether its host has answered with it."""
+        asked = self._hosts[host]
+        if number != asked.number or not asked.is_open:
+            return False  # another process, or the same one, has answered this question before
+        if relay is None:
+            asked.missing -= 1
+            if reply is not None:  # the link is not lost
+                asked.relay_due = now + _RELAY_S
+        elif reply is not None:
+            asked.relay_due = now + _RETRY_S  # if this is no answer, another process of the host is asked
+        if reply is not None and reply.keys() & {"ended", "unknown"}:  # it has ended, or has left the group
+            asked.living = [each for each in asked.living if each is not process]
+            reply = None
+        elif reply is not None and "otherwise" in reply:
+            reply = None
+        if reply is None and asked.living:
+            if not asked.missing and relay is None:
+                asked.due = now + _RETRY_S * asked.again
+            return False
+        asked.is_open, self.answered_at[host], self.found[host] = False, now, reply
+        is_reached = max(each.reached_at for each in self._processes[host]) >= asked.asked_at
+        for each in self._processes[host]:  # all of them are behind the same link
+            each.relay = None if is_reached else relay
+        return True

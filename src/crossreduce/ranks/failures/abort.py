@@ -1,0 +1,98 @@
+"""``GroupAbort``: makes all ranks of a group stop with the same error, and raises it on this rank.
+
+Input: the error of the rank that aborts the group. Output: the error that counts, the same on all ranks, and a dump of
+the flight recorder. Which ranks are at fault: see ``failure_detector``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded
+from ...observe import flight_recorder
+from ...observe.diagnostics import DOCTOR
+from ..connections.peers import Membership
+from ..intra_host.shared_memory import RankMemory
+from ..transports.base import Rendezvous, Transport
+from .failure_detector import FailureDetector
+
+
+class GroupAbort:
+    """How a group ends after a failure. ``error``: what all later calls raise; ``None``: no call has raised yet."""
+
+    def __init__(
+        self,
+        members: Membership,
+        memory: RankMemory,
+        rendezvous: Rendezvous,
+        transport: Transport | None,
+        detector: FailureDetector,
+    ) -> None:
+        self._members, self._memory, self._detector = members, memory, detector
+        self._rendezvous, self._transport = rendezvous, transport
+        self._several_hosts = len(members.hosts) > 1
+        self.error: ReductionError | None = None
+
+    @property
+    def cause(self) -> ReductionError | None:
+        """The error for which the group was aborted; ``None``: it was not.
+
+        Raises:
+          ValueError: the memory is closed.
+        """
+        return self.error or self._memory.abort_cause()
+
+    def publish(self, error: ReductionError) -> None:
+        """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
+        try:
+            if self._several_hosts and not self._has_lost_store(error):
+                error = decoded(self._rendezvous.publish_abort(encoded(self._memory.abort_cause() or error)))
+        finally:  # another Ctrl-C may end the call above
+            self._memory.abort(error)
+            self._close_connections()
+
+    def raise_cause(self) -> NoReturn:
+        """Write the flight recorder's dump, and raise the error for which the group was aborted."""
+        self._close_connections()  # if another rank aborted, other hosts may still wait for this rank
+        members, error = self._members, self._detector.abort_cause()
+        if self._several_hosts and not self._has_lost_store(error):
+            # Hosts of lost ranks notice the loss themselves, unless all their ranks are lost or they cannot be reached.
+            lost = {*getattr(error, "ranks", ())}
+            readers = [
+                host[0] for host in members.hosts if lost.isdisjoint(members.global_ranks[rank] for rank in host)
+            ]
+            self._rendezvous.leave(members.host[0], readers)
+        path = flight_recorder.write(self._dump(str(error)))
+        if path is not None:
+            error = copy_error(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
+        self.error = error
+        raise copy_error(error)
+
+    def _close_connections(self) -> None:
+        if self._several_hosts and self._transport is not None:
+            self._transport.abort()
+
+    def _has_lost_store(self, error: ReductionError) -> bool:
+        return names_owner(error, self._rendezvous.owner, self._members.global_ranks)
+
+    def _dump(self, cause: str) -> flight_recorder.Dump:
+        members, histories = self._members, []
+        for rank in members.host:
+            ops = tuple(flight_recorder.Op(*op) for op in self._memory.ops(rank))
+            histories.append(flight_recorder.History(members.global_ranks[rank], ops, members.peers[rank].pid))
+        hosts = members.global_hosts()
+        return flight_recorder.new_dump(members.name, members.token, members.own, hosts, cause, histories)
+
+
+def names_owner(error: ReductionError, owner: int | None, global_ranks: Sequence[int]) -> bool:
+    """Return whether an error says that rank ``owner`` is lost, which serves the store: that would not answer."""
+    return isinstance(error, PeerLostError) and owner is not None and global_ranks[owner] in error.ranks
+
+
+def copy_error(error: ReductionError, text: str | None = None) -> ReductionError:
+    """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
+    copy = type(error)(str(error) if text is None else text)
+    if isinstance(copy, (CollectiveTimeout, PeerLostError)):
+        copy.ranks = getattr(error, "ranks", ())
+    return copy

@@ -1,0 +1,339 @@
+"""``FailureDetector``: finds out which ranks of a group are alive, late, stopped or lost, and which are at fault.
+
+Input: the shared memory of the host, and the rendezvous, at which ranks of different hosts answer a roll call after a
+failure. Output: errors that name the ranks at fault, the same on every rank. It aborts nothing: see ``abort``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from ...errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, decoded, message
+from ...observe import diagnostics
+from ...observe.diagnostics import DOCTOR, UNUSABLE, CallSignature
+from ..connections.peers import Membership
+from ..intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
+from ..intra_host.slot_words import is_waiting_for_hosts
+from ..transports.base import Rendezvous, RunningCollective, Transport
+from .peer_errors import InnerFailure, PeerDisconnected, PeerError
+from .watchdog import RemoteWait
+
+_LOG: Final = logging.getLogger("crossreduce")
+ROLL_CALL_S: Final = 0.7  # how long a rank waits for others to answer, or to publish why they aborted
+END_S: Final = 0.2  # how long the memory of a process that dies may stay open after its connections
+INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether another library has finished
+WARN_AFTER_S: Final = 30.0
+DECISION_S: Final = 5.0  # how long after the timeout a rank waits for one that decides which other host is late
+REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
+
+
+class FailureDetector:
+    """Finds out, for one rank, the state of the other ranks.
+
+    ``timeout_s``: how long other ranks are waited for. ``warn_s``: a rank warns after this time, or after half of
+    ``timeout_s`` if that is shorter. Both may be changed between calls.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        memory: RankMemory,
+        rendezvous: Rendezvous,
+        transport: Transport | None,
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s, self.warn_s = timeout_s, WARN_AFTER_S
+        self._members, self._memory, self._rendezvous, self._transport = members, memory, rendezvous, transport
+        self._several_hosts = len(members.hosts) > 1
+        self._warned_of: RemoteWait | None = None
+
+    # While a rank waits
+
+    def warn_after_s(self) -> float:
+        """Return the seconds of waiting after which a warning is due."""
+        return min(self.warn_s, self.timeout_s / 2)
+
+    def check(self, timer: WaitTimer) -> None:
+        """Raise if a missing rank has ended, another host has aborted or the timeout has passed; warn of late ranks.
+
+        It is called every ``SLICE_S`` seconds of a wait at a barrier.
+        """
+        memory, members = self._memory, self._members
+        missing = memory.missing()
+        waited_s = timer.waited_s(memory.arrivals())
+        if gone := [rank for rank in missing if not memory.alive(rank)]:
+            still_missing = memory.missing()  # a rank may have arrived since, and left after the call
+            self.require_alive([rank for rank in gone if rank in still_missing])
+        self._require_no_cause(timer)
+        # If all missing ranks wait for another host, they can name the rank at fault, so they get the time to do so.
+        remote = self._several_hosts and all(
+            is_waiting_for_hosts(memory, rank) and not is_stopped(members.peers[rank].pid) for rank in missing
+        )
+        timed_out = bool(missing) and waited_s > self.timeout_s + DECISION_S * timer.has_excuse(remote)
+        if timed_out or (missing and timer.is_warning_due()):
+            missing = self._stopped(missing) or missing  # the others may wait for the stopped ones
+            late, call = self._last_calls(missing), self.current_call()
+            if timed_out:
+                raise CollectiveTimeout(diagnostics.timeout_text(self.timeout_s, call, late, members.name), late)
+            warning = diagnostics.stall_text(waited_s, call, late, members.name)
+            if remote:
+                warning = diagnostics.remote_stall_text(waited_s, call, late, None, members.name)
+            self._warn(warning)
+
+    def require_alive(self, ranks: Iterable[int]) -> None:
+        """Raise if ranks of this host have ended."""
+        gone = [rank for rank in ranks if not self._memory.alive(rank)]
+        if gone:
+            left = all(self._memory.last_call(rank).text == LEFT for rank in gone)
+            raise self.lost(gone, "left" if left else "died")
+
+    def warn_of_remote_wait(self, wait: RemoteWait | None) -> None:
+        """Warn once if a message of another host takes long. The waiting thread cannot check that itself."""
+        if wait is None or wait is self._warned_of:
+            return
+        waited_s = time.monotonic() - wait.since_s
+        if waited_s < self.warn_after_s():
+            return
+        self._warned_of, members = wait, self._members
+        with suppress(ValueError):  # the group was closed just now
+            call, peer = self.current_call(), members.global_ranks[wait.rank]
+            self._warn(diagnostics.remote_stall_text(waited_s, call, [members.own], peer, members.name))
+
+    def wait_for_inner(self, running: RunningCollective) -> None:
+        """Wait until another library has completed a collective.
+
+        Raises:
+          GroupAborted, ReductionError: a rank was lost, or has aborted the group.
+          InnerFailure: the timeout has passed.
+        """
+        timer, began = WaitTimer(self.warn_after_s()), time.monotonic()
+        checked, pause_s = began, 0.0
+        try:
+            while not running.is_completed():
+                time.sleep(pause_s)
+                now = time.monotonic()
+                pause_s = min(INNER_PAUSE_S, (now - began) / 8)
+                if now > checked + SLICE_S:
+                    checked = now
+                    self._check_inner(timer, now - began)
+        except InnerFailure:
+            raise  # this rank answers the roll call before it closes its connections
+        except BaseException:
+            if self._transport is not None:
+                self._transport.abort()  # the library must not write into the caller's memory any more
+            raise
+
+    def _check_inner(self, timer: WaitTimer, waited_s: float) -> None:
+        if self._is_aborted():
+            raise GroupAborted
+        self.require_alive(self._members.host)
+        self._require_no_cause(timer)
+        if waited_s > self.timeout_s:
+            raise InnerFailure(f"it took more than {self.timeout_s:g} s", timed_out=True)
+        if not timer.is_warning_due():
+            return
+        call, members = self.current_call(), self._members
+        stopped = self._stopped(members.host)
+        if stopped:
+            self._warn(diagnostics.stall_text(waited_s, call, self._last_calls(stopped), members.name))
+        elif self._several_hosts:
+            self._warn(diagnostics.remote_stall_text(waited_s, call, [members.own], None, members.name))
+
+    def _require_no_cause(self, timer: WaitTimer) -> None:
+        """Raise the reason for which another host has aborted, if there is one."""
+        if self._several_hosts and (cause := timer.query(self._rendezvous.abort_cause)) is not None:
+            raise decoded(cause)
+
+    def _warn(self, text: str) -> None:
+        _LOG.warning("rank %d: %s", self._members.own, text)
+
+    # After a failure
+
+    def roll_call(self, error: PeerError | InnerFailure) -> ReductionError:
+        """Return the public error for failed communication with other ranks, which names those that do not answer.
+
+        All ranks that notice the failure answer for those of their host that are alive, and then close their
+        connections, so that others notice it. A rank that knows the reason publishes it instead, and that one counts.
+        """
+        members, rendezvous = self._members, self._rendezvous
+        timed_out = isinstance(error, TimeoutError) or (isinstance(error, InnerFailure) and error.timed_out)
+        suspects = {error.rank} if isinstance(error, PeerError) else {*range(members.size)}
+        if isinstance(error, PeerError) and isinstance(error.__cause__, ConnectionResetError):
+            return self.lost([error.rank], "left")
+        end, closed = time.monotonic() + ROLL_CALL_S, False
+        while True:
+            if self._is_aborted():
+                return self.abort_cause()
+            try:
+                self.require_alive(members.host)
+            except PeerLostError as lost:
+                return lost
+            present = set(members.host) - {*self._stopped(members.host)}
+            answers = dict.fromkeys(present, timed_out)
+            try:
+                if self._several_hosts:
+                    answers = rendezvous.roll_call(present, timed_out)
+            except OSError as unreachable:
+                return self._unreachable(error, timed_out or isinstance(unreachable, TimeoutError))
+            finally:
+                if not closed and self._transport is not None:
+                    self._transport.abort()
+                closed = True
+            if self._several_hosts and (cause := rendezvous.abort_cause()) is not None:
+                return decoded(cause)
+            if isinstance(error, PeerError) and error.rank in answers and len(suspects) == 1:
+                suspects = {
+                    *range(members.size)
+                }  # that rank has noticed the failure of a third one, and names it first
+                end += ROLL_CALL_S / 2
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        missing = [rank for rank in sorted(suspects) if rank not in answers]
+        if not missing:
+            problem = f"{self._during()} failed, although all ranks are alive. {UNUSABLE}"
+            remedy = f"check the network between the hosts; {DOCTOR} DIR shows what each rank did last"
+            return (CollectiveTimeout if timed_out else PeerLostError)(message(problem, str(error), remedy))
+        absent = [rank for rank in missing if not rendezvous.has_left(rank)]
+        if not absent:
+            return self.lost(missing, "left")
+        if timed_out or any(answers.values()):
+            return self._late(absent)
+        return self.lost(absent, "died")
+
+    def _unreachable(self, error: Exception, timed_out: bool) -> ReductionError:
+        """Return the error if the communication failed and the rendezvous cannot be reached either."""
+        owner = self._rendezvous.owner
+        if owner is not None:
+            return self._late([owner]) if timed_out else self.lost([owner], "died or left")
+        if isinstance(error, PeerDisconnected):
+            return self.lost([error.rank], "died")
+        problem = f"{self._during()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
+        kind = CollectiveTimeout if timed_out else PeerLostError
+        return kind(message(problem, "", f"check the network; {DOCTOR} DIR shows what each rank did last"))
+
+    def remote_failure(self, error: Exception) -> ReductionError:
+        """Return the public error for a failed operation between hosts whose ranks are not known.
+
+        If another rank aborted because of a third one, its host publishes the reason at about this time.
+        """
+        deadline = time.monotonic() + REMOTE_CAUSE_S
+        while (cause := self._rendezvous.abort_cause()) is None and time.monotonic() < deadline:
+            time.sleep(REMOTE_CAUSE_S / 20)
+        if cause is not None:
+            return decoded(cause)
+        call = f'{self.current_call().words}, of group "{self._members.name}",'
+        problem = f"{call} did not complete between hosts. {UNUSABLE}"
+        kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
+        return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
+
+    def message_failure(self, method: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the public error for a message of the caller's, on the same connections, that failed.
+
+        Args:
+          method: "send" or "recv".
+          peer: the rank to or from which the message was; ``None``: it could come from any rank.
+          error: a ``TimeoutError``, or a ``ConnectionError``, with the library's text.
+        """
+        other = "any rank" if peer is None else f"rank {self._members.global_ranks[peer]}"
+        call = f"{method} {'to' if method == 'send' else 'from'} {other}"
+        with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
+            return self._message_failure(call, peer, error)
+        problem = f'group "{self._members.name}" was closed during {call}.'
+        return ContextError.of(problem, str(error), "wait for messages first")
+
+    def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+        members = self._members
+        own, cause = members.own, self._memory.abort_cause()
+        if cause is None and self._several_hosts:
+            self._rendezvous.has_left(members.rank)  # from now on, the store has to answer quickly
+            published = self._rendezvous.abort_cause()
+            cause = None if published is None else decoded(published)
+        if cause is not None and own not in getattr(cause, "ranks", ()):  # others may take this rank for dead
+            return cause
+        rank = None if peer is None else members.global_ranks[peer]
+        given, ranks = [str(error)], [] if rank is None else [rank]
+        if peer is not None:
+            given.insert(0, f"rank {rank}: {self._process(peer)}")
+        where = f'{call}, of group "{members.name}"'
+        if isinstance(error, TimeoutError):
+            problem = f"{where}, did not complete within its timeout. {diagnostics.NO_MESSAGES}"
+            remedy = "the matching call on the other rank, with the same tag; or a longer timeout"
+            return CollectiveTimeout(message(problem, "; ".join(given), remedy), ranks)
+        if isinstance(error, ConnectionAbortedError):
+            problem = f"{where}, failed, since an earlier message timed out. {diagnostics.NO_MESSAGES}"
+            return CollectiveTimeout(message(problem, "; ".join(given), "restart the job, with a longer timeout"))
+        if peer is None:
+            problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
+            return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
+        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They can exchange no more messages."
+        return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
+
+    def _end_of(self, rank: int) -> str:
+        """Return why a rank's connection was closed, as far as this rank can tell."""
+        here = rank in self._members.host
+        deadline = time.monotonic() + END_S
+        while here and time.monotonic() < deadline:
+            if not self._memory.alive(rank):
+                return "left" if self._memory.last_call(rank).text == LEFT else "died"
+            time.sleep(END_S / 20)
+        return "left" if not here and self._rendezvous.has_left(rank) else "closed its connection"
+
+    def abort_cause(self) -> ReductionError:
+        """Return the error for which the group was aborted, the same on all ranks of this host.
+
+        The aborting rank may still be writing it. If that rank dies, is stopped or late, the error names that rank.
+        """
+        memory, deadline = self._memory, time.monotonic() + self.timeout_s
+        while (error := memory.abort_cause()) is None:
+            rank = memory.aborting_rank()
+            if rank is None:  # the aborting rank has just finished writing
+                continue
+            alive = memory.alive(rank)
+            if not alive or time.monotonic() > deadline or memory.is_stopped(rank):
+                return memory.abort_cause() or (self._late([rank]) if alive else self.lost([rank], "died"))
+            time.sleep(0.001)
+        return error
+
+    # Errors and facts
+
+    def lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
+        """Return the error that says that ranks were lost during the current call. ``how``: such as "died"."""
+        places = {self._members.global_ranks[rank]: self._process(rank) for rank in ranks}
+        return PeerLostError(diagnostics.lost_text(places, self.current_call(), self._members.name, how), places)
+
+    def interrupted_message(self) -> PeerLostError:
+        """Return the error that says that this rank was interrupted while it waited for a message."""
+        own, name = self._members.own, self._members.name
+        problem = f'rank {own} was interrupted while it waited for a message of group "{name}". {UNUSABLE}'
+        remedy = f"read the last output of rank {own}; {DOCTOR} DIR shows the last calls of each rank"
+        return PeerLostError(message(problem, self._process(self._members.rank), remedy), [own])
+
+    def current_call(self) -> CallSignature:
+        """Return the last call that this rank began."""
+        return self._memory.last_call(self._members.rank)
+
+    def _late(self, ranks: Iterable[int]) -> CollectiveTimeout:
+        late = dict.fromkeys(self._members.global_ranks[rank] for rank in ranks)
+        text = diagnostics.timeout_text(self.timeout_s, self.current_call(), late, self._members.name)
+        return CollectiveTimeout(text, late)
+
+    def _during(self) -> str:
+        return f'the communication in {self.current_call().words}, of group "{self._members.name}",'
+
+    def _process(self, rank: int) -> str:
+        peer = self._members.peers[rank]
+        return f"pid {peer.pid} on host {peer.hostname}"
+
+    def _last_calls(self, ranks: Iterable[int]) -> dict[int, CallSignature]:
+        return {self._members.global_ranks[rank]: self._memory.last_call(rank) for rank in ranks}
+
+    def _stopped(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if is_stopped(self._members.peers[rank].pid)]
+
+    def _is_aborted(self) -> bool:
+        return self._memory.aborting_rank() is not None or self._memory.abort_cause() is not None

@@ -1,0 +1,60 @@
+"""``StageRunner``: executes the stages of a rank's ops, and checks the other ranks while it waits for them.
+
+Input: compiled rank programs. Output: whether all ranks of the host made the same call, or the error of a failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import ReductionError
+from ..intra_host.shared_memory import BROKEN, DONE, NO_MEMORY, UNREADABLE, WAITING, GroupAborted, RankMemory, WaitTimer
+from .failure_detector import FailureDetector
+
+
+class StageRunner:
+    """Executes stages in ``memory``. No part of a group refers to the group itself.
+
+    Such a reference would be a cycle. Then the garbage collector would close an unreferenced group at any time, and a
+    Ctrl-C at that moment would be lost.
+    """
+
+    def __init__(self, memory: RankMemory, detector: FailureDetector) -> None:
+        self.memory, self._detector = memory, detector
+        self._timer: WaitTimer | None = None
+
+    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
+        """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
+
+        Raises:
+          GroupAborted: a rank of this host has aborted the group.
+          ReductionError, MemoryError: other ranks cannot take part; the kernels lack working memory.
+        """
+        self._timer = None
+        outcome = self.memory.begin(program, addresses, text, until)
+        return outcome == DONE or self.complete(outcome, until)
+
+    def reach(self, until: int) -> None:
+        """Execute the stages before ``until``; errors as for ``begin``."""
+        self.complete(self.memory.advance(until), until)
+
+    def complete(self, outcome: int, until: int) -> bool:
+        """Continue an op that has stopped with ``outcome``; result and errors as for ``begin``."""
+        while outcome == WAITING:
+            self._timer = self._timer or WaitTimer(self._detector.warn_after_s())
+            self._detector.check(self._timer)
+            outcome = self.memory.advance(until)
+        if outcome == BROKEN:
+            raise GroupAborted
+        if outcome == UNREADABLE:
+            for _ in range(100):  # a process that dies releases its memory before its lock
+                self._detector.require_alive(self.memory.host)
+                time.sleep(0.01)
+            problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
+            remedy = "ranks that do not change their user or their rights while the group is used"
+            raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
+        if outcome == NO_MEMORY:
+            raise MemoryError("the kernels could not allocate working memory")
+        return outcome == DONE

@@ -1,0 +1,105 @@
+"""``HostLinks``: which hosts of a group can exchange messages directly.
+
+Input: the ranks that could not connect to each other. Output: the lost links, and errors that name the hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from ...errors import ReductionError, UnsupportedError
+from ..connections.peers import Membership
+from ..transports.base import Rendezvous
+from .exchange import Patience
+from .multi_host import MultiHostEngine
+from .two_level import Lost, distances, lost_links
+
+_LOG: Final = logging.getLogger("crossreduce")
+PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s
+
+
+class HostLinks:
+    """The links between the hosts of a group. ``lost``: the pairs of hosts without one, by their numbers, ascending."""
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+        self.lost: Lost = ()
+        self._checks = 0
+
+    def __contains__(self, pair: tuple[int, int]) -> bool:
+        """Return whether two hosts, by their numbers, can exchange messages directly."""
+        return (min(pair), max(pair)) not in self.lost
+
+    def unreached(
+        self, call: Callable[[], None], engine: MultiHostEngine, rendezvous: Rendezvous, timeout_s: float
+    ) -> dict[int, list[int]]:
+        """Run a call that all ranks make; return for each rank those whose messages in it have not arrived in time.
+
+        A message may take ``PATIENCE_S`` from the time when all ranks have begun the call, or less if ``timeout_s`` is
+        short.
+        """
+        self._checks += 1
+        number = self._checks
+        # The first messages of an op have as many rounds as the longest route has links; each may take so long.
+        limit_s = min(PATIENCE_S, timeout_s / (1 + engine.diameter))
+        patience = Patience(lambda: rendezvous.have_announced(number), limit_s)
+        rendezvous.announce(number)
+        engine.patience = patience
+        try:
+            call()
+        finally:
+            engine.patience = None
+        own = json.dumps(sorted(patience.given_up)).encode()
+        return {rank: json.loads(given_up) for rank, given_up in enumerate(rendezvous.all_gather(own))}
+
+    def lose(self, unreached: Mapping[int, Iterable[int]]) -> bool:
+        """Give up the links over which ranks have not reached others; return whether there was such a link.
+
+        ``unreached``: for each rank those that it has not reached.
+
+        Raises:
+          ReductionError: some hosts have no route to each other any more, not even over others.
+        """
+        lost = tuple(sorted({*self.lost, *lost_links(self._members.hosts, unreached)}))
+        if lost == self.lost:
+            return False
+        self.lost = lost
+        if any(hops < 0 for hops in distances(len(self._members.hosts), lost)[0]):
+            remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
+            given = f"no connection between {self.text}"
+            raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
+        if self._members.rank == 0:
+            text = 'group "%s": no connection between %s. Collectives pass through other hosts.'
+            _LOG.warning(text, self._members.name, self.text)
+        return True
+
+    def require(self, method: str, peer: int | None) -> None:
+        """Raise unless another library can carry a message of this rank: ``method`` "send" or "recv" with a rank.
+
+        Raises:
+          UnsupportedError: the ranks' hosts have no link, or ``peer`` is ``None``, any rank, and some hosts have none.
+        """
+        if not self.lost:
+            return
+        hosts = self._members.hosts
+        own = hosts.index(self._members.host)
+        for host, ranks in enumerate(hosts):
+            if host != own and (own, host) not in self and (peer is None or peer in ranks):
+                problem = f"a {method.partition('_')[0]} needs a connection between the hosts of both ranks."
+                given = f"no connection between {self._members.link_text(own, host)}"
+                raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
+
+    def require_all(self, call: str) -> None:
+        """Raise an ``UnsupportedError`` if hosts have no link: another library needs all of them for ``call``."""
+        if self.lost:
+            problem = f"{call} of these arguments needs a connection between every two hosts."
+            given = f"no connection between {self.text}"
+            raise UnsupportedError.of(problem, given, "a collective of the library, which passes through other hosts")
+
+    @property
+    def text(self) -> str:
+        """The pairs of hosts without a link, as errors show them."""
+        return "; ".join(self._members.link_text(*pair) for pair in self.lost)

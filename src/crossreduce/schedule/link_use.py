@@ -1,0 +1,94 @@
+"""The use of each link over time in a simulation: how much data it has carried at each of some moments.
+
+Input: a ``Schedule``, a ``Topology``, bytes, ``Costs``. Output: one list of numbers per link. The moments divide the
+simulated time into equal parts, so the result has the same size for two transfers and for a million.
+
+In the simulation a transfer takes a fixed part of its links from the end of its latency to its end, so its bytes are
+spread evenly over this time. Ticks that the clock runs at once are spread evenly too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..topology import Topology
+from .clock import EventClock
+from .costs import Costs, Pair
+from .schedule import Schedule
+from .simulate import loads_of
+from .traffic import Traffic
+
+
+class LinkUse(NamedTuple):
+    """What a link carries in a simulation."""
+
+    carried: tuple[float, ...]  # bytes up to each moment; the first is 0.0
+    transfers: int  # pieces of chunks that pass over the link
+
+
+def link_use(
+    schedule: Schedule, topology: Topology, nbytes: int, seconds: float, parts: int, costs: Costs
+) -> dict[Pair, LinkUse]:
+    """Return the use of each link that carries data, by (src, dst).
+
+    Args:
+      schedule: the schedule, in its number of pieces.
+      topology: the topology on which it is simulated.
+      nbytes: the bytes of the whole buffer.
+      seconds: the simulated duration, ``Simulation.seconds``.
+      parts: into how many equal parts the duration is divided: there are ``parts + 1`` moments.
+      costs: the costs of the simulation.
+    Raises:
+      PlanError: the topology has no route for a transfer.
+
+    >>> from crossreduce.planning import ring
+    >>> pair = Topology.ring(2, gb_per_s=25)
+    >>> use = link_use(ring(pair.devices), pair, 50_000, 2e-6, 4, Costs())
+    >>> [round(nbytes) for nbytes in use["cpu:0", "cpu:1"].carried], use["cpu:0", "cpu:1"].transfers
+    ([0, 12500, 25000, 37500, 50000], 2)
+    """
+    import numpy as np
+
+    loads = loads_of(schedule.cut_into(1), topology, costs)
+    traffic = loads.traffic
+    pairs, pieces = list(traffic.links), schedule.pieces
+    # Of a generated schedule, a link carries its part of the transfers over all links of its orbit.
+    order = traffic.orbits.order if traffic.orbits else 1
+    counts = {
+        pair: pieces * sum(map(len, by_round.values())) * order // traffic.copies(pair)
+        for pair, by_round in traffic.links.items()
+    }
+    if not nbytes or not seconds:
+        return _use_of_all_links({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, traffic)
+    number = {pair: k for k, pair in enumerate(pairs)}
+    links = [[number[pair] for pair in read.pairs] for read in traffic.reads]
+    first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
+    link = np.array([k for each in links for k in each], dtype=np.intp)
+    size = np.array([traffic.shares[read.chunk] for read in traffic.reads]) * nbytes / pieces
+    latency = np.array([read.latency_s for read in traffic.reads])
+    # Up to moment m, a link has carried the sum of rate * (m - time) over the changes of its rate until then.
+    rates, products = np.zeros((len(pairs), parts + 2)), np.zeros((len(pairs), parts + 2))
+    for served in EventClock(loads, nbytes).served(pieces):
+        reads = slice(served.first, served.first + len(served.start))
+        start, end, moved = served.start + latency[reads], served.end, size[reads] * served.ticks
+        start = np.minimum(start, end)
+        span = np.maximum(end - start, 1e-9 * seconds / parts)  # not 0: a rate is finite
+        rate = np.where(moved > 0, moved / span, 0.0)
+        uses = slice(first[reads.start], first[reads.stop])
+        times = np.diff(first[reads.start : reads.stop + 1])
+        for change, at in ((rate, start), (-rate, start + span)):
+            place = link[uses], np.repeat(np.ceil(at * (parts / seconds)).clip(0, parts + 1).astype(np.intp), times)
+            np.add.at(rates, place, np.repeat(change, times))
+            np.add.at(products, place, np.repeat(change * at, times))
+    moments = np.linspace(0.0, seconds, parts + 1)
+    carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
+    carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
+    carried /= np.array([traffic.copies(pair) for pair in pairs]).reshape(-1, 1)
+    return _use_of_all_links(
+        {pair: LinkUse(tuple(carried[k].tolist()), counts[pair]) for k, pair in enumerate(pairs)}, traffic
+    )
+
+
+def _use_of_all_links(used: dict[Pair, LinkUse], traffic: Traffic) -> dict[Pair, LinkUse]:
+    """Return the use of all links that others stand for."""
+    return {pair: used[one] for pair, one in traffic.used.items()}

@@ -1,0 +1,145 @@
+"""Measured times of collectives, from the JSON of nccl-tests (``-J FILE``) or of ``crossreduce bench --json``.
+
+Input: the content of a file, and the topology on which it was measured. Output: ``Measurement``s with the topology's
+devices. Both programs write the same keys, except: nccl-tests lists devices in ``config``, one per process, and names
+no algorithm; the name of its program is the collective.
+
+Source: github.com/NVIDIA/nccl-tests, src/util.cu (keys; texts for booleans and roots; ``time`` in microseconds) and
+src/common.cu (``size``: the bytes of the whole buffer; the name of an experiment is empty unless a trace is replayed).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from ..devices import parse
+from ..errors import ArgumentError, shown
+from .formats.json_format import check_type
+from .topology import Topology
+
+LARGEST: Final = 64 << 20
+"""The greatest number of bytes of a file; with ``-I 1`` it has the time of every call."""
+
+_COLLECTIVES: Final = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+}
+
+
+class Measurement(NamedTuple):
+    """The mean time of a collective.
+
+    ``algorithm``: the name in the file; ``None``: the file has no name. ``root``: a device; ``None``: no root.
+    """
+
+    collective: str
+    nbytes: int  # of the whole buffer
+    seconds: float
+    devices: tuple[str, ...]  # by rank
+    algorithm: str | None = None
+    root: str | None = None
+    packs: int = 1
+
+
+def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...]:
+    """Return the measurements in a file. Results of no bytes are skipped.
+
+    Times are those out of place, or in place where the others are missing. The hosts of the file, by rank, are the
+    first hosts of the topology; devices have the same numbers on both.
+
+    Raises:
+      ArgumentError: another format, no results, another operation than the five collectives, wrong elements, or a
+        device that the topology does not have.
+
+    >>> report = {"config": {"nthreads": 1, "ngpus": 2, "devices": [
+    ...               {"rank": 0, "pid": 7, "hostname": "a", "device": 0}]},
+    ...           "args": ["./all_gather_perf"],
+    ...           "results": [{"size": 4096, "root": "    -1", "out_of_place": {"time": 12.5, "nwrong": None}}]}
+    >>> read_measurements(json.dumps(report).encode(), Topology.ring(2))[0][:4]
+    ('all_gather', 4096, 1.25e-05, ('cpu:0', 'cpu:1'))
+    """
+    problem = "this is not a report of nccl-tests (-J FILE) or of crossreduce bench (--json FILE)"
+    if len(data) > LARGEST:
+        raise ArgumentError.of(f"a report must have at most {LARGEST} bytes.", shown(data[:40]), "a run without -I 1")
+    try:
+        report = check_type(dict, json.loads(data.decode()))
+        devices = _devices(report, topology)
+        packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
+        measurements = [
+            measured for row in check_type(list, report["results"]) for measured in _rows(report, row, devices, packs)
+        ]
+    except ArgumentError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ArgumentError.of(f"{problem}: {reason}.", shown(data[:80]), "all_reduce_perf -J results.json") from error
+    if not measurements:
+        raise ArgumentError.of("the report has no results.", shown(data[:80]), "a run that measured some bytes")
+    return tuple(measurements)
+
+
+def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...], packs: int) -> Iterator[Measurement]:
+    """Yield the measurement of a row, unless it is of no bytes."""
+    timing = row.get("out_of_place") or row["in_place"]
+    micros = timing["time"] if "time" in timing else timing["cpu_time"]
+    size, number = check_type(int, row["size"]), int(row["root"])
+    if timing.get("nwrong") not in (None, 0):
+        given = f"{timing['nwrong']:g} wrong elements of {size} bytes"
+        raise ArgumentError.of("results with wrong elements measure no collective.", given, "a run without errors")
+    if size <= 0:
+        return
+    if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
+        raise ArgumentError.of("a time must be a number of microseconds above 0.", f"{micros!r} for {size} bytes")
+    collective = _collective(row.get("experiment_name") or check_type(str, report["args"][0]))
+    root = devices[number] if collective in ("broadcast", "reduce") else None
+    algorithm = row.get("algorithm")
+    yield Measurement(collective, size, micros / 1e6, devices, algorithm, root, packs)
+
+
+def _collective(program: str) -> str:
+    """Return the collective that a program measures, from its path or the name of the experiment.
+
+    >>> [_collective(program) for program in ("build/reduce_scatter_perf", "AllReduce", "all_gather_perf")]
+    ['reduce_scatter', 'all_reduce', 'all_gather']
+    """
+    name = re.sub("_perf(_mpi)?$", "", program.rpartition("/")[2])
+    collective = _COLLECTIVES.get(name.replace("_", "").lower())
+    if collective is None:
+        problem = "only the five collectives can be predicted."
+        raise ArgumentError.of(problem, f"results of {shown(program)}", ", ".join(_COLLECTIVES.values()))
+    return collective
+
+
+def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
+    """Return the topology's device of each rank.
+
+    nccl-tests lists one device per process; the ranks of a process have consecutive numbers and devices.
+    """
+    config = report["config"]
+    entries = check_type(list, config["devices"] if "devices" in config else report["devices"])
+    per_process = int(config["nthreads"]) * int(config["ngpus"])
+    places = {check_type(int, one["rank"]): (str(one["hostname"]), check_type(int, one["device"])) for one in entries}
+    for one in entries if len({(one["hostname"], one["pid"]) for one in entries}) * per_process > len(entries) else ():
+        for k in range(1, per_process):
+            places.setdefault(one["rank"] + k, (one["hostname"], one["device"] + k))
+    if sorted(places) != list(range(len(places))):
+        raise ValueError(f"its ranks are {sorted(places)}")
+    ordered = [places[rank] for rank in range(len(places))]
+    hosts = list(dict.fromkeys(parse(device).host for device in topology.devices))
+    host_of = dict(zip(dict.fromkeys(host for host, _ in ordered), hosts, strict=False))
+    known = {(parse(device).host, parse(device).index): device for device in topology.devices}
+    for host, number in ordered:
+        if (host_of.get(host), number) not in known:
+            given = (
+                f"device {number} of host {shown(host)}; a topology with {len(hosts)} hosts and {len(known)} devices"
+            )
+            remedy = "the machine on which it was measured, with --hosts for several"
+            raise ArgumentError.of("the report has a device that the topology does not have.", given, remedy)
+    return tuple([known[host_of[host], number] for host, number in ordered])

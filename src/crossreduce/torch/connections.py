@@ -1,0 +1,79 @@
+"""Connects the ranks of a process group, and ends it: the communicator, gloo, and the threads of its queues.
+
+Input: a store at which the ranks meet. Output: a ``Communicator`` and a ``ProcessGroupGloo`` of the same ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError
+from ..ranks.communicator import Communicator
+from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
+from ..ranks.membership import shared_failure
+from ..ranks.transports.base import Transport
+from ..ranks.transports.gloo import BesideGloo, lazy_options
+from .op_queue import OpQueue
+from .options import is_exact
+from .rendezvous import CancellableStore, TorchRendezvous
+
+_LEAVE_S: Final = 1.0  # how long a group that is garbage collected, or whose process ends, waits for its pending ops
+
+
+def connect(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    global_ranks: Sequence[int],
+    options: Any,
+    origin: Origin = NEW,
+) -> tuple[Any, Communicator, bool]:
+    """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
+
+    Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
+    ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
+    rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
+    when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty: the
+    group is the world. ``options``: see ``is_exact``; if they are wrong on one rank, all ranks raise its error.
+    """
+    seconds, made = timeout.total_seconds(), []
+
+    def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
+        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
+        sockets, unreached = places.connect(hosts)
+        lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
+        inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
+        if lazy:
+            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
+        else:
+            made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
+
+    own = dist.PrefixStore("crossreduce/", store)
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
+    try:
+        exact = is_exact(options)
+    except ArgumentError as error:
+        where = f"rank {global_ranks[rank] if global_ranks else rank}"
+        raise shared_failure(rendezvous, error, where, alone=True) from error
+    communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
+    return made[0], communicator, exact
+
+
+def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:
+    """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
+    if messages is not None and not messages.is_forked and not messages.close(0):  # the main thread still waits
+        communicator.interrupt()
+        messages.close(_LEAVE_S)
+    if not queue.is_forked and queue.close(_LEAVE_S):
+        communicator.close()
+    elif not queue.is_forked:
+        communicator.abort()
+        queue.close(_LEAVE_S)

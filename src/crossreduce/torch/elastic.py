@@ -1,0 +1,278 @@
+"""``shrink``, ``grow``, ``join`` and ``agree``: process groups that go on when ranks are lost, or that let new ones in.
+
+Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
+ranks serves, and ``Reformed``. The protocol is in ``ranks.survival.survivors``; here gloo and torch's own tables of
+groups are made to follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
+from ..ranks.connections.rendezvous import NEW, Origin, StoreRendezvous
+from ..ranks.survival import joiner, survivors
+from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
+from ..ranks.survival.survivors import SHRINK_S, Reformed
+from ..reduction.validation import seconds
+from .group import BACKEND, READY, Group, find_group
+from .options import Options
+from .peer_store import PeerStore
+
+KIND: Final = "torch"
+Result = TypeVar("Result")
+
+
+def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool:
+    """Return whether ``flag`` is true on all ranks of a group: the same answer on all that survive this call.
+
+    All ranks call it together, also after an op of the group has failed. Ranks that have died do not count. See
+    ``committed`` for training steps.
+
+    Args:
+      flag: what this rank brings.
+      group: a process group of this backend; ``None``: the default group.
+      timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from an
+        op that timed out.
+    Raises:
+      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
+      ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
+    """
+    found = group_of(group)
+    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
+    answers: list[bool] = []
+    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
+    found.queue.run(function, [], asynchronous=False)
+    return answers[0]
+
+
+def committed(
+    step: Callable[[], Result], changed: Callable[[Reformed], None] = lambda _: None, *, timeout_s: float | None = None
+) -> Result:
+    """Run a training step until it has succeeded on all ranks that are left of the default group.
+
+    If ranks are lost, the others shrink the group and repeat the step. So ``step`` computes gradients and reduces them,
+    but changes nothing that a repetition needs; what follows, such as ``optimizer.step()``, is done by all ranks or by
+    none::
+
+        loss = crossreduce.torch.committed(forward_and_backward, wrap_again)
+        optimizer.step()
+
+    Args:
+      step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
+      changed: called with the result of ``shrink`` before the step is repeated, such as to make
+        ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
+      timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the group,
+        or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose step has
+        succeeded always waits as ``agree`` does by default.
+    Returns:
+      What ``step`` returned.
+    Raises:
+      ArgumentError, ExcludedError: as for ``shrink``.
+      MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
+      Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others continue
+        without it.
+    """
+    limit_s, reformed = None if timeout_s is None else seconds(timeout_s), list[Reformed]()
+
+    def shrink_it() -> Reformed:
+        found = group_of(None).timeout.total_seconds() + SHRINK_S if limit_s is None else limit_s
+        made = shrink(timeout_s=found).reformed
+        assert made is not None
+        reformed.append(made)
+        return made
+
+    return survivors.committed(
+        step,
+        lambda: changed(reformed[-1]),
+        lambda done, wait_s: agree(done, timeout_s=wait_s),
+        shrink_it,
+        _end_calls,
+        _leave,
+        limit_s,
+    )
+
+
+def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
+    """Form a group of the ranks that are left of a group, after a ``PeerLostError`` or ``CollectiveTimeout``.
+
+    All ranks that are left call it; a call of the group that another rank is in fails as soon as one rank calls this.
+    The new group has ranks 0, 1, ... in the order of the earlier ones. If it was the default group, the new one becomes
+    the default group: ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups made from the earlier one are
+    closed, and ``DistributedDataParallel`` and device meshes have to be made again. What a lost rank had not sent is
+    gone: repeat the step that failed.
+
+    Args:
+      group: a process group of this backend, also one whose ops fail; ``None``: the default group.
+      timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
+        excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended are
+        not waited for.
+    Returns:
+      The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
+      many ops of the earlier group have succeeded on all of them.
+    Raises:
+      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
+        than half, or half with the lowest one, unless all others have ended.
+    """
+    found, limit_s = group_of(group), seconds(timeout_s)
+    if found is dist.group.WORLD:
+        problem = "a rank shrinks the default group, which ends all groups."
+        _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
+    made, reformed = survivors.shrink(found.communicator, _formation(found, limit_s, grows=False), limit_s)
+    return _replaced(found, made, reformed)
+
+
+def grow(timeout_s: float = SHRINK_S) -> Group | None:
+    """Let the processes into the default group that have called ``join``; all ranks of the group call it together.
+
+    The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
+    group, as with ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer
+    from rank 0.
+
+    Args:
+      timeout_s: as for ``shrink``.
+    Returns:
+      The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
+      excluded, or has ended, its next op fails with a ``PeerLostError``.
+    Raises:
+      ArgumentError: there is no default group, it has another backend, or ``timeout_s`` is not a number.
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+      ReductionError: the new group could not be formed.
+    """
+    found = group_of(None)
+    limit_s = seconds(timeout_s)
+    made, reformed = survivors.grow(found.communicator, _formation(found, limit_s, grows=True), limit_s)
+    return None if made is None else _replaced(found, made, reformed)
+
+
+def invitation(group: Any = None) -> str:
+    """Return a text with which a new process can ``join`` a group, by any channel that keeps it secret.
+
+    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
+    processes is in it.
+
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+      ContextError: the group is closed, or belongs to another process.
+    """
+    return joiner.invitation(group_of(group).communicator, KIND)
+
+
+def join(invited: str, timeout_s: float = 60.0) -> Group:
+    """Join the group of an ``invitation`` when its ranks next call ``grow``; the group becomes the default group.
+
+    Args:
+      invited: what ``invitation`` returned on any rank of the group.
+      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
+        may take 10 s more.
+    Returns:
+      The group, with this process as one of the last ranks.
+    Raises:
+      ArgumentError: this is not an invitation, this process has a default group already, or ``timeout_s`` is not a
+        number.
+      CollectiveTimeout: the ranks did not call ``grow`` in time.
+      PeerLostError: no rank of the group can be reached any more.
+    """
+    limit_s = seconds(timeout_s)
+    if dist.is_initialized():
+        remedy = "torch.distributed.destroy_process_group() first"
+        raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
+    made = joiner.join(invited, _kind(), limit_s)
+    _install(made)
+    return made
+
+
+def _kind() -> GroupKind[Group]:
+    """Return what makes torch's groups and their stores."""
+    return GroupKind(KIND, PeerStore, make_group)
+
+
+def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
+    """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
+    return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
+
+
+def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origin: Origin) -> Group:
+    """Return a group whose ranks meet at ``store``."""
+    timeout = timedelta(seconds=settings.timeout_s)
+    store.set_timeout(timeout)
+    part = dist.PrefixStore("formed/", store)
+    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
+    made.base_store, store.watch = store, NEW.watch
+    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
+    made.communicator.rendezvous.watch = NEW.watch  # ``origin`` refers to the earlier group
+    return made
+
+
+# torch's tables of groups
+
+
+def group_of(group: Any) -> Group:
+    """Return a group of this backend; ``None``: the default group.
+
+    Raises:
+      ArgumentError: there is no default group, or the group has another backend.
+      ContextError: the group was destroyed.
+    """
+    found: Group = find_group(group)
+    found.queue.require_open()
+    return found
+
+
+def _end_calls(error: ReductionError) -> None:
+    """Make the calls of all groups of this process fail on all their ranks: some may wait there for this rank."""
+    tables: Any = dist.distributed_c10d
+    for group in list(tables._world.pg_map):
+        if isinstance(group, Group):
+            group.communicator.give_up(error)
+
+
+def _leave(error: BaseException) -> None:
+    """Leave all groups if ``survivors.must_leave`` requires it after an error of a step of ``committed``."""
+    tables: Any = dist.distributed_c10d
+    with suppress(ReductionError):  # the step has destroyed the default group
+        if survivors.must_leave(group_of(None).communicator, error):
+            for group in list(tables._world.pg_map):
+                if isinstance(group, Group):
+                    group.communicator.abort()
+
+
+def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
+    """Put a group in the place of an earlier one, which is destroyed."""
+    made.reformed = reformed
+    old.communicator.succeed(made.communicator.token)
+    if old is dist.group.WORLD:
+        dist.destroy_process_group()
+        _install(made)
+        return made
+    numbers = [old.communicator.global_ranks[rank] for rank in reformed.members]
+    made.communicator.global_ranks = tuple(numbers)
+    dist.destroy_process_group(old)
+    tables: Any = dist.distributed_c10d
+    READY.append(made)
+    name = f"{old.group_name} reformed"
+    tables._new_process_group_helper(
+        made.size(), made.rank(), numbers, dist.Backend(BACKEND), made.base_store, name, timeout=made.timeout
+    )
+    tables._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
+    return made
+
+
+def _install(made: Group) -> None:
+    """Make a group the default group."""
+    # torch's hook knows the earlier rank.
+    if getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):
+        names = sys.excepthook.__code__.co_freevars
+        cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))
+        sys.excepthook = cells["old_hook"].cell_contents
+    READY.append(made)
+    place = {"store": made.base_store, "rank": made.rank(), "world_size": made.size()}
+    dist.init_process_group(BACKEND, timeout=made.timeout, **place)

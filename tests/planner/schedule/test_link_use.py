@@ -1,0 +1,57 @@
+"""The use of links over time agrees with the simulated transfers, one by one."""
+
+import numpy as np
+import pytest
+
+import crossreduce as cr
+from crossreduce import Costs, Topology
+from crossreduce.schedule import timeline
+from crossreduce.schedule.link_use import link_use
+
+CASES = {
+    "ring": ("dgx-1v", "ring", 1 << 26),
+    "few pieces": ("dgx-1v", "forest", 1 << 24),
+    "many equal ticks": ("dgx-1v", "forest", 1 << 30),
+    "one device": ("dgx-1v", "one_device", 1 << 28),
+    "switches": ("hgx-h100", "hierarchical_copy", 1 << 22),
+    "latency only": ("dgx-1v", "one_shot", 64),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_single_transfers(name):
+    """Up to each moment a link has carried what its transfers have carried; equal ticks may differ by one piece."""
+    machine, algorithm, nbytes = CASES[name]
+    plan = cr.plan(machine, nbytes=nbytes, algorithm=algorithm)
+    schedule, topology, costs = plan.schedule, plan.topology, plan.request.costs
+    due, count = {}, {}
+    moments = np.linspace(0, plan.seconds, 65)
+    for move in timeline(schedule, topology, nbytes, costs=costs):
+        size = float(schedule.chunks[move.chunk].share) * nbytes / schedule.pieces
+        start = move.start + move.latency_s
+        for pair in move.links:
+            part = np.clip((moments - start) / max(move.end - start, 1e-18), 0, 1)
+            due[pair] = due.get(pair, 0) + size * part
+            count[pair] = count.get(pair, 0) + 1
+    piece = nbytes / schedule.pieces if schedule.pieces > 1 else 0
+    for parts in (1, 64):
+        uses = link_use(schedule, topology, nbytes, plan.seconds, parts, costs)
+        assert set(uses) == set(due)
+        for pair, use in uses.items():
+            assert use.transfers == count[pair]
+            assert use.carried[0] == 0
+            assert use.carried[-1] == pytest.approx(plan.simulation.bytes[pair], abs=max(4, nbytes * 1e-7))
+            assert np.abs(use.carried - due[pair][:: 64 // parts]).max() <= piece + nbytes * 1e-6
+            assert (np.diff(use.carried) >= 0).all()
+    nothing = link_use(schedule, topology, 0, 0.0, 10, costs)
+    assert all(use.carried == (0,) * 11 for use in nothing.values())
+
+
+def test_no_link_exceeds_its_bandwidth():
+    """In no part of the time a link carries more than its bandwidth allows, with stated costs too."""
+    topology = Topology.machine("hgx-h100", 2)
+    for costs in (Costs(operation_s=0), Costs.machine("hgx-h100", 2), Costs(operation_s=1e-5)):
+        plan = cr.plan(topology, nbytes=1 << 24, costs=costs)
+        for pair, use in link_use(plan.schedule, topology, plan.nbytes, plan.seconds, 100, plan.request.costs).items():
+            most = float(topology.link(*pair).bandwidth) * 1e9 * plan.seconds / 100
+            assert np.diff(use.carried).max() <= most * (1 + 1e-6)

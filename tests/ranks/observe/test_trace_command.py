@@ -1,0 +1,250 @@
+"""``crossreduce trace``: the merged trace of all ranks, the table, the straggler, and predictions."""
+
+import json
+import re
+import struct
+import sys
+
+import pytest
+from members import member, summed
+from trace_events import read_events
+from traced_ranks import (
+    CALLS,
+    LATE_S,
+    copied,
+    in_threads,
+    only_group,
+    some_calls,
+    traced,
+)
+
+from crossreduce import Topology, simulate
+from crossreduce.cli.trace import _prediction, _show
+from crossreduce.observe.traces import calls as trace_calls
+from crossreduce.observe.traces.summary import SummaryRow, straggler
+from crossreduce.packing import itemsize
+from crossreduce.ranks.inter_host.two_level import host_schedule
+
+
+def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
+    """``-o`` writes events that the strict reader accepts: each call, its phases, and an arrow for each wait."""
+    code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
+    assert (code, err) == (0, "")
+    assert "14 calls of 2 ranks" in out
+    events = read_events((tmp_path / "trace.json").read_text())
+    group, _ = only_group(of_two)
+    called = [event for event in events if event.get("cat") == "call"]
+    assert len(called) == 14
+    assert min(event["ts"] for event in called) == 0
+    start = min(call.begin_ns for each in group.ranks.values() for call in each.calls)
+    for rank, process in ((0, 1), (1, 2)):
+        mine = [event for event in called if event["pid"] == process]
+        assert [event["name"] for event in mine] == CALLS
+        for event, call in zip(mine, group.ranks[rank].calls, strict=True):
+            assert event["ts"] == (call.begin_ns - start) / 1e3
+            assert event["dur"] == pytest.approx((call.end_ns - call.begin_ns) / 1e3, abs=1e-3)
+            assert (event["args"]["op"], event["args"].get("bytes")) == (call.number, call.nbytes)
+    phases = [event for event in events if event.get("cat") == "phase"]
+    assert len(phases) == sum(len(call.parts) for each in group.ranks.values() for call in each.calls)
+    waits = [event for event in phases if event["name"].startswith("wait for rank")]
+    assert len([event for event in events if event["ph"] == "f"]) == len(waits) > 2
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name[:14] for name in names] == ['"world" rank 0', '"world" rank 1']
+
+
+def test_a_large_trace_is_cut_for_the_viewer(of_two, trace, tmp_path, monkeypatch):
+    """If there are too many phases, ``-o`` writes the newest calls of all ranks, and a note says so."""
+    monkeypatch.setattr(sys.modules["crossreduce.cli.trace"], "MOST_PHASES", 60)
+    code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
+    events = read_events((tmp_path / "trace.json").read_text())
+    numbers = [event["args"]["op"] for event in events if event.get("cat") == "call"]
+    kept = sorted({*numbers})
+    assert kept == [*range(kept[0], 8)]
+    assert sorted(numbers) == sorted(2 * kept)
+    assert 1 < kept[0] <= 7
+    assert f"{kept[0] - 1} older ones are left out" in err
+    assert (code, f"{2 * len(kept)} calls" in out) == (0, True)
+
+
+def test_the_table(of_two, trace, monkeypatch):
+    """Without ``-o`` the straggler is named, and there is a table with a row for each text, at most as wide as the
+    terminal."""
+    for width in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, err = trace(of_two)
+        assert (code, err) == (0, "")
+        assert all(len(line) <= width for line in out.splitlines())
+        assert re.search(r"^rank 1 keeps the others waiting: \d\d % of their time in collectives$", out, re.MULTILINE)
+        assert "5.34 MiB" in out
+        assert "queue" not in out
+        assert "plan" not in out
+    assert "all_reduce sum float64[700001]" in out
+    code, out, _ = trace(of_two, "--json")
+    report = json.loads(out)
+    assert [row["calls"] for row in report["rows"] if row["text"] == CALLS[0]] == [3]
+    assert all(row["predicted_seconds"] is None for row in report["rows"])
+    (named,) = report["stragglers"]
+    assert (named["group"], named["rank"]) == ("world", 1)
+    spent = {rank: sum(row["rank_seconds"][rank]["seconds"] for row in report["rows"]) for rank in (0, 1)}
+    assert spent[0] > spent[1] + 0.8 * LATE_S
+    assert 0.5 < named["share"] <= 1
+
+
+def row_of(text, calls=12_345, queue=None, waited_for=((1, 0.9), (0, 0.06), (2, 0.04)), **fields):
+    """Return a row of 4 ranks, whose calls took 1 s on rank 1 and 3 s on each other rank."""
+    row = SummaryRow("g", "t", text, 1_234_567, calls, 1, 0.123e-3, 98.7e-6, queue, 0.5, waited_for,
+                     ((0, 3.0), (1, 1.0), (2, 3.0), (3, 3.0)))  # fmt: skip
+    return row._replace(**fields)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130, 200])
+@pytest.mark.parametrize("queue", [None, 0.0123])
+def test_a_narrow_table_has_whole_words(monkeypatch, capsys, width, queue):
+    """At every width all words and numbers of the table are whole, and calls are broken at spaces; columns of queues
+    and plans are there only if they have content."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    texts = ["all_reduce sum float32[100000]", "reduce_scatter sum bfloat16[1024]", "barrier"]
+    rows = [row_of(text, queue=queue) for text in texts]
+    _show(rows, [None, queue, None])
+    out = capsys.readouterr().out
+    assert all(len(line) <= width for line in out.splitlines()), out
+    assert "…" not in out
+    words = set(re.sub("[┃│┏━┳┓┡╇┩└─┴┘]", " ", out).split())
+    due = {*" ".join(texts).split(), "1.18", "MiB", "us", "98.7", "waiting", "50", "rank", "90", "%,"}
+    assert due <= words
+    assert words & {"queue", "plan"} == ({"queue", "plan"} if queue and width >= 80 else set())
+    assert ("12.3" in words) == (queue is not None and width >= 80)
+    if width >= 80:
+        assert {"123", "median"} <= words
+    if width >= (100 if queue else 80):
+        assert {"12345", "10", "GB/s", "count"} <= words
+    if width >= 200:
+        assert all(text in out for text in texts)
+        assert "rank 1 90 %, rank 0 6 %, rank 2 4 %" in out
+
+
+def test_the_straggler_of_a_trace():
+    """The share is that of the other ranks' time in all calls of the group; long calls count more than short ones."""
+    waits = row_of("a", waiting=0.5, waited_for=((1, 0.9), (0, 0.1)))  # 10 s of all ranks, 5 s of them waiting
+    assert straggler([waits]) == (1, pytest.approx(4.5 / 9))
+    short = row_of("b", waiting=0.9, waited_for=((2, 1.0),), rank_seconds=((0, 1.0), (1, 1.0), (2, 0.1), (3, 1.0)))
+    assert straggler([waits, short]) == (1, pytest.approx(4.5 / (10 + 3.1 - 2)))
+    assert straggler([row_of("c", waiting=0.0, waited_for=())])[1] == 0
+    assert straggler([row_of("d", waiting=0.0, waited_for=(), rank_seconds=((0, 1.0),))]) == (0, 0.0)
+
+
+def test_without_a_straggler_the_table_says_so(monkeypatch, capsys):
+    """If waits are short, no rank is named."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _show([row_of("barrier", waiting=0.05)], [None])
+    assert "no rank keeps the others waiting for 10 % of their time in collectives\n" in capsys.readouterr().out
+
+
+def test_runs_in_one_directory_are_apart(tmp_path, trace):
+    """Files of two runs are two runs, by their processes; the command shows the last one, or the one of ``--run``."""
+    traced(2, some_calls, tmp_path)
+    traced(2, in_threads, tmp_path)
+    code, out, err = trace(tmp_path, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert {row["group"] for row in report["rows"]} == {"world", "second"}
+    assert any("2 runs" in note for note in report["notes"])
+    first = json.loads(trace(tmp_path, "--json", "--run", "1")[1])
+    assert {row["text"] for row in first["rows"]} == {*CALLS}
+    code, _, err = trace(tmp_path, "--run", "3")
+    assert (code, "has 2 runs." in err, "--run 1 to 2" in err) == (2, True, True)
+
+
+def test_a_run_that_does_not_exist(of_two, trace):
+    """The number of a run beyond the only one is refused, in the singular."""
+    code, _, err = trace(of_two, "--run", "2")
+    assert (code, "has 1 run." in err) == (2, True)
+    assert err.rstrip().endswith("--run 1")
+
+
+def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
+    """Calls on measured links have the simulated seconds of the hosts' schedule beside them; the others have none,
+    unless ``--topology`` gives the links."""
+    code, out, err = trace(of_hosts, "-o", tmp_path / "out.json")
+    assert code == 0, err
+    events = read_events((tmp_path / "out.json").read_text())
+    plans = [event for event in events if event.get("cat") == "plan"]
+    assert [event["args"]["op"] for event in plans] == [10] * 5
+    topology = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2, latency_s=1e-5)
+    schedule = host_schedule(topology, ((0, 1, 2), (3, 4)), "all_reduce", 1 << 19, None)
+    seconds = simulate(schedule, topology, 400_000).seconds
+    assert {event["dur"] for event in plans} == {round(seconds * 1e6, 3)}
+    slow = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=1, latency_s=1e-5)
+    (tmp_path / "slow.json").write_text(slow.to_json())
+    rows = json.loads(trace(of_hosts, "--json", "--topology", tmp_path / "slow.json")[1])["rows"]
+    by_text = {row["text"]: row["predicted_seconds"] for row in rows}
+    assert by_text["all_reduce sum float32[100000]"] > 1.5 * seconds
+    assert by_text["all_reduce sum float32[10]"] > 0
+    del out
+
+
+def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
+    """The prediction of an exact float32 all-reduce is that of a default one with 1.5 times the bytes, as partial sums
+    are float64 and results float32; maxima and integers are sent as they are."""
+    links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0", "host2/cpu:0"], gb_per_s=2, latency_s=1e-5)
+    group = trace_calls.GroupTrace("world", "token", ((0, 1), (2,), (3,)), {}, ())
+    predict = _prediction(links)
+
+    def seconds(op, dtype, size):
+        text, nbytes = f"all_reduce {op} {dtype}[{size}]", size * itemsize(dtype)
+        return predict(group, trace_calls.TracedCall(1, text, nbytes, 0, 1, 0, None, ()))
+
+    assert seconds("exact_sum", "float32", 200_000) == seconds("sum", "float32", 300_000) > 1e-4
+    assert seconds("exact_mean", "float64", 200_000) == seconds("mean", "float64", 300_000)
+    assert seconds("exact_sum", "float16", 200_000) == seconds("sum", "int8", 1_000_000)
+    assert seconds("max", "float32", 200_000) == seconds("sum", "int32", 200_000)
+    assert seconds("exact_product", "float32", 8) is None
+
+
+def test_bad_directories(tmp_path, trace):
+    """A missing folder, and one without traces, are errors that say what to do."""
+    code, _, err = trace(tmp_path / "missing")
+    assert code == 2
+    assert "cannot be read" in err
+    code, _, err = trace(tmp_path)
+    assert code == 2
+    assert "has no trace that can be read" in err
+    (tmp_path / f"rank0.{'a' * 16}.trace").write_bytes(b"nonsense" * 100)
+    code, _, err = trace(tmp_path)
+    assert code == 2
+    assert "not a trace of crossreduce" in err
+
+
+def test_a_trace_without_calls_says_so(of_two, tmp_path, trace):
+    """If no call was recorded, a note says so."""
+    for path in copied(of_two, tmp_path / "empty"):
+        data = bytearray(path.read_bytes())
+        struct.pack_into("=Q", data, 48, 0)
+        path.write_bytes(data)
+    code, out, err = trace(tmp_path / "empty")
+    assert (code, out) == (0, "")
+    assert "no calls were recorded" in err
+
+
+def of_many_shapes(rendezvous, shapes):
+    group = member(rendezvous)
+    for size in range(1, shapes + 1):
+        summed(group, size)
+    group.close()
+
+
+def test_many_shapes(tmp_path, trace):
+    """The calls of thousands of shapes have texts; without room for them, a note says so. The table has a limit."""
+    traced(1, of_many_shapes, tmp_path / "large", 3000)
+    group, notes = only_group(tmp_path / "large")
+    assert {call.text for call in group.ranks[0].calls} == {f"all_reduce sum int64[{k}]" for k in range(1, 3001)}
+    assert notes == ()
+    code, out, _ = trace(tmp_path / "large")
+    assert code == 0
+    assert "and 2900 more rows" in out
+    assert len(out.splitlines()) < 1000
+    traced(1, of_many_shapes, tmp_path / "small", 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
+    group, notes = only_group(tmp_path / "small")
+    unknown = sum(call.text == "?" for call in group.ranks[0].calls)
+    assert unknown > 500
+    assert f'the texts of {unknown} calls had no room, so they are "?"' in "".join(notes)

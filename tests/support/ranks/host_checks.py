@@ -1,0 +1,108 @@
+"""Groups on several simulated hosts, for tests: their inputs, and comparisons of results with NumPy."""
+
+import numpy as np
+import oracle
+from members import memories, memory
+from ranks import SocketTransport
+
+from crossreduce.ranks.communicator import Communicator
+
+
+def on(*names):
+    """Return the environment of each rank, with the name of its simulated host."""
+    return [{"CROSSREDUCE_HOST": name} for name in names]
+
+
+def joined(rendezvous, timeout_s=20.0):
+    transport = SocketTransport(rendezvous)
+    return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s), transport
+
+
+def parts(n, size, dtype, seed=0):
+    """Return the arrays of all ranks: random floats, or integers made of powers of n + 1, whose sums
+    show lost and doubled contributions."""
+    draw = np.random.default_rng(seed + size)
+    if dtype.startswith("int"):
+        return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
+    if dtype.startswith("complex"):
+        return [(draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(dtype) for _ in range(n)]
+    return [draw.standard_normal(size).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+
+
+CASES = [
+    ("sum", "float32", 1),
+    ("sum", "float32", 1000),
+    ("sum", "int64", 100_003),
+    ("mean", "float32", 300_001),
+    ("sum", "bfloat16", 70_001),
+    ("mean", "float16", 513),
+    ("max", "bfloat16", 1025),
+    ("product", "float64", 77),
+    ("min", "int8", 4099),
+    ("mean", "int8", 4099),
+    ("mean", "int64", 70_003),
+    ("sum", "complex64", 999),
+    ("sum", "float32", 0),
+]
+
+
+def check_rows(comm, op, dtype, size):
+    """Compare the collectives with an array per rank, also in place, with NumPy. Row k of rank i is ``every[i][k]``."""
+    n, me = comm.size, comm.rank
+    every = list(zip(*(parts(n, size, dtype, 100 + k) for k in range(n)), strict=True))
+    own = every[me][me]
+
+    def filled(count=n):
+        return [np.full_like(own, 7) for _ in range(count)]
+
+    def same(found, due):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in due], (op, dtype, size)
+
+    for in_place in (False, True):
+        given, got = [x.copy() for x in every[me]], filled()
+        if in_place:
+            got[me] = given[me]
+        comm.all_gather(memory(given[me]), memories(got))
+        same(got, [every[k][k] for k in range(n)])
+        (result,) = [given[me]] if in_place else filled(1)
+        comm.reduce_scatter(op, memories(given), memory(result))
+        close(result, [every[k][me] for k in range(n)], op.value, dtype)
+        given = [x.copy() for x in every[me]]
+        got = given if in_place and len(comm.hosts) > 1 else filled()
+        comm.all_to_all(memories(given), memories(got))
+        same(got, [every[k][me] for k in range(n)])
+        for root in (0, n - 1):
+            given = [x.copy() for x in every[me]]
+            got = filled()
+            if in_place:
+                got[me] = given[me]
+            comm.gather(memory(given[me]), memories(got) if me == root else None, root)
+            same(
+                [*got[:me], *got[me + 1 :]], [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
+            )
+            same(given, every[me])
+            (result,) = [given[me]] if in_place else filled(1)
+            comm.scatter(memories(given) if me == root else None, memory(result), root)
+            same([result], [every[root][me]])
+
+
+def close(result, inputs, op, dtype):
+    """Compare with NumPy's reduction, for floats in higher precision: integers, minima and maxima exactly, others
+    within n roundings."""
+    wide = np.array(
+        [
+            x.astype(dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64")
+            for x in inputs
+        ]
+    )
+    due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
+    if dtype.startswith("int") and op == "mean":  # of the wrapped sum, truncated towards zero
+        due = np.trunc(wide.sum(axis=0, dtype=dtype) / len(inputs))
+    if dtype.startswith("int") or op in ("min", "max"):
+        assert (result == due.astype(result.dtype)).all()
+        return
+    n, u = len(inputs), oracle.ROUNDOFF[dtype]
+    depth = 1 if dtype in oracle.HALVES else n
+    size = np.abs(wide).prod(axis=0) if op == "product" else np.abs(wide).sum(axis=0) / (n if op == "mean" else 1)
+    slack = depth * u / (1 - depth * u) * size * (1 + 1e-3) + n * 2.0**-24 * size + oracle.SMALLEST[dtype]
+    assert (np.abs(result.astype(wide.dtype) - due) <= slack).all()

@@ -1,0 +1,99 @@
+"""Runs of ranks whose calls are traced, and the traces that they leave."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+from members import member, memory, summed
+from ranks import SocketTransport, ranks
+
+from crossreduce import Topology, mpi
+from crossreduce.observe.traces.calls import read_directory
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.communicator import Communicator
+
+LATE_S = 0.15
+TWO_HOSTS = [{"CROSSREDUCE_HOST": name} for name in "aaabb"]
+CALLS = [
+    *["all_reduce sum float32[8]"] * 3,
+    "all_reduce sum float64[700001]",
+    "broadcast root 1 float64[700001]",
+    "barrier",
+    "all_reduce sum float64[700001]",
+]
+
+
+def array_group(rendezvous):
+    """Return a group of NumPy arrays, most of whose calls run in compiled code."""
+    return mpi.MpiGroup(member(rendezvous, 20), SimpleNamespace(close=lambda _: None))
+
+
+def traced(n, function, folder, *args, environment=None, **options):
+    """Run ranks with CROSSREDUCE_TRACE, and return their results."""
+    variables = [{"CROSSREDUCE_TRACE": str(folder), **own} for own in environment or [{}] * n]
+    return ranks(n, function, *args, environment=variables, **options)
+
+
+def only_group(folder):
+    found = read_directory(folder)
+    ((group,),) = found.runs
+    return group, found.notes
+
+
+def some_calls(rendezvous):
+    """Make 3 small and 2 large all-reduces, most of them in compiled code; rank 1 is late for the last one."""
+    group = array_group(rendezvous)
+    for _ in range(3):
+        group.all_reduce(np.ones(8, np.float32))
+    x = np.ones(700_001)
+    group.all_reduce(x)
+    group.broadcast(x, 1)
+    group.barrier()
+    if group.rank == 1:
+        time.sleep(LATE_S)
+    group.all_reduce(x)
+    group.close()
+
+
+def across_hosts(rendezvous):
+    """Make calls of various sizes between hosts; another rank is late each time."""
+    transport = SocketTransport(rendezvous)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
+    for k, size in enumerate((10, 1000, 100_000, 10, 300_000, 10, 1000, 50)):
+        time.sleep(0.01 if k % comm.size == comm.rank else 0)
+        x = np.ones(size, np.float32)
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+        assert x[0] == comm.size
+    comm.plan_on(Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2, latency_s=1e-5))
+    x = np.ones(100_000, np.float32)
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    comm.close()
+    transport.close()
+
+
+def in_threads(rendezvous):
+    """Make calls of two groups in a thread each, and of one of them in a third one."""
+    one, two = member(rendezvous), member(rendezvous, name="second")
+
+    def run(group, count):
+        for _ in range(count):
+            summed(group, 10)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in ((one, 40), (two, 30))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    later = threading.Thread(target=run, args=(one, 5))
+    later.start()
+    later.join()
+    one.close()
+    two.close()
+
+
+def copied(of_two, target):
+    target.mkdir()
+    for path in of_two.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return sorted(target.iterdir())

@@ -1,0 +1,171 @@
+"""Groups of torch.distributed and of crossreduce.processes with the same methods, for tests of what both promise."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import crossreduce.torch as crt
+from crossreduce import processes
+from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.torch import elastic
+
+LONG_S = 1800.0
+
+
+class Torch:
+    """The default group of ``torch.distributed``; the ranks meet at a folder, or at an address."""
+
+    places = dict.fromkeys(("agree", "shrink", "grow", "join"), elastic)  # what a storm may let fail, and where it is
+
+    def __init__(self, rendezvous, folder, timeout_s=LONG_S):
+        """Make the group of all ranks, or none if there is no rendezvous."""
+        torch.set_num_threads(1)
+        if rendezvous is not None:
+            rank, size = rendezvous.rank, rendezvous.size
+            where = f"tcp://{folder}" if ":" in str(folder) else f"file://{folder}/store"
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group("crossreduce", where, rank=rank, world_size=size, timeout=timeout)
+
+    @property
+    def group(self):
+        return dist.group.WORLD
+
+    rank = property(lambda self: dist.get_rank())
+    size = property(lambda self: dist.get_world_size())
+
+    def total(self):
+        return total()
+
+    def shrink(self, **options):
+        return elastic.shrink(**options).reformed
+
+    def grow(self, **options):
+        return elastic.grow(**options) is not None
+
+    def committed(self, step, **options):
+        return elastic.committed(step, **options)
+
+    def set_timeout(self, timeout_s):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+    def broadcast(self, numbers):
+        state = torch.tensor(numbers)
+        dist.broadcast(state, 0)
+        return map(int, state)
+
+    def random_calls(self, draw, size, numbers):
+        """Make some collectives of ``size`` elements, and return the sum of all ranks' ``numbers``."""
+        x, big, works = torch.tensor(numbers, dtype=torch.int64), torch.ones(size), []
+        if draw.random() < 0.5:
+            works.append(dist.all_reduce(big, async_op=draw.random() < 0.5))
+        if draw.random() < 0.2:
+            parts = [torch.empty_like(big) for _ in range(self.size)]
+            works.append(dist.all_gather(parts, big.clone(), async_op=draw.random() < 0.5))
+        if draw.random() < 0.2:
+            dist.barrier()
+        dist.all_reduce(x)
+        for work in filter(None, works):
+            work.wait()
+        return map(int, x)
+
+    def agree(self, *arguments, **options):
+        return elastic.agree(*arguments, **options)
+
+    def join(self, invitation, **options):
+        elastic.join(invitation, **options)
+
+    invitation = staticmethod(crt.invitation)
+    leave = staticmethod(dist.destroy_process_group)
+
+
+class Numpy:
+    """A group of ``crossreduce.processes``; the ranks meet at ``where``, an address."""
+
+    places = dict.fromkeys(("agree", "shrink", "grow"), processes.RankGroup) | {"join_invited": processes}
+
+    def __init__(self, rendezvous, where, timeout_s=LONG_S):
+        """Make the group of all ranks, or none if there is no rendezvous."""
+        self.group = rendezvous and processes.join(rendezvous.rank, rendezvous.size, where, timeout_s=timeout_s)
+
+    rank = property(lambda self: self.group.rank)
+    size = property(lambda self: self.group.size)
+
+    def total(self):
+        """Return the sum of the ranks' numbers plus one, times ten."""
+        return int(self.group.all_reduce(np.full(3, 10 * (self.group.rank + 1)))[0])
+
+    def shrink(self, **options):
+        self.group = self.group.shrink(**options)
+        return self.group.reformed
+
+    def grow(self, **options):
+        grown = self.group.grow(**options)
+        self.group = grown or self.group
+        return grown is not None
+
+    def committed(self, step, **options):
+        def run(group):
+            self.group = group
+            return step()
+
+        self.group, result = self.group.committed(run, **options)
+        return result
+
+    def set_timeout(self, timeout_s):
+        self.group.communicator.timeout_s = timeout_s
+
+    def broadcast(self, numbers):
+        return map(int, self.group.broadcast(np.array(numbers, np.int64), 0))
+
+    def random_calls(self, draw, size, numbers):
+        """Make some collectives of ``size`` elements, and return the sum of all ranks' ``numbers``."""
+        x, big = np.array(numbers, np.int64), np.ones(size, np.float32)
+        if draw.random() < 0.5:
+            self.group.all_reduce(big, out=big)
+        if draw.random() < 0.2:
+            self.group.all_gather(big)
+        if draw.random() < 0.2:
+            self.group.barrier()
+        return map(int, self.group.all_reduce(x))
+
+    def agree(self, *arguments, **options):
+        return self.group.agree(*arguments, **options)
+
+    def join(self, invitation, **options):
+        self.group = processes.join_invited(invitation, **options)
+
+    def invitation(self):
+        return self.group.invitation()
+
+    def leave(self):
+        self.group.close()
+
+
+def total(group=None):
+    """Return the sum of the ranks' numbers plus one, times ten, in a group of torch."""
+    x = torch.tensor([10 * (dist.get_rank(group) + 1)])
+    dist.all_reduce(x, group=group)
+    return int(x)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose(group):
+    """Make calls until one fails because ranks were lost, and return these."""
+    while True:
+        try:
+            group.total()
+        except (PeerLostError, CollectiveTimeout) as error:
+            return error.ranks
+
+
+def wait_until(true):
+    while not true():
+        time.sleep(0.01)
