@@ -13,7 +13,7 @@ from strategies import NAMED, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate
 from crossreduce.planning import hierarchical_copy
-from crossreduce.planning.explain import duration, limited_by, nested, percent, size
+from crossreduce.planning.explain import duration, limited_by, percent, size, tree_text
 from crossreduce.schedule import fluid_rate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -187,7 +187,9 @@ def test_the_trees(name):
     assert more == max(0, len(wanted) - 16)
     for share, text in shown:
         if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
-            begins = [tree for tree in wanted if nested(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))]
+            begins = [
+                tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))
+            ]
             tree = next(tree for tree in begins if wanted[tree] == share)
         else:
             root, parents = read(text)
@@ -388,4 +390,4 @@ def test_trees_in_brackets_can_be_read(n, data):
     """A tree that is written in brackets can be read again."""
     order = data.draw(st.permutations([f"host{k // 4}/cuda:{k}" for k in range(n)]))
     parents = {order[k]: order[data.draw(st.integers(0, k - 1))] for k in range(1, n)}
-    assert read(nested(order[0], parents)) == (order[0], parents)
+    assert read(tree_text(order[0], parents)) == (order[0], parents)

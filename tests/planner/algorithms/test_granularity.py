@@ -14,7 +14,7 @@ import crossreduce as cr
 from crossreduce import planning
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
-from crossreduce.planning.granularity import is_power_of_two, rounded
+from crossreduce.planning.granularity import is_power_of_two, round_shares
 from crossreduce.schedule import fluid_rate, verify
 from crossreduce.schedule.traffic import route_links
 
@@ -106,8 +106,8 @@ def test_shares_stay_exact_where_none_fit():
     parts = cr.plan(ring, "reduce_scatter", 1 << 28, granularity=0.5).schedule
     assert not is_power_of_two(parts.units)
     whole = planning.ring(ring.devices)
-    assert rounded(whole, ring, 0.00001) is whole
-    loose = rounded(whole, ring, 0.2)
+    assert round_shares(whole, ring, 0.00001) is whole
+    loose = round_shares(whole, ring, 0.2)
     assert (loose.units, len(loose.chunks)) == (2, 2)
     assert fluid_rate(loose, ring) >= fluid_rate(whole, ring) * Fraction(8, 10)
     for wrong in (-0.1, 1.5, "2", True, float("nan")):

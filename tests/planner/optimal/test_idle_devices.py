@@ -20,10 +20,10 @@ import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
 from crossreduce.planning.optimal.bounds.certificate import Cut
-from crossreduce.planning.optimal.bounds.demands import Demand
-from crossreduce.planning.optimal.bounds.mixture import TreeProgram, best_mixture
+from crossreduce.planning.optimal.bounds.column_generation import TreeProgram, best_mixture
+from crossreduce.planning.optimal.bounds.demand import Demand
 from crossreduce.planning.optimal.bounds.steiner import CheapestTrees, few_enough
-from crossreduce.planning.optimal.bounds.tree_prices import cheapest, joints_of, price_of_buffer
+from crossreduce.planning.optimal.bounds.tree_prices import cheapest_prices, joints_of, price_of_buffer
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -136,7 +136,7 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
     arcs = [(number[src], number[dst]) for src, dst, _ in priced]
     trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
     trees.price(prices)
-    found = cheapest(priced, ends, set(joints))
+    found = cheapest_prices(priced, ends, set(joints))
     price = dict(zip(arcs, prices, strict=True))
     for joint in joints:
         if joint not in found:
@@ -315,7 +315,7 @@ def test_a_round_adds_few_trees_of_many_demands(demands, most):
     everyone = tuple(range(16))
     wanted = [Demand(Fraction(1), (root,), (), everyone) for root in range(demands)]
     program = TreeProgram(16, links, everyone, wanted, 0)
-    rounds = [program.cheapest(program.prices) for _ in range(3)]
+    rounds = [program.cheapest_trees(program.prices) for _ in range(3)]
     counts = [sum(len(columns) for _, columns in found) for found in rounds]
     assert demands <= min(counts)
     assert max(counts) <= most

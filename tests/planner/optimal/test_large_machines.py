@@ -17,15 +17,15 @@ from large_machines import dragonfly, fat_tree, half_empty
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import direct, halving_doubling, planners, ring, schedules
+from crossreduce.planning import algorithms, direct, halving_doubling, ring, schedules
 from crossreduce.planning.forest import forest
-from crossreduce.planning.optimal.bounds import bound as bounds
-from crossreduce.planning.optimal.bounds.bound import bound_of_members
+from crossreduce.planning.optimal import bound as bounds
+from crossreduce.planning.optimal.bound import bound_of_members
 from crossreduce.planning.optimal.bounds.certificate import Bound
-from crossreduce.planning.optimal.symmetric import forest as symmetric
-from crossreduce.planning.optimal.symmetric.quotient import Quotient, quotient_bound
-from crossreduce.planning.optimal.symmetric.trees import best_trees, solved_exactly
-from crossreduce.planning.planners import Request
+from crossreduce.planning.optimal.symmetric import orbit_forest as symmetric
+from crossreduce.planning.optimal.symmetric.orbit_bound import Quotient, quotient_bound
+from crossreduce.planning.optimal.symmetric.orbit_trees import best_trees, solved_exactly
+from crossreduce.planning.requests import Request
 from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
 from crossreduce.schedule.generated_schedule import rotations
 from crossreduce.schedule.link_use import link_use
@@ -160,7 +160,7 @@ def test_trees_on_orbits_reach_the_bound(name: str, collective: str):
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use symmetry for any number of devices."""
-    caches = (symmetric.symmetric, symmetric.symmetric_forest, bounds.bound_of_members, forest)
+    caches = (symmetric.symmetric_topology, symmetric.symmetric_forest, bounds.bound_of_members, forest)
     monkeypatch.setattr(symmetric, "FEW_DEVICES", 1)
     for cached in caches:
         cached.cache_clear()
@@ -229,7 +229,7 @@ def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner, 
     """With many devices, ring, direct and halving_doubling return a few chunks; all images are the same as before."""
     names = [f"cpu:{k}" for k in range(n)]
     generated = planner(names, first=first)
-    monkeypatch.setattr(planners, "GENERATED_FROM", n)
+    monkeypatch.setattr(algorithms, "GENERATED_FROM", n)
     listed = planner(names, first=first)
     assert not isinstance(listed, GeneratedSchedule)
     if isinstance(generated, GeneratedSchedule):
@@ -310,7 +310,7 @@ def test_idle_devices_of_large_machines_forward():
 def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
     """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
     monkeypatch.setattr(schedules, "_MOST_LISTED", 0)
-    schedules.fastest.cache_clear()
+    schedules.fastest_schedule.cache_clear()
     made: list[str] = []
     timed = schedules.fastest_of
 
@@ -322,7 +322,7 @@ def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make,
     monkeypatch.setattr(schedules, "fastest_of", fastest_of)
     topology = make()
     auto = cr.plan(topology, nbytes=nbytes)
-    schedules.fastest.cache_clear()
+    schedules.fastest_schedule.cache_clear()
     monkeypatch.undo()
     named = cr.plan(topology, nbytes=nbytes, algorithm="one_shot")
     assert ("one_shot" in made) == listed == (auto.algorithm == "one_shot")

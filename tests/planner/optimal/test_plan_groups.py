@@ -17,11 +17,11 @@ from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, carri
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Costs, PlanError, Topology
-from crossreduce.planning.groups.separate import shared_rates
-from crossreduce.planning.optimal.bounds.joint import RateLevel
-from crossreduce.planning.optimal.bounds.near_trees import NearTrees
+from crossreduce.planning.groups.groups_bound import RateLevel
+from crossreduce.planning.groups.separate_plans import shared_rates
 from crossreduce.planning.optimal.bounds.steiner import MANY, few_enough
-from crossreduce.planning.optimal.bounds.tree_prices import _raised, cheapest, joints_of, least_price
+from crossreduce.planning.optimal.bounds.steiner_heuristic import NearTrees
+from crossreduce.planning.optimal.bounds.tree_prices import _lower_bounds, cheapest_prices, joints_of, least_price
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -324,7 +324,7 @@ def test_prices_of_many_members_are_never_too_high(wiring, count, drawn):
     topology = Topology(*wiring)
     ends, joints = topology.devices[:count], joints_of(topology)
     priced = [(link.src, link.dst, drawn.randint(0, 5)) for link in topology.links]
-    exact, low = cheapest(priced, ends, set(joints)), _raised(priced, ends, joints, joints)
+    exact, low = cheapest_prices(priced, ends, set(joints)), _lower_bounds(priced, ends, joints, joints)
     assert low.keys() == exact.keys() & set(joints)
     assert all(low[root] <= exact[root] for root in low)
     assert all(bool(low[root]) == bool(exact[root]) for root in low)
@@ -333,7 +333,7 @@ def test_prices_of_many_members_are_never_too_high(wiring, count, drawn):
                      [number[joint] for joint in joints])  # fmt: skip
     near.price([price + 1.0 for *_, price in priced])
     raised = [(src, dst, price + 1) for src, dst, price in priced]
-    exact = cheapest(raised, ends, set(joints))
+    exact = cheapest_prices(raised, ends, set(joints))
     for joint in joints:
         if joint not in exact:
             assert near.cost(number[joint]) == float("inf")
