@@ -23,7 +23,7 @@ from crossreduce import Topology
 from crossreduce.planning import REGISTRY
 
 tests_on_path()
-from test_large_machines import dragonfly, fat_tree
+from large_machines import dragonfly, fat_tree
 
 MACHINES = {
     "hgx-h100 x 128": lambda: Topology.machine("hgx-h100", 128),

@@ -18,10 +18,10 @@ from common import tests_on_path
 import crossreduce as cr
 from crossreduce.planning import COLLECTIVES, Request
 from crossreduce.planning.forest import forest_schedules
-from crossreduce.planning.optimal.few_step import forests
-from crossreduce.planning.optimal.few_step.program import shared
-from crossreduce.planning.planners import NO_MORE
-from crossreduce.planning.topologies import neutral
+from crossreduce.planning.optimal.few_step import few_step_forests
+from crossreduce.planning.optimal.few_step.tree_program import share_among_trees
+from crossreduce.planning.requests import NO_MORE
+from crossreduce.planning.topologies import neutral_topology
 from crossreduce.schedule import fastest_of
 
 tests_on_path()
@@ -72,7 +72,7 @@ def shallow_forests(topology: cr.Topology, collective: str) -> list[cr.Schedule]
     found = []
     for steps, task, request in _steps(topology, collective):
         for many in (False, True):
-            forest = forests._forest(request, task, steps, many)
+            forest = few_step_forests._forest(request, task, steps, many)
             found += [] if forest is None else [forest]
     return found
 
@@ -82,9 +82,9 @@ def proved(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     lines = []
     for collective in COLLECTIVES:
         for steps, task, request in _steps(topology, collective):
-            seen = neutral(topology, request.members, ()).topology
+            seen = neutral_topology(topology, request.members, ()).topology
             wiring = seen.reversed() if task.backwards else seen
-            shares = shared(wiring, task.roots, steps, many=False, paired=task.paired)
+            shares = share_among_trees(wiring, task.roots, steps, many=False, paired=task.paired)
             if shares is not None:
                 limit = min(1 / shares.limit, float(cr.bound(topology, collective).algbw))
                 lines.append(
@@ -94,13 +94,13 @@ def proved(name: str, topology: cr.Topology) -> list[dict[str, object]]:
     return lines
 
 
-def _steps(topology: cr.Topology, collective: str) -> Iterator[tuple[int, forests._Task, Request]]:
-    """Yield numbers of steps, with what the trees are for; none with more than ``forests.MOST_DEVICES`` devices."""
+def _steps(topology: cr.Topology, collective: str) -> Iterator[tuple[int, few_step_forests._Task, Request]]:
+    """Yield numbers of steps and the task of the trees; nothing for more than ``MOST_DEVICES`` devices."""
     request = cr.plan(topology, collective, 1, costs=FREE).request._replace(nbytes=0, algorithm="auto", costs=NO_MORE)
-    task = forests._task(request)
-    if task is None or len(request.members) > forests.MOST_DEVICES:
+    task = few_step_forests._task(request)
+    if task is None or len(request.members) > few_step_forests.MOST_DEVICES:
         return
-    least = forests._least_steps(topology, request.members, task)
+    least = few_step_forests._least_steps(topology, request.members, task)
     for steps in range(least, least + MORE_STEPS + 1, 1 + task.paired):
         yield steps, task, request
 

@@ -22,7 +22,7 @@ import crossreduce as cr
 from crossreduce import Topology
 
 tests_on_path()
-from test_large_machines import dragonfly, fat_tree, half_empty
+from large_machines import dragonfly, fat_tree, half_empty
 
 MACHINES = {
     "hgx-h100 x 8": (64, lambda: Topology.machine("hgx-h100", 8)),

@@ -7,8 +7,6 @@ PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 [3.0, 3.0, 3.0]
 """
 
-from os import PathLike as _PathLike
-
 from .errors import (
     ArgumentError,
     AxisError,
@@ -63,16 +61,6 @@ from .topology import Link, Switch, Symmetry, SymmetryGenerator, Topology
 from .values import IndexedSlices, Mirrored, PerReplica
 
 __version__ = "0.1.0"
-
-
-def _write_report(plan: Plan, path: str | _PathLike[str]) -> None:
-    """Write ``Plan.report``'s file."""
-    from .export.explorer import write_report  # here, since few programs write reports
-
-    write_report(plan, path)
-
-
-Plan.reporter = _write_report
 
 __all__ = [
     "AllReduceCrossDeviceOps",

@@ -11,8 +11,8 @@ import pytest
 from command_line import in_terminal, with_bars
 
 import crossreduce as cr
-from crossreduce.planning.plans import planned
-from crossreduce.planning.schedules import candidates, fastest
+from crossreduce.planning.plans import plan_request
+from crossreduce.planning.schedules import candidates, fastest_schedule
 from crossreduce.progress import report, steps, watched
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
@@ -116,7 +116,7 @@ def test_no_colours_if_the_user_wants_none():
 
 def test_plans_report_their_steps():
     """A plan reports the algorithms that it tries, the trees that it packs, and the schedules that it compares."""
-    for cache in (planned, fastest, candidates):
+    for cache in (plan_request, fastest_schedule, candidates):
         cache.cache_clear()
     seen = []
     with watched(lambda *step: seen.append(step)):
@@ -126,7 +126,7 @@ def test_plans_report_their_steps():
     packed = [done for text, done, _ in seen if text == "packing trees"]
     assert len(packed) > 20
     assert packed[1:] != packed[:-1]
-    for cache in (planned, fastest, candidates):
+    for cache in (plan_request, fastest_schedule, candidates):
         cache.cache_clear()
     assert (
         cr.plan(cr.Topology.machine("dgx-1v", hosts=2), "all_reduce", nbytes="256M").schedule == watched_plan.schedule

@@ -20,8 +20,8 @@ import crossreduce as cr
 from crossreduce.export.formats.chakra import writer
 from crossreduce.export.pictures.folding import DEVICES_FROM, HOSTS_FROM
 from crossreduce.planning import schedules
-from crossreduce.planning.optimal.few_step.forests import MOST_DEVICES
-from crossreduce.planning.optimal.symmetric.forest import FEW_DEVICES
+from crossreduce.planning.optimal.few_step.few_step_forests import MOST_DEVICES
+from crossreduce.planning.optimal.symmetric.orbit_forest import FEW_DEVICES
 from crossreduce.planning.optimal.trees import fitting
 
 DOCS = ROOT / "docs"

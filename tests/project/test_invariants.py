@@ -107,12 +107,12 @@ EXCEPTIONS = {
     "planning.optimal.bounds.solver": {"numpy"},
     "planning.optimal.bounds.steiner": {"numpy"},  # the prices of many trees at once
     "planning.calibration": {"numpy"},
-    "planning.optimal.few_step.cheapest": {
+    "planning.optimal.few_step.shallow_trees": {
         "numpy"
     },  # the arrays of the search; only forests of few steps import these files
-    "planning.optimal.few_step.hops": {"numpy"},
-    "planning.optimal.few_step.program": {"numpy"},
-    "planning.optimal.few_step.units": {"numpy"},
+    "planning.optimal.few_step.switch_routes": {"numpy"},
+    "planning.optimal.few_step.tree_program": {"numpy"},
+    "planning.optimal.few_step.rounding": {"numpy"},
     "schedule.link_use": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
@@ -194,13 +194,13 @@ NEEDED = {
     "planning.optimal.bounds.solver": {"numpy", "scipy"},  # solves linear programs
     "planning.optimal.bounds.steiner": {"numpy", "scipy"},  # the cheapest ways through switches
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
-    "planning.optimal.few_step.cheapest": {"numpy"},  # searches trees for many prices at once
-    "planning.optimal.few_step.hops": {"numpy"},  # lists hops as arrays
-    "planning.optimal.few_step.program": {"numpy", "scipy"},  # solves linear programs
+    "planning.optimal.few_step.shallow_trees": {"numpy"},  # searches trees for many prices at once
+    "planning.optimal.few_step.switch_routes": {"numpy"},  # lists hops as arrays
+    "planning.optimal.few_step.tree_program": {"numpy", "scipy"},  # solves linear programs
     "topology.automorphisms": {"numpy"},  # colours of nodes
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
-    "planning.optimal.few_step.units": {"numpy"},  # rounds shares to units
-    "planning.plans": {"os"},  # the type of a path
+    "planning.optimal.few_step.rounding": {"numpy"},  # rounds shares to units
+    "planning.plans": {"os", "importlib"},  # the type of a path; report() finds the writer in export/ by its name
     "schedule.link_use": {"numpy"},  # adds up the transfers of a link
     "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one

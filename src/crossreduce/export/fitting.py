@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..planning import REGISTRY, Plan
-from ..planning.plans import planned
+from ..planning.plans import plan_request
 
 
 class Fitting(NamedTuple):
@@ -44,7 +44,7 @@ def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
     for algorithm, entry in REGISTRY.items():
         if entry.most_devices is None or len(best.request.members) <= entry.most_devices:
             with suppress(PlanError):
-                made = planned(best.request._replace(algorithm=algorithm))
+                made = plan_request(best.request._replace(algorithm=algorithm))
                 others.setdefault(made.schedule, made)
     others.pop(best.schedule, None)
     for other in sorted(others.values(), key=lambda other: other.seconds):

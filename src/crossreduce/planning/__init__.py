@@ -3,25 +3,17 @@
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
 ``verify`` accepted. Planning depends on no array, file (unless it is given as the topology) or clock, so equal requests
 give equal schedules everywhere.
-``planners.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
+``algorithms.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
 """
 
+from .algorithms import direct, halving_doubling, hierarchical_copy, one_device, one_shot, recursive_doubling, ring
 from .groups.groups import GroupsPlan, mesh_groups, plan_groups
-from .groups.separate import SeparatePlans
-from .optimal.bounds.bound import bound
+from .groups.groups_bound import GroupNeed, GroupsBound, RateLevel
+from .groups.separate_plans import SeparatePlans
+from .optimal.bound import bound
 from .optimal.bounds.certificate import COLLECTIVES, Bound, Cut
-from .optimal.bounds.joint import GroupNeed, GroupsBound, RateLevel
-from .planners import (
-    Request,
-    direct,
-    halving_doubling,
-    hierarchical_copy,
-    one_device,
-    one_shot,
-    recursive_doubling,
-    ring,
-)
 from .plans import Plan, plan
+from .requests import Request
 from .schedules import NAMES, PLANNERS, REGISTRY, choose, schedule_for
 
 __all__ = [

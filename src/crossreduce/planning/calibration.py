@@ -271,11 +271,11 @@ class _Fit:
 
     def _numbers(self, one: LinkClass, inverse: float, latency: float, digits: int) -> tuple[Fraction, Fraction]:
         """Return the bandwidth and latency of a class; those of given parameters are exact."""
-        bandwidth = one.bandwidth if inverse == 1 else rounded(float(one.bandwidth) / inverse, digits)
+        bandwidth = one.bandwidth if inverse == 1 else round_digits(float(one.bandwidth) / inverse, digits)
         scale = float(one.latency_s) or SMALL_S
         if latency == (1 if one.latency_s else 0):
             return bandwidth, one.latency_s
-        return bandwidth, rounded(latency * scale, digits)
+        return bandwidth, round_digits(latency * scale, digits)
 
     def _result(self, values: list[float], errors: dict[int, float]) -> Calibration:
         classes = []
@@ -292,7 +292,7 @@ class _Fit:
                 )
             )
         error = errors.get(len(values) - 1)
-        overhead = Estimate(rounded(values[-1] * SMALL_S, DIGITS), None if error is None else error * SMALL_S)
+        overhead = Estimate(round_digits(values[-1] * SMALL_S, DIGITS), None if error is None else error * SMALL_S)
         predicted = self._predicted([*values[:-1], float(overhead.value) / SMALL_S], DIGITS)
         fitted = self._fitted(values, DIGITS)
         return Calibration(fitted, tuple(classes), overhead, self.measurements, tuple(predicted))
@@ -309,7 +309,7 @@ def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, fl
     return {k: math.sqrt(max(0.0, variance * float(covariance[i, i]))) for i, k in enumerate(free)}
 
 
-def rounded(value: float, digits: int) -> Fraction:
+def round_digits(value: float, digits: int) -> Fraction:
     """Return a number rounded to some significant digits; 0 if it is below the least number of a topology.
 
     >>> rounded(123.456, 4), rounded(1e-15, 4)

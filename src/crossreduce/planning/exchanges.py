@@ -22,7 +22,8 @@ from typing import Final
 from ..devices import parse
 from ..schedule import Chunk, Schedule, Step
 from ..topology import Topology
-from .planners import Request, one_shot_schedule
+from .algorithms import one_shot_schedule
+from .requests import Request
 
 MOST_SEARCHED: Final = 8
 _MOST_TRIED: Final = 24  # ways to form groups of given sizes; those with fast hops come first
@@ -65,7 +66,7 @@ def _arrangements(topology: Topology, members: tuple[str, ...]) -> tuple[tuple[L
     if alike:
         columns = tuple(zip(*hosts.values(), strict=True))
         size = len(columns)
-        for sizes in [(size,), *_factors(size)] if all(map(links.joined, columns)) else []:
+        for sizes in [(size,), *_factors(size)] if all(map(links.is_joined, columns)) else []:
             parts = [_best_of(links, group, sizes) for group in hosts.values()]
             if all(part is not None for part in parts):
                 merged = [sum((part[k] for part in parts if part), ()) for k in range(len(sizes))]
@@ -106,11 +107,11 @@ class _Links:
         scale = lcm(*(self.speeds[pair] for hop in self.hops.values() for pair in hop))
         self.seconds = {pair: scale // speed for pair, speed in self.speeds.items()}  # per byte, in some unit
 
-    def joined(self, group: Group) -> bool:
+    def is_joined(self, group: Group) -> bool:
         """Return whether all devices of a group have hops to each other."""
         return all((a, b) in self.hops for a in group for b in group if a != b)
 
-    def alike(self, devices: Sequence[int]) -> bool:
+    def is_uniform(self, devices: Sequence[int]) -> bool:
         """Return whether the hops between all devices are equally fast and share links in the same way."""
         hops = [self.hops.get((a, b)) for a in devices for b in devices if a != b]
         return None not in hops and len({tuple(self.speeds[pair] for pair in hop) for hop in hops if hop}) == 1
@@ -130,7 +131,7 @@ def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> t
     best: tuple[int, tuple[Level, ...]] | None = None
     if prod(sizes) != len(devices):
         return None
-    for levels in islice(_all_levels(links, tuple(devices), sizes), 1 if links.alike(devices) else _MOST_TRIED):
+    for levels in islice(_all_levels(links, tuple(devices), sizes), 1 if links.is_uniform(devices) else _MOST_TRIED):
         load = sum(map(links.load, levels))
         if best is None or load < best[0]:
             best = load, levels
@@ -143,7 +144,7 @@ def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterat
     All these sets exchange in the same way, so all devices combine the values in one order and get the same bits.
     """
     if len(sizes) == 1:
-        if links.joined(devices):
+        if links.is_joined(devices):
             yield ((devices,),)
         return
     for rows in _partitions(links, devices, sizes[0]):
@@ -153,7 +154,7 @@ def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterat
                     tuple(tuple(column[row] for row in group) for column in columns for group in level)
                     for level in levels
                 )
-                if all(links.joined(group) for level in deeper for group in level):
+                if all(links.is_joined(group) for level in deeper for group in level):
                     yield (rows, *deeper)
 
 
@@ -191,7 +192,7 @@ def _partitions(links: _Links, devices: Group, size: int) -> Iterator[Level]:
     near = sorted(others, key=lambda other: -links.narrow.get((first, other), 0))
     for rest in combinations(near, size - 1):
         group = (first, *sorted(rest))
-        if links.joined(group):
+        if links.is_joined(group):
             left = tuple(device for device in others if device not in rest)
             for groups in _partitions(links, left, size):
                 yield (group, *groups)
@@ -205,5 +206,5 @@ def _columns(links: _Links, rows: Level, size: int) -> Iterator[Level]:
     for rest in _columns(links, rows[1:], size):
         for order in permutations(rest):
             columns = tuple((device, *column) for device, column in zip(rows[0], order, strict=True))
-            if size < len(columns[0]) or len(columns[0]) < len(rows) or all(map(links.joined, columns)):
+            if size < len(columns[0]) or len(columns[0]) < len(rows) or all(map(links.is_joined, columns)):
                 yield columns

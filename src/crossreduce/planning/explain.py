@@ -12,7 +12,7 @@ from ..schedule import GeneratedSchedule, Schedule
 from ..schedule.schedule import many
 from ..topology import Link
 from .optimal.bounds.certificate import Bound, Cut
-from .optimal.trees.fitting import common_unit
+from .optimal.bounds.solver import common_unit
 
 _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8
@@ -128,10 +128,10 @@ def _senders(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
     return parents
 
 
-def nested(root: str, parents: dict[str, str]) -> str:
+def tree_text(root: str, parents: dict[str, str]) -> str:
     """Return a tree as text, with brackets.
 
-    >>> nested("cpu:0", {"cpu:1": "cpu:0", "cpu:3": "cpu:2", "cpu:2": "cpu:0"})
+    >>> tree_text("cpu:0", {"cpu:1": "cpu:0", "cpu:3": "cpu:2", "cpu:2": "cpu:0"})
     'cpu:0(cpu:1 cpu:2(cpu:3))'
     """
     children: dict[str, list[str]] = {}
@@ -142,14 +142,14 @@ def nested(root: str, parents: dict[str, str]) -> str:
     while left:
         text, is_node = left.pop()
         parts.append(text)
-        below = sorted(children.pop(text, ()), key=_by_number) if is_node else []
+        below = sorted(children.pop(text, ()), key=_device_order) if is_node else []
         if below:
             between = [pair for child in reversed(below) for pair in ((child, True), (" ", False))]
             left += [(")", False), *between[:-1], ("(", False)]
     return "".join(parts)
 
 
-def _by_number(name: str) -> tuple[str, ...]:
+def _device_order(name: str) -> tuple[str, ...]:
     return tuple(part.zfill(9) for part in name.replace("/", ":").split(":"))
 
 
@@ -161,7 +161,7 @@ def tree_lines(found: Shape) -> list[str]:
         drawn[tree] = drawn.get(tree, Fraction(0)) + share
     lines = []
     for (root, edges), share in list(drawn.items())[:_MOST_LINES]:
-        text = nested(root, dict(edges))
+        text = tree_text(root, dict(edges))
         lines.append(f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}")
     return lines + ([f"         and {len(drawn) - _MOST_LINES} more"] if len(drawn) > _MOST_LINES else [])
 
@@ -211,13 +211,13 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
     gain = "without them some devices cannot be reached"
     if least is not None and least.algbw:
         gain = f"{float(rate / least.algbw):.2f} x the bound without them, {float(least.algbw):.2f} GB/s"
-    return f"{_listed(helpers)} forward and combine; {gain}"
+    return f"{_devices_text(helpers)} forward and combine; {gain}"
 
 
-def busiest(limits: tuple[tuple[str, float], ...]) -> str:
+def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
     """Return a text about what is busy for most of the time: the first link, and the first limit of each other kind.
 
-    >>> busiest((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
+    >>> busiest_text((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
     'the link a -> b, 50 % of the time; the operations of the host, 12.5 %'
     """
     kinds: dict[str, tuple[str, float]] = {}
@@ -256,7 +256,7 @@ def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fract
     """Return a text about the links into and out of some devices."""
     hosts = {parse(device).host for device in here}
     there = [device for device in limit.devices if parse(device).host in hosts]
-    name, noun = _listed(here), "link"
+    name, noun = _devices_text(here), "link"
     if len(here) > 1:
         name = f"{{{name}}}"
     if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
@@ -269,7 +269,7 @@ def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fract
     )
 
 
-def _listed(devices: tuple[str, ...]) -> str:
+def _devices_text(devices: tuple[str, ...]) -> str:
     more = len(devices) - _MOST_NAMES
     return ", ".join(devices[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

@@ -18,16 +18,17 @@ from typing import Final, NamedTuple
 
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
-from .optimal.bounds.bound import bound_of_members
-from .optimal.bounds.demands import MixedTree
-from .optimal.bounds.helped import helped
+from .optimal.bound import bound_of_members
+from .optimal.bounds.demand import MixedTree
 from .optimal.bounds.linear_program import optimum
+from .optimal.bounds.solver import common_unit
 from .optimal.bounds.steiner import Parent
-from .optimal.symmetric.forest import symmetric, symmetric_forest
-from .optimal.trees.fitting import TOLERANCE, common_unit, fit_trees
-from .optimal.trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
-from .planners import Request
-from .topologies import NeutralTopology, neutral, reachable, require_routes
+from .optimal.helper_trees import best_helper_trees
+from .optimal.symmetric.orbit_forest import symmetric_forest, symmetric_topology
+from .optimal.trees.fitting import TOLERANCE, fit_trees
+from .optimal.trees.tree_schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
+from .requests import Request
+from .topologies import NeutralTopology, neutral_topology, reachable_nodes, require_routes
 
 _MOST_PACKED: Final = 256  # for more devices, trees are not packed one by one if there are some by symmetry
 _MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
@@ -86,7 +87,11 @@ def forest(request: Request) -> Forest:
     if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
     for helpers in [*sets, None] if len(sets) > 1 and not idle else sets:
-        found = _helped_forest(request) if helpers is None else _forest(neutral(topology, members, helpers), request)
+        found = (
+            _helped_forest(request)
+            if helpers is None
+            else _forest(neutral_topology(topology, members, helpers), request)
+        )
         rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
         if rate > best_rate:
             best, best_rate = found, rate
@@ -113,7 +118,7 @@ def is_symmetric(request: Request) -> bool:
     """Return whether the topology has so much symmetry that trees for any number of devices are found in seconds."""
     assert request.topology is not None
     _, members, roots = _trees_of(request)
-    return symmetric(request.topology, members, roots) is not None
+    return symmetric_topology(request.topology, members, roots) is not None
 
 
 def _limit(request: Request) -> Fraction | None:
@@ -148,7 +153,7 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
     candidates = [*able, *(device for device in topology.devices if device not in members)]
     if not candidates:
         return [()]
-    connected = reachable(topology, members[0]) & reachable(topology, members[0], backwards=True)
+    connected = reachable_nodes(topology, members[0]) & reachable_nodes(topology, members[0], backwards=True)
     for node in candidates:
         if node in connected:
             widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
@@ -174,15 +179,15 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
         shares = [TreeShare(tree.root, Fraction(tree.weight), None, tree) for tree in trees]
     elif collective in ("reduce", "reduce_scatter") or len(destinations) == 1:
         roots = equal if collective == "reduce_scatter" else {position[destinations[0]]: Fraction(1)}
-        trees, k = fit_trees(topology, _backwards(links), roots)
+        trees, k = fit_trees(topology, _reversed_links(links), roots)
         shares = [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), None) for tree in trees]
     else:
         shares, k = _all_reduce(topology, links)
     nodes = [seen.names[name] for name in topology.nodes]
-    return _as_forest(request, nodes, len(topology.devices), shares, k)
+    return _forest_of_shares(request, nodes, len(topology.devices), shares, k)
 
 
-def _as_forest(request: Request, nodes: list[str], devices: int, shares: list[TreeShare], k: Fraction) -> Forest:
+def _forest_of_shares(request: Request, nodes: list[str], devices: int, shares: list[TreeShare], k: Fraction) -> Forest:
     schedule = trees_to_schedule("forest", request, nodes, devices, shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     return Forest(schedule, k, len(shares), deepest)
@@ -191,7 +196,7 @@ def _as_forest(request: Request, nodes: list[str], devices: int, shares: list[Tr
 def _helped_forest(request: Request) -> Forest | None:
     """Return the best forest whose trees each branch at any helpers; ``None``: there are too many, or no such trees."""
     assert request.topology is not None
-    found = helped(request.topology, *_trees_of(request))
+    found = best_helper_trees(request.topology, *_trees_of(request))
     if found is None:
         return None
     names = [found.seen.names[node] for node in found.seen.topology.nodes]
@@ -230,7 +235,7 @@ def forest_of_trees(
     ]
     weights = [share.weight for share in shares]
     k = sum(weights, Fraction(0)) / common_unit(weights) / len({share.root for share in shares})
-    return _as_forest(request, [names[node] for node in order], len(kept), shares, k)
+    return _forest_of_shares(request, [names[node] for node in order], len(kept), shares, k)
 
 
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
@@ -245,7 +250,7 @@ def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[T
         trees, k = fit_trees(topology, links if halves else found.down, roots)
         return [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), tree) for tree in trees], k
     out, k = fit_trees(topology, found.down, roots)
-    into, other = fit_trees(topology, _backwards(found.up), roots)
+    into, other = fit_trees(topology, _reversed_links(found.up), roots)
     shares = []
     for root in roots:
         reducing = [reversed_tree(tree) for tree in into if tree.root == root]
@@ -253,7 +258,7 @@ def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[T
     return shares, max(k, other)
 
 
-def _backwards(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
+def _reversed_links(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
     return {(dst, src): bandwidth for (src, dst), bandwidth in links.items()}
 
 

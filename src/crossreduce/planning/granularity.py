@@ -21,7 +21,7 @@ from typing import Final
 
 from ..schedule import Costs, Schedule, carried_chunks, fluid_rate, simulate
 from ..topology import Topology
-from .planners import NO_MORE
+from .requests import NO_MORE
 
 TOLERANCE: Final = 0.02
 """The part of the rate that rounded shares may cost by default."""
@@ -50,7 +50,7 @@ def sizes_that_fit(units: int, what: str = "elements") -> str:
 
 
 @lru_cache(maxsize=256)
-def rounded(
+def round_shares(
     schedule: Schedule,
     topology: Topology,
     tolerance: float = TOLERANCE,
@@ -99,7 +99,7 @@ def rounded(
             if least == 0:  # the time of one piece depends on each chunk, not only on the busiest link
                 ways.append(_nearest(shares, groups, units))
             for counts in ways:
-                made = _with_shares(schedule, counts, units)
+                made = _set_shares(schedule, counts, units)
                 found = fluid_rate(made, topology)
                 if found is not None and found >= least and seconds_of(made) <= most_s:
                     return made
@@ -140,7 +140,7 @@ def _units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int
     for group in groups:
         for _ in range(units // len(groups) - sum(found[k] for k in group)):
             top = max(busy)
-            best = min(group, key=lambda k: (_with_one(busy, use[k], top), found[k] - shares[k] * units, k))
+            best = min(group, key=lambda k: (_load_with_unit(busy, use[k], top), found[k] - shares[k] * units, k))
             found[best] += 1
             _add(busy, use[best], 1)
     for _ in range(len(shares)):
@@ -168,7 +168,7 @@ def _add(busy: list[int], links: list[tuple[int, int]], count: int) -> None:
         busy[link] += load * count
 
 
-def _with_one(busy: list[int], links: list[tuple[int, int]], top: int) -> int:
+def _load_with_unit(busy: list[int], links: list[tuple[int, int]], top: int) -> int:
     """Return the load of the busiest link with another unit of a chunk; ``top``: without it."""
     return max(top, max((busy[link] + load for link, load in links), default=0))
 
@@ -183,14 +183,14 @@ def _move(use: Use, busy: list[int], found: list[int], groups: list[list[int]]) 
                 continue
             _add(busy, use[source], -1)
             rest = max(busy)
-            after, target = min((_with_one(busy, use[k], rest), k) for k in group)
+            after, target = min((_load_with_unit(busy, use[k], rest), k) for k in group)
             _add(busy, use[source], 1)
             if after < top:
                 return source, target
     return None
 
 
-def _with_shares(schedule: Schedule, found: list[int], units: int) -> Schedule:
+def _set_shares(schedule: Schedule, found: list[int], units: int) -> Schedule:
     kept = [k for k, count in enumerate(found) if count]
     number = {k: position for position, k in enumerate(kept)}
     chunks = [schedule.chunks[k]._replace(share=Fraction(found[k], units)) for k in kept]

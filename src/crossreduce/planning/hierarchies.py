@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 
 from ..schedule import Schedule
 from ..topology import Topology
-from .optimal.trees.schedule import Tree, TreeShare, trees_to_schedule
-from .planners import Request, hierarchical_copy_schedule, one_device_schedule
+from .algorithms import hierarchical_copy_schedule, one_device_schedule
+from .optimal.trees.tree_schedule import Tree, TreeShare, trees_to_schedule
+from .requests import Request
 
 MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge, since that compares all pairs
 MOST_NODES: Final = 1024  # the most nodes of all trees together: the product of devices and packs

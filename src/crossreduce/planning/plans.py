@@ -5,25 +5,28 @@ Schedules are verified, pipelined and simulated; "auto" takes the fastest (above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from importlib import import_module
 from os import PathLike
-from typing import ClassVar, Final
+from typing import Final
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
 from ..schedule import Costs, Schedule, Simulation, byte_count, costs_of, fluid_rate, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, topology_of
-from .optimal.bounds.bound import bound_of_members
+from .algorithms import hierarchical_copy_schedule
+from .optimal.bound import bound_of_members
 from .optimal.bounds.certificate import COLLECTIVES, Bound
-from .planners import Request, hierarchical_copy_schedule
-from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest
+from .requests import Request
+from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest_schedule
 
 LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
+REPORTER: Final = "crossreduce.export.explorer"  # the module whose ``write_report`` writes the files of ``Plan.report``
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,6 @@ class Plan:
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
     change: str = field(default="", compare=False)  # how ``replanned`` has made it, and why; empty: ``plan`` made it
-
-    # Writes ``report``'s file. The package sets it, since export/ is above this folder; planning itself does no I/O.
-    reporter: ClassVar[Callable[[Plan, str | PathLike[str]], None] | None] = None
 
     @property
     def topology(self) -> Topology:
@@ -125,7 +125,17 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import busiest, duration, helped_by, limited_by, percent, rest_percent, shape, size, tree_lines
+        from .explain import (
+            busiest_text,
+            duration,
+            helped_by,
+            limited_by,
+            percent,
+            rest_percent,
+            shape,
+            size,
+            tree_lines,
+        )
 
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
@@ -145,7 +155,7 @@ class Plan:
             f"  limited by {limited_by(limit)}",
             *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
-            f"  busiest   {busiest(self.simulation.limits)}",
+            f"  busiest   {busiest_text(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  bits      {self._reproducibility}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
@@ -201,7 +211,7 @@ class Plan:
                 found["TensorFlow's trees"] = Plan(rotating, halves, simulation.seconds)
         for algorithm in ("ring", "one_device") if few else ("direct", "hierarchical_copy", "one_device"):
             with suppress(PlanError):
-                found[algorithm] = planned(request._replace(algorithm=algorithm))
+                found[algorithm] = plan_request(request._replace(algorithm=algorithm))
         return found
 
     def replanned(self, topology: TopologyLike) -> Plan:
@@ -224,10 +234,10 @@ class Plan:
         >>> print(rest.change, rest.request.sources, rest.ratio)
         planned again by forest alone, since cpu:3 is lost; cpu:0-cpu:1 is lost ('cpu:0', 'cpu:1', 'cpu:2') 1
         """
-        from .replanning import changes, has_gained, moved, quick_bound, runs_as_before
+        from .replanning import changes, has_gained, move_request, quick_bound, runs_as_before
 
         now = topology_of(topology)
-        request, what = moved(self.request, now), changes(self.topology, now)
+        request, what = move_request(self.request, now), changes(self.topology, now)
         if runs_as_before(self.schedule, self.request, request):
             seconds = simulate(self.schedule, now, self.nbytes, costs=request.costs).seconds
             kept = Plan(request, self.schedule, seconds, f"kept, although {what}" if what else "kept: nothing changed")
@@ -235,7 +245,7 @@ class Plan:
                 return kept
         for name in dict.fromkeys([self.algorithm, "forest"]) if request.algorithm in CHOICES else ():
             with suppress(PlanError):  # the algorithm cannot plan it
-                again = replace(planned(request._replace(algorithm=name)), request=request)
+                again = replace(plan_request(request._replace(algorithm=name)), request=request)
                 # The search for a bound may take longer than all else. Forests have searched it, so it is known.
                 most = again.bound.algbw if name == "forest" else quick_bound(self.bound, request)
                 # A plan's time divided by the least time that its bound allows.
@@ -243,7 +253,7 @@ class Plan:
                 old_excess = self.seconds * float(self.bound.algbw or 0)
                 if new_excess <= (1 + LOSS) * old_excess:
                     return replace(again, change=f"planned again by {name} alone, since {what}")
-        return replace(planned(request), change=f"planned again, since {what}")
+        return replace(plan_request(request), change=f"planned again, since {what}")
 
     def report(self, path: str | PathLike[str]) -> None:
         """Write the plan as one HTML file, which shows it in any browser and needs no network.
@@ -254,27 +264,27 @@ class Plan:
           ArgumentError: an invalid path, or a plan that does not fit into 1 MB.
           OSError: the file cannot be written.
         """
-        assert Plan.reporter is not None
-        Plan.reporter(self, path)
+        # Found by name at the call, as a plug-in is: planning has no part in the file, and does no I/O.
+        import_module(REPORTER).write_report(self, path)
 
     def __str__(self) -> str:
         return f"{self.schedule.head}; {self.nbytes} bytes in {self.seconds * 1e6:.1f} us"
 
 
 @lru_cache(maxsize=4096)
-def planned(request: Request) -> Plan:
+def plan_request(request: Request) -> Plan:
     """Return the plan of a checked request; the same request costs one lookup.
 
     The devices of its schedule are in the order of the request, with the root among them: the ranks of exported files.
     """
     topology = request.topology
     assert topology is not None
-    schedule, seconds = fastest(request._replace(granularity=0.0))
+    schedule, seconds = fastest_schedule(request._replace(granularity=0.0))
     schedule = schedule.ordered_by(max(request.sources, request.destinations, key=len))
     if request.granularity:
-        from .granularity import rounded
+        from .granularity import round_shares
 
-        schedule = rounded(schedule, topology, request.granularity, request.nbytes, request.costs)
+        schedule = round_shares(schedule, topology, request.granularity, request.nbytes, request.costs)
         seconds = simulate(schedule, topology, request.nbytes, costs=request.costs).seconds
     return Plan(request, schedule, seconds)
 
@@ -352,7 +362,7 @@ def plan(
         destinations = None if collective == "reduce" else members
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
     request = Request(collective, gives, takes, algorithm, topology, size, packs, root=main)
-    return planned(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))
+    return plan_request(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))
 
 
 def part_of_rate(given: object) -> float:

@@ -18,7 +18,7 @@ from ..schedule.costs import SharedLimit
 from ..schedule.traffic import traffic
 from ..topology import Link, Topology
 from .optimal.bounds.certificate import Bound
-from .planners import Request
+from .requests import Request
 
 _MOST_NAMES: Final = 3
 
@@ -53,7 +53,7 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
     return min(rates)
 
 
-def moved(request: Request, topology: Topology) -> Request:
+def move_request(request: Request, topology: Topology) -> Request:
     """Return a request on another topology: lost devices take no part; new ones do if all devices did.
 
     Raises:
@@ -126,22 +126,22 @@ def changes(old: Topology, new: Topology) -> str:
     differ = [switch for switch in new.switches if able.get(switch.name, switch.reduces) != switch.reduces]
     parts = [
         (lost, "lost"),
-        (_named(pair for pair in there if pair not in here and not of_nodes.intersection(pair)), "lost"),
-        (_named(slower), "slower"),
+        (_links_text(pair for pair in there if pair not in here and not of_nodes.intersection(pair)), "lost"),
+        (_links_text(slower), "slower"),
         (joined, "new"),
-        (_named(pair for pair in here if pair not in there and not of_nodes.intersection(pair)), "new"),
-        (_named(pair for pair in both if _is_faster(here[pair], there[pair]) and pair not in slower), "faster"),
+        (_links_text(pair for pair in here if pair not in there and not of_nodes.intersection(pair)), "new"),
+        (_links_text(pair for pair in both if _is_faster(here[pair], there[pair]) and pair not in slower), "faster"),
         ([switch.name for switch in differ if switch.reduces], "now able to reduce"),
         ([switch.name for switch in differ if not switch.reduces], "no longer able to reduce"),
     ]
-    return "; ".join(f"{_listed(names)} {'are' if len(names) > 1 else 'is'} {how}" for names, how in parts if names)
+    return "; ".join(f"{_names_text(names)} {'are' if len(names) > 1 else 'is'} {how}" for names, how in parts if names)
 
 
-def _named(pairs: Iterable[Pair]) -> list[str]:
+def _links_text(pairs: Iterable[Pair]) -> list[str]:
     """Return links as text; both directions of a link are one entry."""
     return list({frozenset(pair): "-".join(pair) for pair in reversed(list(pairs))}.values())[::-1]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

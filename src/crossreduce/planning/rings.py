@@ -12,7 +12,8 @@ from typing import Final
 
 from ..schedule import Chunk, Schedule, Step
 from ..topology import Topology
-from .planners import Request, ring_schedule
+from .algorithms import ring_schedule
+from .requests import Request
 
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000

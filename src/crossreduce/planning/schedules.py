@@ -21,9 +21,9 @@ from ..schedule import Pieces, Schedule, fastest_of, verify
 from ..schedule.host_queues import queues
 from ..schedule.schedule import many
 from ..topology import Topology
-from . import planners
-from .planners import NO_MORE, Request, collective_between
-from .topologies import reachable, require_routes, with_routes
+from . import algorithms
+from .requests import NO_MORE, Request, collective_between
+from .topologies import add_routes, reachable_nodes, require_routes
 
 FOREST_DEVICES: Final = 256  # with more devices, and without symmetry, packing trees takes minutes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
@@ -63,13 +63,13 @@ class Algorithm(NamedTuple):
     most_devices: int | None = MOST_DEVICES  # the number of devices up to which "auto" considers it; None: any
 
 
-def _one(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
+def _single_schedule(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
     return lambda request: [schedule(request)]  # the same schedule on every topology
 
 
 def _hierarchical_copy(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [planners.hierarchical_copy_schedule(request)]
+        return [algorithms.hierarchical_copy_schedule(request)]
     from .hierarchies import hierarchies
 
     return hierarchies(request.topology, request)
@@ -77,7 +77,7 @@ def _hierarchical_copy(request: Request) -> list[Schedule]:
 
 def _ring(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [planners.ring_schedule(request)]
+        return [algorithms.ring_schedule(request)]
     from .rings import parallel_rings
 
     return [parallel_rings(request.topology, request)]
@@ -86,20 +86,20 @@ def _ring(request: Request) -> list[Schedule]:
 def _direct(request: Request) -> list[Schedule]:
     n = len({*request.sources, *request.destinations})
     if request.topology is not None and request.collective == "all_reduce" and n > MOST_DEVICES:
-        from .optimal.symmetric.forest import symmetric_direct
+        from .optimal.symmetric.orbit_forest import symmetric_direct
 
         generated = symmetric_direct(request)
         if generated is not None:
             return [generated]
-    found = [planners.direct_schedule(request)]
+    found = [algorithms.direct_schedule(request)]
     if request.topology is not None and len(request.destinations) == 1 and len(request.members) > 2:
-        found.append(planners.direct_schedule(request, request.members))  # all devices reduce a share
+        found.append(algorithms.direct_schedule(request, request.members))  # all devices reduce a share
     return found
 
 
 def _one_shot(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [planners.one_shot_schedule(request)]
+        return [algorithms.one_shot_schedule(request)]
     from .exchanges import exchanges
 
     return exchanges(request.topology, request)
@@ -112,13 +112,17 @@ def _forest(request: Request) -> list[Schedule]:
 
 
 REGISTRY: Final[dict[str, Algorithm]] = {
-    "one_device": Algorithm(_one(planners.one_device_schedule), planners.one_device, has_root=True, most_devices=None),
-    "hierarchical_copy": Algorithm(_hierarchical_copy, planners.hierarchical_copy, has_root=True, most_devices=None),
-    "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
-    "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
-    "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
-    "direct": Algorithm(_direct, planners.direct, scatter=(1, 0)),
-    "one_shot": Algorithm(_one_shot, planners.one_shot),
+    "one_device": Algorithm(
+        _single_schedule(algorithms.one_device_schedule), algorithms.one_device, has_root=True, most_devices=None
+    ),
+    "hierarchical_copy": Algorithm(_hierarchical_copy, algorithms.hierarchical_copy, has_root=True, most_devices=None),
+    "ring": Algorithm(_ring, algorithms.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
+    "halving_doubling": Algorithm(_single_schedule(algorithms.halving_doubling_schedule), algorithms.halving_doubling),
+    "recursive_doubling": Algorithm(
+        _single_schedule(algorithms.recursive_doubling_schedule), algorithms.recursive_doubling
+    ),
+    "direct": Algorithm(_direct, algorithms.direct, scatter=(1, 0)),
+    "one_shot": Algorithm(_one_shot, algorithms.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
 }
 
@@ -157,7 +161,7 @@ def schedule_for(request: Request) -> Schedule:
       PlanError: the algorithm is unknown or cannot plan this; the topology lacks a device of the request, or a route.
     """
     if request.topology is not None:
-        return fastest(request._replace(topology=_matched(request.topology, request.members)))[0]
+        return fastest_schedule(request._replace(topology=_match_names(request.topology, request.members)))[0]
     name = request.algorithm
     if name in CHOICES:
         name = choose(request.sources, request.destinations, request.nbytes)
@@ -167,7 +171,7 @@ def schedule_for(request: Request) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
+def _match_names(topology: Topology, devices: tuple[str, ...]) -> Topology:
     """Return a topology with the names of these devices; other devices are removed unless they must forward data."""
     topology = topology.with_switches(reducing=False)
     missing = [device for device in devices if device not in topology.devices]
@@ -182,18 +186,18 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
             problem += f": it has {many(len(topology.devices), 'device')} for {len(devices)} replicas and destinations"
         raise PlanError.of(f"{problem}.", given, remedy)
     part = topology.part(devices)
-    connected = reachable(part, devices[0]) & reachable(part, devices[0], backwards=True)
+    connected = reachable_nodes(part, devices[0]) & reachable_nodes(part, devices[0], backwards=True)
     return part if connected.issuperset(devices) else topology  # the other devices forward only if it is necessary
 
 
 @lru_cache(maxsize=4096)
-def fastest(request: Request) -> Pieces:
+def fastest_schedule(request: Request) -> Pieces:
     """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its time in s."""
     topology = request.topology
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
     found: dict[Schedule, None] = {}
-    for tried in steps(_tried(topology, request), lambda tried: f"planning {tried.algorithm}"):
+    for tried in steps(_requests_to_try(topology, request), lambda tried: f"planning {tried.algorithm}"):
         try:
             found.update(dict.fromkeys(candidates(tried._replace(nbytes=0, costs=NO_MORE))))
         except PlanError as error:
@@ -201,26 +205,26 @@ def fastest(request: Request) -> Pieces:
     if not found:
         raise failure
     large = len({*request.sources, *request.destinations}) > MOST_DEVICES
-    listed = dict.fromkeys(with_routes(schedule, topology) for schedule in found) if large else found
+    listed = dict.fromkeys(add_routes(schedule, topology) for schedule in found) if large else found
     best = fastest_of(listed, topology, request.nbytes, costs=request.costs)
     if request.algorithm in CHOICES:
-        from .optimal.few_step.forests import faster
+        from .optimal.few_step.few_step_forests import faster_forest
 
-        return faster(request, _at_once(request, best))
+        return faster_forest(request, _faster_with_one_shot(request, best))
     return best
 
 
-def _at_once(request: Request, best: Pieces) -> Pieces:
+def _faster_with_one_shot(request: Request, best: Pieces) -> Pieces:
     """Return the faster one of ``best`` and, for many devices and few bytes, ``one_shot``."""
     topology, n = request.topology, len({*request.sources, *request.destinations})
     few = n > _MOST_LISTED and n * (n - 1) <= _MOST_TRANSFERS and n * request.nbytes <= _SMALL_BYTES
     if topology is None or request.collective != "all_reduce" or request.root is not None or not few:
         return best
-    schedule = planners.one_shot_schedule(request._replace(algorithm="one_shot"))
+    schedule = algorithms.one_shot_schedule(request._replace(algorithm="one_shot"))
     # An estimate: the operations of a host, one after another, the longest way, and the load of the links inside.
     queued = queues(schedule, request.costs.operation_s).values()
     operations_s = max((cost for queue in queued for _, cost in queue.launches), default=0.0)
-    latency_s, link_s = _ways(topology, request.sources, request.destinations)
+    latency_s, link_s = _estimate_routes(topology, request.sources, request.destinations)
     if operations_s + latency_s + link_s * request.nbytes >= _WORTH_LISTING * best.seconds:
         return best
     verify(schedule)
@@ -228,7 +232,9 @@ def _at_once(request: Request, best: Pieces) -> Pieces:
 
 
 @lru_cache(maxsize=64)
-def _ways(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> tuple[float, float]:
+def _estimate_routes(
+    topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]
+) -> tuple[float, float]:
     """Estimate, from the routes of some sources, the longest latency in s and the s per byte of the busiest link."""
     some, loads, latency_s = sources[:: -(-len(sources) // _SAMPLE)], Counter[tuple[str, str]](), Fraction(0)
     for src in some:
@@ -240,7 +246,7 @@ def _ways(topology: Topology, sources: tuple[str, ...], destinations: tuple[str,
     return float(latency_s), float(slowest) * len(sources) / len(some) / 1e9
 
 
-def _tried(topology: Topology, request: Request) -> list[Request]:
+def _requests_to_try(topology: Topology, request: Request) -> list[Request]:
     """Return the requests that are tried for a request, each with the name of one algorithm."""
     if request.algorithm not in CHOICES:
         return [request]
@@ -296,7 +302,7 @@ def _schedules(request: Request) -> list[Schedule]:
         raise PlanError.of(problem, f"root={request.root}", f"no root, or an algorithm with roots: {rooted}")
     if entry.scatter is None or request.collective not in ("reduce_scatter", "all_gather"):
         return entry.schedules(request)
-    from .derived import all_gather, reduce_scatter
+    from .scatter_and_gather import all_gather, reduce_scatter
 
     if request.collective == "all_gather":
         turned = request.topology and request.topology.reversed()

@@ -21,10 +21,12 @@ _MANY: Final = 64  # transfers per device: with more, nearly all routes of each 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
     """Raise PlanError, which names what cannot be reached, unless every source has a route to every destination."""
     everyone = {*sources, *destinations}
-    if sources and reachable(topology, sources[0]) >= everyone <= reachable(topology, sources[0], backwards=True):
+    if sources and reachable_nodes(topology, sources[0]) >= everyone <= reachable_nodes(
+        topology, sources[0], backwards=True
+    ):
         return
     for source in sources:
-        within = reachable(topology, source)
+        within = reachable_nodes(topology, source)
         beyond = [device for device in destinations if device not in within]
         if beyond:
             inside = ", ".join(node for node in topology.nodes if node in within)
@@ -36,7 +38,7 @@ def require_routes(topology: Topology, sources: Sequence[str], destinations: Seq
             raise PlanError.of(f"{needed}, but no link leads out of {{{inside}}}.", repr(topology), remedy)
 
 
-def reachable(topology: Topology, start: str, *, backwards: bool = False) -> set[str]:
+def reachable_nodes(topology: Topology, start: str, *, backwards: bool = False) -> set[str]:
     """Return the nodes to which data can get from ``start``; or, backwards, from which data can get there."""
     neighbours: dict[str, list[str]] = {}
     for src, dst, _, _ in topology.links:
@@ -52,7 +54,7 @@ def reachable(topology: Topology, start: str, *, backwards: bool = False) -> set
     return found
 
 
-def with_routes(schedule: Schedule, topology: Topology) -> Schedule:
+def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
     """Return a schedule that names the route of each transfer between devices without a direct link.
 
     Of a generated schedule, then all images of a transfer take images of its route. A route is searched from the end
@@ -106,7 +108,9 @@ class NeutralTopology(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def neutral(topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None) -> NeutralTopology:
+def neutral_topology(
+    topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None
+) -> NeutralTopology:
     """Return a topology without latencies: members and helpers are devices (both may reduce), other nodes switches.
 
     ``helpers=None``: every other node that can reduce (a reducing switch or a device) is a switch that reduces.

@@ -52,30 +52,19 @@ def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
     ]
 
 
-def test_exact_times_give_the_exact_speeds():
-    """Times without noise give the bandwidth, the latency and the overhead of which they were computed."""
-    found = calibrate(STAR, star(random.Random(0), 0.0))
-    (one,) = found.classes
-    assert (one.bandwidth.value, one.latency.value, found.overhead.value) == (
-        380,
-        Fraction(2, 10**6),
-        Fraction(12, 10**6),
-    )
-    assert (one.links.bandwidth, one.number) == (450, 16)
-    assert found.rms < 1e-9
-    assert found.assumed == ()
-    assert {link.bandwidth for link in found.topology.links} == {380}
-    assert found.topology.devices == STAR.devices
-
-
-@pytest.mark.parametrize("factor", [Fraction(1, 100), Fraction(100)])
-def test_speeds_may_be_far_from_the_given_ones(factor):
-    """The fit finds speeds that are a hundred times as slow or as fast as the given ones."""
+@pytest.mark.parametrize("factor", [1, Fraction(1, 100), Fraction(100)])
+def test_exact_times_give_the_exact_speeds(factor):
+    """Times without noise give the bandwidth, latency and overhead of which they were computed."""
     measured = [one._replace(seconds=one.seconds * float(factor)) for one in star(random.Random(0), 0.0)]
     found = calibrate(STAR, measured)
     (one,) = found.classes
-    assert (one.bandwidth.value, one.latency.value) == (380 / factor, Fraction(2, 10**6) * factor)
-    assert found.overhead.value == Fraction(12, 10**6) * factor
+    fitted = one.bandwidth.value * factor, one.latency.value / factor, found.overhead.value / factor
+    assert fitted == (380, Fraction(2, 10**6), Fraction(12, 10**6))
+    assert (one.links.bandwidth, one.number) == (450, 16)
+    assert found.rms < 1e-9
+    assert found.assumed == ()
+    assert {link.bandwidth for link in found.topology.links} == {380 / factor}
+    assert found.topology.devices == STAR.devices
 
 
 def test_few_results_identify_few_parameters():
@@ -86,17 +75,6 @@ def test_few_results_identify_few_parameters():
     assert (one.latency.error, found.overhead.error) == (None, None)
     assert float(one.bandwidth.value) == pytest.approx(380, rel=0.03)
     assert one.bandwidth.error > 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_noisy_times_give_the_speeds_within_their_errors(seed):
-    """With 2 % of noise, each fitted number is within four standard errors, and these are small."""
-    found = calibrate(STAR, star(random.Random(seed), 0.02))
-    (one,) = found.classes
-    for estimate, truth in ((one.bandwidth, 380), (one.latency, 2e-6), (found.overhead, 12e-6)):
-        assert 0 < estimate.error < 0.15 * truth
-        assert abs(float(estimate.value) - truth) < 4 * estimate.error
-    assert found.rms == pytest.approx(0.02, rel=0.5)
 
 
 def test_standard_errors_have_the_size_of_the_errors():
@@ -122,7 +100,7 @@ def test_the_interval_contains_most_times():
     assert 0.88 < sum(low <= seconds <= high for seconds in times) / len(times) < 1.0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_links_within_and_between_hosts(seed):
     """Results of one host and of two hosts identify both classes of links."""
     rng = random.Random(seed)
@@ -199,17 +177,6 @@ def test_the_overhead_is_left_out_if_latencies_can_explain_it():
     assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
 
 
-def test_links_of_one_speed_in_both_places_are_two_classes():
-    """Links with equal speeds within and between hosts are fitted separately."""
-    alike = Topology(HOSTS.devices, [link._replace(bandwidth=50, latency_s=1e-6) for link in HOSTS.links])
-    rng = random.Random(0)
-    found = calibrate(alike, pairs(rng, 0.01, WITHIN, 60, 1e-6) + pairs(rng, 0.01, BETWEEN, 30, 2e-6))
-    assert [float(one.bandwidth.value) for one in found.classes] == [
-        pytest.approx(60, rel=0.03),
-        pytest.approx(30, rel=0.03),
-    ]
-
-
 @examples(15)
 @given(
     st.sampled_from(["ring", "mesh", "star"]),
@@ -233,37 +200,6 @@ def test_simulated_times_give_the_speeds_of_the_simulation(shape, n, algorithm, 
     assert found.rms < 2e-3
     assert float(one.bandwidth.value) == pytest.approx(float(25 * faster), rel=1e-2)
     assert float(one.latency.value) == pytest.approx(float(slower) * 1e-6, rel=2e-2)
-
-
-def test_a_machine_with_two_hosts():
-    """On two HGX H100, results of one host and of two give the speeds with which they were simulated."""
-    given = Topology.machine("hgx-h100", hosts=2)
-    links = [
-        link._replace(bandwidth=link.bandwidth * Fraction(7, 10 if link.bandwidth > 100 else 8)) for link in given.links
-    ]
-    truth, rng = Topology(given.devices, links, given.switches), random.Random(0)
-    measured = []
-    for devices in (given.devices[:8], given.devices):
-        for size in SIZES[::3]:
-            schedule = cr.plan(given.part(devices), "all_reduce", size, "ring", operation_s=0).schedule
-            seconds = cr.simulate(schedule, truth.part(devices), size, operation_s=0).seconds
-            measured.append(Measurement("all_reduce", size, seconds * (1 + rng.gauss(0, 0.02)), devices))
-    within, between = calibrate(given, measured).classes
-    for one, value in ((within, 315), (between, 43.75)):
-        assert abs(float(one.bandwidth.value) - value) < 4 * one.bandwidth.error < 0.5 * value
-
-
-def test_twice_the_times_are_half_the_bandwidth():
-    """Twice as long times give half the bandwidth, twice the latency and twice the overhead."""
-    measured = star(random.Random(7), 0.02)
-    once = calibrate(STAR, measured)
-    twice = calibrate(STAR, [one._replace(seconds=2 * one.seconds) for one in measured])
-    assert float(twice.classes[0].bandwidth.value) == pytest.approx(
-        float(once.classes[0].bandwidth.value) / 2, rel=1e-3
-    )
-    assert float(twice.classes[0].latency.value) == pytest.approx(2 * float(once.classes[0].latency.value), rel=1e-3)
-    assert float(twice.overhead.value) == pytest.approx(2 * float(once.overhead.value), rel=1e-3)
-    assert twice.residuals == pytest.approx(once.residuals, abs=1e-3)
 
 
 def test_a_calibration_does_not_depend_on_the_order():

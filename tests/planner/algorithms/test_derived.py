@@ -15,7 +15,7 @@ from strategies import ALGORITHMS, NAMED, algorithms, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import PLANNERS, hierarchical_copy
-from crossreduce.planning.derived import all_gather, reduce_scatter
+from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
 
 MIB = 1 << 20
 DGX = Topology.machine("dgx-1v")
@@ -86,31 +86,6 @@ PAIRED = ("halving_doubling", "recursive_doubling")
 TREES = [name for name in NAMED if name not in PAIRED]
 
 
-@pytest.mark.parametrize("algorithm", NAMED)
-def test_no_needless_transfers(algorithm):
-    """Among n devices each chunk is transferred n - 1 times, the least possible (by PAIRED if n is a power of 2)."""
-    others = (Topology.mesh(2, 3, 25, 1e-6), Topology.star(5, 450, 1e-6)) if algorithm in TREES else ()
-    for topology in (DGX, *others):
-        for collective in ("reduce_scatter", "all_gather"):
-            schedule = cr.plan(topology, collective, MIB, algorithm).schedule
-            counted = Counter()
-            for (chunk, _, _), times in moves(schedule).items():
-                counted[chunk] += times
-            assert counted == dict.fromkeys(range(len(schedule.chunks)), len(topology.devices) - 1)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_all_gather_takes_as_long_as_its_reduce_scatter(algorithm):
-    """On links that are equal in both directions an all-gather takes as long as the reduce-scatter that it reverses."""
-    for topology in (DGX, Topology.mesh(2, 2, 25, 1e-6), Topology.machine("mi100")):
-        scatter, gather = (
-            cr.plan(topology, collective, 5 * MIB, algorithm, operation_s=0)
-            for collective in ("reduce_scatter", "all_gather")
-        )
-        assert gather.seconds == pytest.approx(scatter.seconds, rel=1e-9)
-        assert gather.rate == scatter.rate
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
     """On links that differ in the two directions an all-gather takes as long as a reduce-scatter on the reversed
@@ -154,16 +129,6 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
         assert len(gathered.rounds) == len(scattered.rounds)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-@pytest.mark.parametrize("n", range(2, 10))
-def test_half_of_an_all_reduce(algorithm, n):
-    """The reduce-scatter of the algorithms ring and direct is the first half of their all-reduce."""
-    whole = PLANNERS[algorithm](names(n), first=1 if algorithm == "ring" else 0)
-    scattered = reduce_scatter(whole)
-    half = len(whole.rounds) // 2
-    assert [sorted(steps) for steps in scattered.rounds] == [sorted(steps) for steps in whole.rounds[:half]]
-
-
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halving_then_doubling(n):
     """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, of which one
@@ -185,13 +150,6 @@ def test_recursive_doubling_scatters_and_gathers(n):
         received = Counter((step.srcs[0], step.dst) for step in steps)
         assert set(received.values()) == {1 << k}
         assert len({dst for _, dst in received}) == len(received) == n
-
-
-def test_one_shot_scatters_as_direct():
-    """The algorithms one_shot and direct have the same reduce-scatter: each device reads its part of every array."""
-    for n in range(1, 8):
-        shots = reduce_scatter(PLANNERS["one_shot"](names(n), packs=n))
-        assert shots.rounds == reduce_scatter(PLANNERS["direct"](names(n))).rounds
 
 
 def test_routes_are_reversed_too():
@@ -230,12 +188,3 @@ def test_owners_in_turn():
     check_parts(scattered, "reduce_scatter", names(3))
     mains = replace(hierarchical_copy(names(4), packs=4), collective="all_reduce")
     assert owners(reduce_scatter(mains), 2) == [0, 1, 2, 3]
-
-
-def test_a_reduce_scatter_takes_half_the_time_of_an_all_reduce():
-    """On a full mesh, by the algorithm direct, reduce-scatter and all-gather each take half as long as all-reduce."""
-    mesh = Topology.full_mesh(6, 25, 1e-6)
-    seconds = {c: cr.plan(mesh, c, 6 * MIB, "direct").seconds for c in ("all_reduce", "reduce_scatter", "all_gather")}
-    assert seconds["reduce_scatter"] == pytest.approx(1e-6 + MIB / 25e9, rel=1e-12)
-    assert seconds["all_gather"] == seconds["reduce_scatter"]
-    assert seconds["all_reduce"] == pytest.approx(2 * seconds["all_gather"], rel=1e-12)

@@ -13,11 +13,11 @@ from strategies import NAMED, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate
 from crossreduce.planning import hierarchical_copy
-from crossreduce.planning.explain import duration, limited_by, nested, percent, size
+from crossreduce.planning.explain import duration, limited_by, percent, size, tree_text
 from crossreduce.schedule import fluid_rate
-from crossreduce.topology.machines import machine_names
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 DGX = Topology.machine("dgx-1v")
 H100S = Topology.machine("hgx-h100", hosts=2)
 MESH = Topology.mesh(4, 4, 25, 1e-6)
@@ -118,20 +118,13 @@ def drawn(made):
 
 
 @each_plan
-def test_the_head(name):
-    """The first line has the collective, the bytes, the algorithm and the number of devices."""
-    made = PLANS[name]()
-    chunks = made.schedule.chunks
-    devices = {device for chunk in chunks for device in (*chunk.sources, *chunk.destinations)}
-    head = f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
-    assert made.explain().splitlines()[0] == head
-
-
-@each_plan
 def test_the_plan_in_numbers(name):
-    """Chunks, unit trees per root, roots, depth, rounds and pieces are those of the schedule."""
+    """The request, chunks, unit trees per root, roots, depth, rounds and pieces are those of the schedule."""
     made = PLANS[name]()
     schedule = made.schedule
+    devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
+    head = f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
+    assert made.explain().splitlines()[0] == head
     shares = [chunk.share for chunk in schedule.chunks]
     parts = math.lcm(*(share.denominator for share in shares))
     unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
@@ -194,7 +187,9 @@ def test_the_trees(name):
     assert more == max(0, len(wanted) - 16)
     for share, text in shown:
         if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
-            begins = [tree for tree in wanted if nested(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))]
+            begins = [
+                tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))
+            ]
             tree = next(tree for tree in begins if wanted[tree] == share)
         else:
             root, parents = read(text)
@@ -252,41 +247,6 @@ def test_tensorflows_plan_on_a_dgx_1v():
 
 # The text about the bound's cuts.
 
-PHRASE = re.compile(r"the (?:(\d+) )?(links?|NICs?) (into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)")
-
-
-def proved(text, limit):
-    """Return the bound that the text about one cut proves, for any collective but all-reduce."""
-    count, noun, way, where, width = PHRASE.fullmatch(text).groups()
-    members = set(limit.devices)
-    inside = set(where.strip("{}").split(", ")) & members or {d for d in members if d.startswith(f"{where}/")}
-    assert inside
-    assert inside < members
-    assert (noun[:3] == "NIC") == (not where.startswith("{") and where not in members)
-    assert (count is None) == (not noun.endswith("s"))
-    n, width = len(members), Fraction(width)
-    if limit.collective in ("broadcast", "reduce"):
-        ((root, _),) = limit.roots
-        inward = (limit.collective == "broadcast") == (way == "into")
-        assert (root in inside) != inward  # data from or to the root must cross the cut
-        return width
-    gives = n - len(inside) if (limit.collective == "all_gather") == (way == "into") else len(inside)
-    return n * width / gives
-
-
-BOXES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nvl72")]
-
-
-@pytest.mark.parametrize("collective", ["broadcast", "reduce", "all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("topology", [*BOXES, "two hosts", "sixteen hosts", "mesh"])
-def test_the_tight_cut_proves_the_bound(topology, collective):
-    """The bound follows from the links, the bandwidth and the devices in the text alone."""
-    boxes = {"two hosts": H100S, "mesh": MESH}
-    if topology == "sixteen hosts":
-        boxes[topology] = Topology.machine("hgx-h100", hosts=16)
-    limit = cr.bound(boxes.get(topology) or Topology.machine(topology), collective)
-    assert proved(limited_by(limit), limit) == pytest.approx(float(limit.algbw), rel=1e-3)
-
 
 def test_hosts_are_named_by_their_cards():
     """The text about a cut around a host names the host and counts its network cards."""
@@ -317,11 +277,11 @@ def test_equal_devices_are_named_together(topology, words, width):
 
 
 @examples(60)
-@given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans())
-def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing):
+@given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans(), st.sampled_from(COLLECTIVES))
+def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing, collective):
     """Each phrase describes a cut of the bound's certificate: the number and GB/s of the links into or out of exactly
     the devices that it names."""
-    limit = cr.bound(topology.with_switches(reducing=reducing), "all_reduce")
+    limit = cr.bound(topology.with_switches(reducing=reducing), collective)
     crossing = set()
     for nodes, _, outward in limit.cuts:
         over = [link for link in topology.links if (link.src in nodes) != (link.dst in nodes)]
@@ -384,12 +344,6 @@ def test_any_plan_can_be_explained(ask, algorithm, nbytes):
         assert all(seconds > 0 for seconds, _ in made.others().values()) == (nbytes > 0)
 
 
-def test_sets_that_overlap_can_be_explained():
-    """The text counts each device that is a source, a destination or both once."""
-    made = cr.plan(Topology.ring(5, 25, 1e-6), "all_reduce", MIB, "ring", ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"])
-    assert made.explain().splitlines()[0] == "all_reduce of 1 MiB by ring on 3 devices"
-
-
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
 def test_plans_on_links_in_one_direction_can_be_explained(collective):
     """An algorithm that has no route is left out of the comparison."""
@@ -436,4 +390,4 @@ def test_trees_in_brackets_can_be_read(n, data):
     """A tree that is written in brackets can be read again."""
     order = data.draw(st.permutations([f"host{k // 4}/cuda:{k}" for k in range(n)]))
     parents = {order[k]: order[data.draw(st.integers(0, k - 1))] for k in range(1, n)}
-    assert read(nested(order[0], parents)) == (order[0], parents)
+    assert read(tree_text(order[0], parents)) == (order[0], parents)

@@ -59,16 +59,6 @@ def test_hierarchical_copy_on_even_counts_has_tensorflows_trees(n):
         assert trees(hierarchical_copy(names(n), first=first)) == [tf_tree(n, first, (first + n // 2) % n)]
 
 
-def test_hierarchical_copy_on_2_4_and_6_devices():
-    """As in TensorFlow, 2 devices sum no groups; 4 sum {0,1} on 0, {2,3} on 2; 6 sum {0,1,2} on 0, {3,4,5} on 3."""
-    assert trees(hierarchical_copy(names(2), packs=2)) == [([{0: {0, 1}}], {1: 0}), ([{1: {0, 1}}], {0: 1})]
-    assert trees(hierarchical_copy(names(4)))[0] == ([{0: {0, 1}, 2: {2, 3}}, {0: {0, 2}}], {1: 0, 2: 0, 3: 2})
-    assert trees(hierarchical_copy(names(6)))[0] == (
-        [{0: {0, 1, 2}, 3: {3, 4, 5}}, {0: {0, 3}}],
-        {1: 0, 2: 0, 3: 0, 4: 3, 5: 3},
-    )
-
-
 @pytest.mark.parametrize("n", range(3, 18))
 def test_hierarchical_copy_has_tensorflows_four_stages(n):
     """The four rounds are TensorFlow's stages: the sums of the halves, the sum of the mains, the copy from the root to
@@ -87,31 +77,6 @@ def test_hierarchical_copy_has_tensorflows_four_stages(n):
         assert {(*step.srcs, step.dst) for step in copies} == {
             (main, d) for main in mains for d in (near if main in near else far) - {main}
         }
-
-
-@pytest.mark.parametrize("n", [3, 5, 7, 9, 11, 13, 15, 17])
-def test_hierarchical_copy_on_odd_counts_loses_no_contribution(n):
-    """On odd counts a sum contains every device's contribution (TensorFlow's omits the last: D1, docs/contract.md)."""
-    schedule = hierarchical_copy(names(n), packs=n)
-    for chunk, (sums, copies) in enumerate(trees(schedule)):
-        sums_of = {device: 2**device for device in range(n)}
-        for combined in sums:
-            sums_of |= {dst: sum(sums_of[src] for src in srcs) for dst, srcs in combined.items()}
-        root = chunk % n
-        assert sums_of[root] == 2**n - 1
-        assert root not in copies
-        for device in set(range(n)) - {root}:
-            src = copies[device]
-            assert src == root or copies[src] == root
-    assert oracle.right(schedule)
-
-
-def test_hierarchical_copy_uses_only_dgx1_links():
-    """On 8 devices all steps use NVLinks of the DGX-1: inside a group of four, or between i and i + 4."""
-    schedule = hierarchical_copy(names(8), packs=8)
-    for steps in schedule.rounds:
-        for _, dst, srcs in steps:
-            assert all(src // 4 == dst // 4 or abs(src - dst) == 4 for src in srcs)
 
 
 @given(st.integers(1, 17), st.integers(0, 40), st.data())

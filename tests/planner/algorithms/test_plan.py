@@ -136,7 +136,7 @@ def test_every_collective_by_every_algorithm(name, collective):
     """On every topology every algorithm plans every collective, and "auto" is the fastest for every size."""
     topology = TOPOLOGIES[name]
     root = topology.devices[-1] if collective in ("reduce", "broadcast") else None
-    for nbytes in (0, 7, 3 * MIB):
+    for nbytes in (0, 3 * MIB):
         seconds = {}
         for algorithm in (*NAMED, "auto", "nccl"):
             made = cr.plan(topology, collective, nbytes, algorithm, root=root)
@@ -179,7 +179,7 @@ def test_the_bound_of_different_sources_and_destinations():
 
 
 @st.composite
-def drawn_requests(draw, both_ways=True):
+def drawn_requests(draw, both_ways):
     """Draw a topology, a collective, and valid sources, destinations and roots."""
     topology = draw(wired(names(draw(st.integers(1, 6))), both_ways=both_ways))
     if draw(st.booleans()):
@@ -201,9 +201,10 @@ def drawn_requests(draw, both_ways=True):
 
 
 @examples(60)
-@given(drawn_requests(), st.sampled_from([0, 1, 1000, 10 * MIB]))
+@given(st.booleans().flatmap(drawn_requests), st.sampled_from([0, 1, 1000, 10 * MIB]))
 def test_some_devices_of_any_topology(ask, nbytes):
-    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm."""
+    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm, also on links
+    that differ in the two directions."""
     topology, collective, given, gives, takes = ask
     best = cr.plan(topology, collective, nbytes, **given)
     check(best, topology, collective, nbytes, gives, takes)
@@ -211,36 +212,6 @@ def test_some_devices_of_any_topology(ask, nbytes):
         made = cr.plan(topology, collective, nbytes, algorithm, **given)
         check(made, topology, collective, nbytes, gives, takes)
         assert best.seconds <= made.seconds
-
-
-@examples(60)
-@given(drawn_requests(both_ways=False), st.sampled_from([1, 10 * MIB]))
-def test_links_that_differ_in_the_two_directions(ask, nbytes):
-    """Any request is planned on links in one direction, or with different bandwidths in the two directions."""
-    topology, collective, given, gives, takes = ask
-    for algorithm in (*NAMED, "auto"):
-        made = cr.plan(topology, collective, nbytes, algorithm, **given)
-        check(made, topology, collective, nbytes, gives, takes)
-
-
-@pytest.mark.parametrize("packs", [1, 2, 5])
-@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
-def test_packs_have_different_roots(algorithm, packs):
-    """``packs`` trees have equal shares, and the destinations as roots, in turn. The root of a single tree of
-    hierarchical_copy may instead be a device in the middle. A given root is the root of all trees."""
-    for topology in (DGX, TOPOLOGIES["grid"], TOPOLOGIES["two hosts"]):
-        some = topology.devices[:4]
-        for root, members in ((None, topology.devices), (topology.devices[2], topology.devices)):
-            made = cr.plan(topology, "all_reduce", MIB, algorithm, root=root, packs=packs)
-            check(made, topology, "all_reduce", MIB, members, members)
-            assert [chunk.share for chunk in made.schedule.chunks] == [Fraction(1, packs)] * packs
-            due = [root or topology.devices[pack] for pack in range(packs)]
-            if packs == 1 and root is None and algorithm == "hierarchical_copy":
-                assert roots(made.schedule)[0] in (due[0], *middle(topology))
-            else:
-                assert roots(made.schedule) == due
-        made = cr.plan(topology, "all_reduce", MIB, algorithm, some, some[:2], packs=packs)
-        assert roots(made.schedule) == [some[pack % 2] for pack in range(packs)]
 
 
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "auto"])
@@ -251,13 +222,6 @@ def test_a_root_that_is_neither_source_nor_destination(algorithm):
     assert ends(made, "all_reduce") == (some, some)
     verify(made.schedule)
     assert roots(made.schedule) == [root]
-
-
-def middle(topology):
-    """Return the devices from which the furthest device is the fewest links away."""
-    alike = Topology(topology.devices, [link._replace(latency_s=1) for link in topology.links], topology.switches)
-    far = {device: max(distances(alike, device)[other] for other in topology.devices) for device in topology.devices}
-    return [device for device, hops in far.items() if hops == min(far.values())]
 
 
 def roots(schedule):
@@ -310,14 +274,6 @@ def test_a_broadcast_sends_nothing_back(algorithm):
         assert len(got) == n - 1
 
 
-def test_a_root_that_reaches_all_devices_is_found():
-    """Of two devices with a link from the first to the second, a broadcast starts at the first and a reduce ends at the
-    second if no root is given."""
-    down = Topology(names(2), [Link("cpu:0", "cpu:1", 3)])
-    assert ends(cr.plan(down, "broadcast", 8), "broadcast") == (("cpu:0",), names(2))
-    assert ends(cr.plan(down, "reduce", 8), "reduce") == (names(2), ("cpu:1",))
-
-
 @pytest.mark.parametrize("cut_off", ["a device", "a switch"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_nodes_that_do_not_take_part_may_be_unreachable(collective, cut_off):
@@ -340,7 +296,7 @@ def test_auto_is_the_fastest_on_every_machine(name):
     """From 1 KiB to 1 GiB "auto" is the fastest algorithm in simulation; for 8 bytes it takes little more than the
     longest latency between two devices, apart from operations, and for large buffers it reaches 93 % of the bound."""
     topology = Topology.machine(name)
-    for nbytes in (KIB, 32 * KIB, MIB, 32 * MIB, GIB) if len(topology.devices) <= 16 else (KIB, GIB):
+    for nbytes in (KIB, MIB, GIB) if len(topology.devices) <= 16 else (KIB, GIB):
         seconds = {algorithm: cr.plan(topology, nbytes=nbytes, algorithm=algorithm).seconds for algorithm in NAMED}
         assert cr.plan(topology, nbytes=nbytes).seconds <= min(seconds.values())
     furthest = max(
@@ -407,14 +363,3 @@ def test_a_plan_cannot_be_changed():
     for part in ("schedule", "seconds", "nbytes", "topology"):
         with pytest.raises(FrozenInstanceError, match="cannot assign to field"):
             setattr(made, part, None)
-
-
-def test_one_device_has_nothing_to_move():
-    """With one device every plan takes no time, and its rate has no bound."""
-    for collective in COLLECTIVES:
-        for algorithm in (*NAMED, "auto"):
-            made = cr.plan(Topology.full_mesh(1), collective, GIB, algorithm)
-            assert (made.seconds, made.algbw, made.rate, made.ratio, made.bound.algbw) == (0.0, 0.0, None, 1, None)
-            assert made.schedule.rounds == ()
-            part = cr.plan(DGX, collective, GIB, algorithm, ["cuda:4"], ["cuda:4"])
-            assert (part.seconds, part.bound.devices) == (0.0, ("cuda:4",))

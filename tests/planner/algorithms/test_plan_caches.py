@@ -15,7 +15,7 @@ from test_plan import COLLECTIVES, DGX, MIB, MICRO
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.planning import plans, schedules
-from crossreduce.planning.optimal.few_step import forests
+from crossreduce.planning.optimal.few_step import few_step_forests
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def fresh():
 def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
     """The same request, in any spelling, gives the same plan, and nothing is planned, verified or simulated again."""
     made = {name: cr.plan(fresh, "all_reduce", MIB, name) for name in (*NAMED, "auto")}
-    before = plans.planned.cache_info()
+    before = plans.plan_request.cache_info()
 
     def never(*_):
         pytest.fail("this must be looked up")
@@ -40,7 +40,7 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
         spelled = [f"/device:CPU:{k}" for k in range(6)]
         again = Topology.from_json(fresh.to_json())
         assert cr.plan(again, nbytes=MIB, algorithm=name, sources=spelled, destinations=iter(names(6))) is plan
-    after = plans.planned.cache_info()
+    after = plans.plan_request.cache_info()
     assert (after.hits - before.hits, after.misses - before.misses) == (2 * len(made), 0)
 
 
@@ -56,7 +56,7 @@ def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
 def test_everything_planned_is_verified(fresh, monkeypatch):
     """Every schedule of a plan was verified."""
     seen = []
-    for module in (schedules, forests):
+    for module in (schedules, few_step_forests):
         monkeypatch.setattr(
             module, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
         )
@@ -82,7 +82,7 @@ def test_threads_have_equal_plans(fresh):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(work, range(8)))
     assert all(result == results[0] for result in results)
-    for cache in (plans.planned, schedules.fastest, schedules.candidates, forests._forest):
+    for cache in (plans.plan_request, schedules.fastest_schedule, schedules.candidates, few_step_forests._forest):
         cache.cache_clear()
     alone = {r: [cr.plan(t, r[0], r[2], r[1]).schedule.to_json() for t in (fresh, box)] for r in requests}
     assert results[0] == alone

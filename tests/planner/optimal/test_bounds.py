@@ -123,15 +123,6 @@ def test_without_a_root_the_best_is_taken(wiring, collective):
     found.check()
 
 
-@pytest.mark.parametrize(("collective", "root"), [("broadcast", "cpu:0"), ("reduce", "cpu:2")])
-def test_without_a_root_one_that_reaches_all_is_found(collective, root):
-    """On a line in one direction, only one device can be the root of a broadcast or a reduce, and it is chosen."""
-    topology = line(3, 2)
-    assert bound(topology, collective, root).algbw == 2
-    found = bound(topology, collective)
-    assert (found.algbw, found.roots) == (2, ((root, ONE),))
-
-
 # Properties of all bounds.
 
 
@@ -145,31 +136,6 @@ def test_turned_links_turn_collectives(wiring):
     for there, here in (("broadcast", "reduce"), ("all_gather", "reduce_scatter"), ("all_reduce", "all_reduce")):
         for root in topology.devices if there == "broadcast" else [None]:
             assert bound(topology, there, root).algbw == bound(back, here, root).algbw
-
-
-@examples(50)
-@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from([Fraction(1, 10**6), 7, 2**24]))
-def test_bounds_scale_with_bandwidth(wiring, factor):
-    """The bound is proportional to the bandwidths."""
-    topology = Topology(*wiring)
-    wide = Topology(topology.devices, [link._replace(bandwidth=link.bandwidth * factor) for link in topology.links],
-                    topology.switches)  # fmt: skip
-    for collective in COLLECTIVES:
-        found = bound(wide, collective)
-        assert found.algbw == bound(topology, collective).algbw * factor
-        found.check()
-
-
-@examples(50)
-@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.randoms(use_true_random=False))
-def test_bounds_do_not_depend_on_names(wiring, rng):
-    """Devices in another order, with other names, have the same bounds."""
-    topology = Topology(*wiring)
-    order = list(topology.devices)
-    rng.shuffle(order)
-    other = Topology(order, topology.links, topology.switches).renamed([f"cuda:{k}" for k in range(len(order))])
-    for collective in COLLECTIVES:
-        assert bound(other, collective).algbw == bound(topology, collective).algbw
 
 
 @examples(60)
@@ -309,39 +275,6 @@ def test_members_may_have_others_between_them():
                     [link for k in "123" for link in (("cpu:0", f"cpu:{k}", 6), (f"cpu:{k}", "cpu:0", 6))])  # fmt: skip
     assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines data, like NVLS
     assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
-
-
-def test_weighted_roots():
-    """Roots may be given with their bytes: a single one has the bound of that root; a reduce to all devices with equal
-    bytes has the bound of a reduce-scatter."""
-    topology = Topology.ring(4, 10)
-    assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
-    even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))
-    assert even.algbw == bound(topology, "reduce_scatter").algbw == Fraction(80, 3)
-    assert bound(topology, "broadcast", {"cpu:0": 1, "cpu:2": 1, "cpu:3": 0}).algbw == 20
-    assert bound(topology, "reduce", {"CPU:0": 1, "cpu:0": 1}).roots == (("cpu:0", Fraction(2)),)
-
-
-def test_every_subset_of_a_dgx_1():
-    """On each connected subset of the GPUs, an all-reduce is at least as fast as a reduce-scatter followed by an
-    all-gather, and on some it is faster. If no link joins two parts of a subset, the error names the parts."""
-    faster = apart = 0
-    for count in range(2, 9):
-        for devices in itertools.combinations(DGX_1V.devices, count):
-            topology = DGX_1V.subset(devices)
-            try:
-                found = bound(topology, "all_reduce")
-            except PlanError as error:
-                needed = dict.fromkeys(devices, ONE)
-                assert planning_oracle.cut_bound(topology, needed, outward=True) == 0
-                check_names_a_cut(topology, devices, needed, "all_gather", str(error))
-                apart += 1
-                continue
-            found.check()
-            gather = bound(topology, "all_gather").algbw
-            assert found.algbw >= gather / 2
-            faster += found.algbw > gather / 2
-    assert (faster, apart) == (174, 50)
 
 
 # Invalid requests.

@@ -1,11 +1,10 @@
 """Forests on known machines: their rates, and the numbers of trees of ForestColl's paper."""
 
 import itertools
-import random
 from fractions import Fraction
 
 import pytest
-from test_forest import CLOSE, COLLECTIVES, DGX_1V, check_close, check_right, forest_of_all, joined, limit
+from test_forest import COLLECTIVES, DGX_1V, check_close, check_right, forest_of_all, joined, limit
 
 from crossreduce import PlanError, Topology
 from crossreduce.schedule import fluid_rate
@@ -44,18 +43,6 @@ def test_forests_of_machines(name, options):
         assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
 
 
-@pytest.mark.parametrize("name", ["dgx-1v", "hgx-h100", "mi250"])
-def test_forests_of_measured_machines(name):
-    """If every link has another bandwidth of 17 digits, as in measurements, all five collectives reach the bound within
-    the tolerance. A switch then has different bandwidths in and out."""
-    machine, rng = Topology.machine(name), random.Random(name)
-    links = [link._replace(bandwidth=Fraction(float(link.bandwidth) * rng.uniform(0.8, 1))) for link in machine.links]
-    topology = Topology(machine.devices, links, machine.switches)
-    for collective in COLLECTIVES:
-        rate = check_right(forest_of_all(topology, collective), topology)
-        assert CLOSE * limit(topology, collective) <= rate <= limit(topology, collective)
-
-
 def test_few_trees_where_the_bound_takes_many():
     """Two DGX A100 need 13 trees per root to reach the bound; a plan with one per root is within 1.1 % of it."""
     topology = Topology.machine("dgx-a100", 2)
@@ -63,14 +50,6 @@ def test_few_trees_where_the_bound_takes_many():
     assert not check_close(found, topology, limit(topology, "all_gather"))
     assert (found.k, found.trees) == (1, 16)
     assert fluid_rate(found.schedule, topology) / limit(topology, "all_gather") == Fraction(90, 91)
-
-
-def test_meshes_reach_more_than_half_an_all_gather():
-    """On square meshes an all-reduce reaches more than half an all-gather's rate: its roots need not be corners."""
-    for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
-        topology = Topology.mesh(rows, rows)
-        assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)
-        assert rate > limit(topology, "all_gather") / 2
 
 
 @pytest.mark.parametrize(("name", "rate", "depth"), [("hgx-h100", 450, 2), ("gb200-nvl72", 900, 1)])

@@ -4,16 +4,15 @@ from fractions import Fraction
 
 import pytest
 from budget import examples
-from hypothesis import assume, given
+from hypothesis import given
 from planning_oracle import (
     DIRECTED,
     LOOSE,
     SYMMETRIC,
 )
-from test_forest import CLOSE, COLLECTIVES, check_right, forest, forest_of_all, joined, requested
+from test_forest import COLLECTIVES, check_right, forest, forest_of_all, joined, requested
 
 from crossreduce import PlanError, Topology, bound, plan, verify
-from crossreduce.schedule import fluid_rate
 
 
 def check_request(topology, collective, sources, destinations):
@@ -63,19 +62,6 @@ def test_devices_that_are_not_joined(ask):
     check_request(*ask)
 
 
-@examples(60)
-@given(requested((SYMMETRIC,)))
-def test_relays_do_not_slow_one_way_collectives(ask):
-    """Devices that are neither sources nor destinations forward data, so collectives other than all-reduce reach the
-    bound, or nearly, if links are equal in both directions."""
-    topology, collective, sources, destinations = ask
-    assume(collective != "all_reduce" and len({*sources, *destinations}) > 1)
-    single = {"broadcast": sources[0], "reduce": destinations[0]}.get(collective)
-    wanted = bound(topology, collective, single, dict.fromkeys([*sources, *destinations])).algbw
-    rate = fluid_rate(forest(topology, collective, sources, destinations).schedule, topology)
-    assert CLOSE * wanted <= rate <= wanted
-
-
 @pytest.mark.parametrize(
     ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
 )
@@ -98,26 +84,6 @@ def test_one_device():
             found = forest(topology, collective, ("cpu:0",), ("cpu:0",))
             assert (found.schedule.rounds, found.trees, found.depth) == ((), 1, 0)
             verify(found.schedule)
-
-
-def test_one_device_beside_another_that_is_cut_off():
-    """A device without links has a forest for itself alone, and does not prevent one for the other devices."""
-    topology = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1)])
-    for devices in (("cpu:2",), ("cpu:0", "cpu:1")):
-        for collective in COLLECTIVES:
-            single = collective in ("broadcast", "reduce")
-            found = forest(topology, collective, devices[: 1 if single else None], devices[: 1 if single else None])
-            verify(found.schedule)
-
-
-@pytest.mark.parametrize("width", [1, Fraction(1, 3), 10**9])
-def test_two_devices(width):
-    """Two devices all-reduce, reduce and broadcast at the link's rate, reduce-scatter and all-gather at twice that."""
-    topology = Topology.ring(2, width)
-    rates = {
-        collective: fluid_rate(forest_of_all(topology, collective).schedule, topology) for collective in COLLECTIVES
-    }
-    assert rates == dict(zip(COLLECTIVES, (width, width, width, 2 * width, 2 * width), strict=True))
 
 
 @pytest.mark.parametrize("n", range(3, 8))

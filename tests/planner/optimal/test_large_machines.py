@@ -12,71 +12,27 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from large_machines import dragonfly, fat_tree, half_empty
 
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import direct, halving_doubling, planners, ring, schedules
+from crossreduce.planning import algorithms, direct, halving_doubling, ring, schedules
 from crossreduce.planning.forest import forest
-from crossreduce.planning.optimal.bounds import bound as bounds
-from crossreduce.planning.optimal.bounds.bound import bound_of_members
+from crossreduce.planning.optimal import bound as bounds
+from crossreduce.planning.optimal.bound import bound_of_members
 from crossreduce.planning.optimal.bounds.certificate import Bound
-from crossreduce.planning.optimal.symmetric import forest as symmetric
-from crossreduce.planning.optimal.symmetric.quotient import Quotient, quotient_bound
-from crossreduce.planning.optimal.symmetric.trees import best_trees, solved_exactly
-from crossreduce.planning.planners import Request
+from crossreduce.planning.optimal.symmetric import orbit_forest as symmetric
+from crossreduce.planning.optimal.symmetric.orbit_bound import Quotient, quotient_bound
+from crossreduce.planning.optimal.symmetric.orbit_trees import best_trees, solved_exactly
+from crossreduce.planning.requests import Request
 from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
 from crossreduce.schedule.generated_schedule import rotations
 from crossreduce.schedule.link_use import link_use
-from crossreduce.topology import Link
 from crossreduce.topology.automorphisms import extend_to_switches, symmetry_of
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-
-
-def half_empty(hosts: int) -> Topology:
-    """Return H100 boxes, one of which has only four of its eight devices."""
-    full = Topology.machine("hgx-h100", hosts)
-    return full.subset([device for device in full.devices if device not in [f"host1/cuda:{k}" for k in range(4, 8)]])
-
-
-def fat_tree(k: int) -> Topology:
-    """Return a fat tree of k-port switches (Al-Fares, Loukissas & Vahdat, SIGCOMM 2008), with k**3 / 4 devices."""
-    half, links, switches = k // 2, [], []
-    for pod in range(k):
-        for edge in range(half):
-            switches.append(f"edge{pod}.{edge}")
-            first = (pod * half + edge) * half
-            links += [(f"cpu:{first + x}", switches[-1]) for x in range(half)]
-            links += [(switches[-1], f"middle{pod}.{other}") for other in range(half)]
-        for other in range(half):
-            switches.append(f"middle{pod}.{other}")
-            links += [(switches[-1], f"core{other}.{x}") for x in range(half)]
-    switches += [f"core{a}.{x}" for a in range(half) for x in range(half)]
-    both = [Link(*pair, Fraction(25), Fraction(1, 10**6)) for a, b in links for pair in ((a, b), (b, a))]
-    return Topology([f"cpu:{x}" for x in range(k * half * half)], both, switches)
-
-
-def dragonfly(groups: int, routers: int, each: int) -> Topology:
-    """Return groups of routers that are all joined, and a link between every two groups (Kim et al., ISCA 2008)."""
-    speeds: dict[tuple[str, str], int] = {}
-
-    def join(a: str, b: str) -> None:
-        for pair in ((a, b), (b, a)):
-            speeds[pair] = speeds.get(pair, 0) + 25
-
-    for group in range(groups):
-        for router in range(routers):
-            for x in range(each):
-                join(f"cpu:{(group * routers + router) * each + x}", f"r{group}.{router}")
-            for other in range(router):
-                join(f"r{group}.{other}", f"r{group}.{router}")
-        for ahead in range(1, (groups + 1) // 2):
-            join(f"r{group}.{(ahead - 1) % routers}", f"r{(group + ahead) % groups}.{(groups - ahead - 1) % routers}")
-    links = [Link(a, b, Fraction(speed), Fraction(1, 10**6)) for (a, b), speed in speeds.items()]
-    names = [f"r{group}.{router}" for group in range(groups) for router in range(routers)]
-    return Topology([f"cpu:{x}" for x in range(groups * routers * each)], links, names)
 
 
 MACHINES = {
@@ -96,6 +52,14 @@ MACHINES = {
     "fat tree": lambda: fat_tree(4),
     "dragonfly": lambda: dragonfly(5, 2, 2),
 }
+
+ALL = (*COLLECTIVES, "reduce", "broadcast")
+# For each machine an all-reduce and one other collective; the rest is slow.
+ONE_OF_EACH = [
+    pytest.param(name, collective, marks=[] if collective in ("all_reduce", ALL[1 + k % 4]) else pytest.mark.slow)
+    for k, name in enumerate(MACHINES)
+    for collective in ALL
+]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +160,7 @@ def test_trees_on_orbits_reach_the_bound(name: str, collective: str):
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use symmetry for any number of devices."""
-    caches = (symmetric.symmetric, symmetric.symmetric_forest, bounds.bound_of_members, forest)
+    caches = (symmetric.symmetric_topology, symmetric.symmetric_forest, bounds.bound_of_members, forest)
     monkeypatch.setattr(symmetric, "FEW_DEVICES", 1)
     for cached in caches:
         cached.cache_clear()
@@ -206,8 +170,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("collective", cr.planning.optimal.bounds.certificate.COLLECTIVES)
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("name", "collective"), ONE_OF_EACH)
 def test_generated_plans_are_their_explicit_forms(name: str, collective: str):
     """A forest by symmetry has the rate, the time, the operations and the use of links of the list of all its steps."""
     topology = MACHINES[name]()
@@ -266,7 +229,7 @@ def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner, 
     """With many devices, ring, direct and halving_doubling return a few chunks; all images are the same as before."""
     names = [f"cpu:{k}" for k in range(n)]
     generated = planner(names, first=first)
-    monkeypatch.setattr(planners, "GENERATED_FROM", n)
+    monkeypatch.setattr(algorithms, "GENERATED_FROM", n)
     listed = planner(names, first=first)
     assert not isinstance(listed, GeneratedSchedule)
     if isinstance(generated, GeneratedSchedule):
@@ -303,8 +266,12 @@ def test_all_parts_of_a_machine_with_1024_devices():
     assert not {"rounds", "routes"} & schedule.__dict__.keys()
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"])
-@pytest.mark.parametrize("name", ["a lost link", "half empty", "switches reduce"])
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [("a lost link", "all_reduce"), ("a lost link", "reduce"),
+     ("half empty", "all_gather"), ("half empty", "broadcast"),
+     ("switches reduce", "all_reduce"), ("switches reduce", "reduce_scatter")],
+)  # fmt: skip
 def test_leftovers_split_orbits(name: str, collective: str):
     """Hundreds of devices with one lost link, or a half-empty host, still have plans by symmetry at the bound."""
     topology = {
@@ -343,7 +310,7 @@ def test_idle_devices_of_large_machines_forward():
 def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
     """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
     monkeypatch.setattr(schedules, "_MOST_LISTED", 0)
-    schedules.fastest.cache_clear()
+    schedules.fastest_schedule.cache_clear()
     made: list[str] = []
     timed = schedules.fastest_of
 
@@ -355,7 +322,7 @@ def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make,
     monkeypatch.setattr(schedules, "fastest_of", fastest_of)
     topology = make()
     auto = cr.plan(topology, nbytes=nbytes)
-    schedules.fastest.cache_clear()
+    schedules.fastest_schedule.cache_clear()
     monkeypatch.undo()
     named = cr.plan(topology, nbytes=nbytes, algorithm="one_shot")
     assert ("one_shot" in made) == listed == (auto.algorithm == "one_shot")
@@ -407,6 +374,23 @@ def test_forged_certificates_are_refused(kind: str, text: str):
         forged(kind).check()
 
 
+def test_switches_follow_devices():
+    """A rotation of devices extends to their switches if the links allow it."""
+    hosts = Topology.machine("hgx-h100", 4)
+    found = extend_to_switches(hosts, rotations([4, 8], 32))
+    assert found is not None
+    assert_keeps_links(hosts, found)
+    assert extend_to_switches(hosts, rotations([32], 32)) is None  # the next device may be in another host
+
+
+def test_linear_equations_are_solved_exactly():
+    """A solution is exact; none, or several, give None."""
+    one, two = {0: Fraction(2), 1: Fraction(1)}, {0: Fraction(1), 1: Fraction(-1)}
+    assert solved_exactly([(one, Fraction(1)), (two, Fraction(1))], [0, 1]) == {0: Fraction(2, 3), 1: Fraction(-1, 3)}
+    assert solved_exactly([(one, Fraction(1))], [0, 1]) is None
+    assert solved_exactly([(one, Fraction(1)), (one, Fraction(2))], [0]) is None
+
+
 def test_wrong_symmetries_are_refused():
     """A schedule needs permutations of its own nodes that commute and have the orders that they claim."""
     names = ["cpu:0", "cpu:1", "cpu:2"]
@@ -440,20 +424,3 @@ def test_other_orders_of_devices():
     assert moved.explicit == schedule.explicit.ordered_by(order)
     assert schedule.cut_into(4).explicit == schedule.explicit.cut_into(4)
     assert schedule != schedule.cut_into(4)
-
-
-def test_switches_follow_devices():
-    """A rotation of devices extends to their switches if the links allow it."""
-    hosts = Topology.machine("hgx-h100", 4)
-    found = extend_to_switches(hosts, rotations([4, 8], 32))
-    assert found is not None
-    assert_keeps_links(hosts, found)
-    assert extend_to_switches(hosts, rotations([32], 32)) is None  # the next device may be in another host
-
-
-def test_linear_equations_are_solved_exactly():
-    """A solution is exact; none, or several, give None."""
-    one, two = {0: Fraction(2), 1: Fraction(1)}, {0: Fraction(1), 1: Fraction(-1)}
-    assert solved_exactly([(one, Fraction(1)), (two, Fraction(1))], [0, 1]) == {0: Fraction(2, 3), 1: Fraction(-1, 3)}
-    assert solved_exactly([(one, Fraction(1))], [0, 1]) is None
-    assert solved_exactly([(one, Fraction(1)), (one, Fraction(2))], [0]) is None

@@ -17,7 +17,7 @@ from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
 from crossreduce import Topology
 from crossreduce.planning.optimal.trees import packing, switches
 from crossreduce.planning.optimal.trees.packing import pack_trees
-from crossreduce.planning.optimal.trees.switches import Capacities, all_reached, without_switches
+from crossreduce.planning.optimal.trees.switches import Capacities, all_reached, replace_switches
 
 FACTORS = st.sampled_from([1, 1, 6, 60, 2**33 + 1, 10**15 + 37])
 
@@ -158,7 +158,7 @@ def test_switches_are_split_off_without_loss(case, one_by_one, data):
         capacities.add(arc, (), capacity)
     alone = patch.object(switches, "_even_shares", return_value={}) if one_by_one else nullcontext()
     with alone, planning_oracle.at_most(5):
-        split = without_switches(capacities, range(len(devices), n), roots, devices, groups, n)
+        split = replace_switches(capacities, range(len(devices), n), roots, devices, groups, n)
     used = Counter()
     for (u, t), here in split.items():
         assert {u, t} <= set(devices)
@@ -180,7 +180,7 @@ def test_wide_switches_need_no_more_time(width):
         capacities.add((k, 4), (), capacity)
         capacities.add((4, k), (), capacity)
     with planning_oracle.at_most(5):
-        split = without_switches(capacities, [4], {0: width}, range(4), [0] * 4, 5)
+        split = replace_switches(capacities, [4], {0: width}, range(4), [0] * 4, 5)
     assert fits(split.totals(), {0: width}, range(4), 4)
     assert len(split) <= 12
 

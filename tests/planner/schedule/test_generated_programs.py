@@ -29,8 +29,8 @@ from crossreduce.export.pictures.grouping import trees_of
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
 from crossreduce.planning import direct, halving_doubling, ring
-from crossreduce.planning.derived import all_gather, reduce_scatter
 from crossreduce.planning.explain import shape, tree_lines
+from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
 from crossreduce.schedule import GeneratedSchedule
 from crossreduce.schedule.generated_schedule import rotations
 from crossreduce.topology.symmetry import Symmetry

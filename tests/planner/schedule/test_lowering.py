@@ -23,7 +23,7 @@ from strategies import ALGORITHMS, names
 from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.lowering import element_ranges, fuse, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
-from crossreduce.planning.derived import all_gather, reduce_scatter
+from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
 
 
 def custom(n, *rounds, sources=None, destinations=None):

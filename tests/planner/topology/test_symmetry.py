@@ -8,8 +8,8 @@ import pytest
 
 from crossreduce import PlanError, ScheduleError
 from crossreduce.planning import bound, plan, ring
-from crossreduce.planning.groups.separate import separate_plans, shared_rates
-from crossreduce.planning.optimal.bounds.joint import GroupNeed
+from crossreduce.planning.groups.groups_bound import GroupNeed
+from crossreduce.planning.groups.separate_plans import separate_plans, shared_rates
 from crossreduce.schedule import Schedule, link_shares
 from crossreduce.topology import Link, Topology
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator

@@ -14,7 +14,7 @@ from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
 from ...planning.explain import duration, heaviest_cuts, percent, size
-from ...planning.plans import planned
+from ...planning.plans import plan_request
 from ...planning.schedules import CHOICES, REGISTRY
 from ...schedule.link_use import link_use
 from ...schedule.schedule import many
@@ -192,11 +192,11 @@ def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
     best: list[list[Any]] = []
     for nbytes in listed:
         advance(f"planning {size(nbytes)}")
-        auto = planned(request._replace(nbytes=nbytes, algorithm=CHOICES[-1]))
+        auto = plan_request(request._replace(nbytes=nbytes, algorithm=CHOICES[-1]))
         best.append([auto.algorithm, auto.seconds, duration(auto.seconds), f"{auto.algbw:.2f}"])
         for name in names:
             try:
-                found = planned(request._replace(nbytes=nbytes, algorithm=name)).seconds
+                found = plan_request(request._replace(nbytes=nbytes, algorithm=name)).seconds
             except PlanError:
                 found = None
             seconds[name].append(found)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ...lowering import lower
 from ...planning import Plan
-from ...planning.explain import nested
+from ...planning.explain import tree_text
 from ...schedule.costs import Pair
 from ...schedule.schedule import many
 from ...schedule.traffic import route_links
@@ -120,7 +120,7 @@ def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
         return f"result on {', '.join(names[k] for k in sorted(form.tops))}"
     (top,) = form.tops
     upwards = all(src != top for src, *_ in hops)
-    return nested(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
+    return tree_text(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
 
 
 def _limit_routes(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:

@@ -8,15 +8,17 @@ from typing import Final
 
 from ...schedule.schedule import many
 from ..explain import duration, percent, rest_percent, size
-from ..optimal.bounds.joint import GroupsBound
 from ..plans import Plan
-from .separate import SeparatePlans, losses
+from .groups_bound import GroupsBound
+from .separate_plans import SeparatePlans, losses
 
 _MOST_GROUPS: Final = 32
 _MOST_LETTERS: Final = 30
 
 
-def explained(bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, own: SeparatePlans | None) -> str:
+def explain_groups(
+    bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, own: SeparatePlans | None
+) -> str:
     """Return a text: the rates of all groups, what limits them, and what separate plans would lose.
 
     ``own``: separate plans without helpers.

@@ -21,15 +21,15 @@ from ...schedule.costs import Pair
 from ...schedule.schedule import many
 from ...topology import Link, Topology, TopologyLike, topology_of
 from ..forest import forest_of_trees
-from ..optimal.bounds.bound import bound_of_members
+from ..optimal.bound import bound_of_members
 from ..optimal.bounds.certificate import COLLECTIVES
-from ..optimal.bounds.demands import too_uneven
-from ..optimal.bounds.joint import GroupNeed, GroupsBound
-from ..optimal.bounds.levels import shared_links
+from ..optimal.bounds.demand import too_uneven
 from ..optimal.bounds.tree_prices import joints_of
-from ..plans import Plan, planned
+from ..plans import Plan, plan_request
 from ..topologies import require_routes
-from .separate import SeparatePlans, losses, request_of, separate_plans
+from .groups_bound import GroupNeed, GroupsBound
+from .max_min import shared_links
+from .separate_plans import SeparatePlans, losses, request_of, separate_plans
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class GroupsPlan:
 
     def explain(self) -> str:
         """Return a text: the rates of all groups, what limits them, and what separate plans would lose."""
-        from .group_text import explained
+        from .group_text import explain_groups
 
-        return explained(self.bound, self.plans, self.separate, self.separate_without_helpers)
+        return explain_groups(self.bound, self.plans, self.separate, self.separate_without_helpers)
 
     def __str__(self) -> str:
         rates = ", ".join("-" if rate is None else f"{float(rate):.2f}" for rate in self.rates)
@@ -196,10 +196,10 @@ def plan_groups(
         if not isinstance(name, str) or name not in COLLECTIVES:
             raise ArgumentError.of("there is no such collective.", shown(name), "one of " + ", ".join(COLLECTIVES))
     sizes = tuple(byte_count(size) for size in _one_per_group("nbytes", nbytes, count, (int, str)))
-    listed = [Fraction(1)] * count if weights is None else [_weight(w) for w in _per_group("weights", weights, count)]
+    listed = [Fraction(1)] * count if weights is None else [_weight(w) for w in _entries("weights", weights, count)]
     if too_uneven(listed):
         raise ArgumentError.of("weights must differ by a factor of at most a million.", shown(weights), "weights=None")
-    chosen = [None] * count if roots is None else _per_group("roots", roots, count)
+    chosen = [None] * count if roots is None else _entries("roots", roots, count)
     stated = costs_of(costs, operation_s)
     stated.require_links(topology)
     if too_uneven([link.bandwidth for link in topology.links]):
@@ -234,10 +234,10 @@ def _read_groups(topology: Topology, groups: Any) -> list[tuple[str, ...]]:
 
 def _one_per_group(what: str, given: Any, count: int, single: Any) -> list[Any]:
     """Return one value per group, of one value for all or of a list."""
-    return [given] * count if isinstance(given, single) else _per_group(what, given, count)
+    return [given] * count if isinstance(given, single) else _entries(what, given, count)
 
 
-def _per_group(what: str, given: Any, count: int) -> list[Any]:
+def _entries(what: str, given: Any, count: int) -> list[Any]:
     listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
     if listed is None or len(listed) != count:
         number = "not a list" if listed is None else f"{len(listed)} of them"
@@ -281,7 +281,7 @@ def _planned_groups(
         request = request_of(group, topology, 0)
         if rate is None:
             part = Topology.unchecked(group.members, ())
-            schedules.append(planned(request._replace(topology=part)).schedule)
+            schedules.append(plan_request(request._replace(topology=part)).schedule)
             used.append({})
             continue
         joints = [topology.nodes.index(joint) for joint in joints_of(topology)]
@@ -292,7 +292,7 @@ def _planned_groups(
     plans = []
     for k, (group, schedule, size) in enumerate(zip(groups, schedules, sizes, strict=True)):
         part = _part(topology, group.members, used[k])
-        own = replace(costs, shared=_divided(costs.shared, used, k))
+        own = replace(costs, shared=_divide_limits(costs.shared, used, k))
         cut, seconds = pipelined(schedule, part, size, costs=own)
         plans.append(Plan(request_of(group, part, size)._replace(costs=own), cut, seconds))
     return GroupsPlan(topology, tuple(plans), found.bound)
@@ -306,7 +306,9 @@ def _part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fractio
     return Topology.unchecked(devices, links, tuple(switch for switch in topology.switches if switch.name in nodes))
 
 
-def _divided(limits: tuple[SharedLimit, ...], used: list[dict[Pair, Fraction]], k: int) -> tuple[SharedLimit, ...]:
+def _divide_limits(
+    limits: tuple[SharedLimit, ...], used: list[dict[Pair, Fraction]], k: int
+) -> tuple[SharedLimit, ...]:
     """Return a group's part of each limit that links share: in proportion to its load on these links."""
     divided = []
     for limit in limits:

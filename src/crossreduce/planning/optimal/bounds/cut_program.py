@@ -98,7 +98,7 @@ class CutProgram:
             _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
             self.simple = self.n / ratio / 2
 
-    def rooted(self, usage: Usage, values: Sequence[Fraction]) -> dict[int, Fraction]:
+    def root_rates(self, usage: Usage, values: Sequence[Fraction]) -> dict[int, Fraction]:
         """Return the rate of each root in a solution."""
         return {root: part * values[column] for root, (column, part) in usage.rates.items()}
 
@@ -177,11 +177,11 @@ class CutProgram:
             found.update(dict.fromkeys(self._cuts_below(needed, k, rates, fine)))
         return list(found)
 
-    def violated(self, values: Sequence[Fraction]) -> list[NodeCut]:
+    def violated_cuts(self, values: Sequence[Fraction]) -> list[NodeCut]:
         """Return cuts that an exact solution violates; none: no cut is violated."""
         found: list[NodeCut] = []
         for k, usage in enumerate(self.usages):
-            rooted = self.rooted(usage, values)
+            rooted = self.root_rates(usage, values)
             scale = lcm(*(value.denominator for value in (*values, *rooted.values())))
             rates = {root: int(rate * scale) for root, rate in rooted.items()}
             found += self._cuts_below(sum(rates.values()), k, rates, [int(value * scale) for value in values])
@@ -259,8 +259,8 @@ class CutProgram:
                 potentials[switch] = (down + amount, up) if usage.outward else (down, up + amount)
         return Proof(Fraction(total) / unit / self.scale, listed, potentials)
 
-    def feasible(self, values: Sequence[Fraction]) -> Fraction:
+    def feasible_rate(self, values: Sequence[Fraction]) -> Fraction:
         """Return the rate of an exact solution; -1: it violates a constraint."""
-        if not self.fits(values) or self.violated(values):
+        if not self.fits(values) or self.violated_cuts(values):
             return Fraction(-1)
         return sum(values[: self.rates], Fraction(0))

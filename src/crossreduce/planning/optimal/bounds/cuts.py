@@ -34,20 +34,20 @@ def tightest_cut(
     for (_, dst), capacity in arcs.items():
         entering[dst] += capacity
 
-    def without(sink: int) -> Fraction:
+    def quotient_without(sink: int) -> Fraction:
         needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
     # First the device without which the set of all other nodes has the greatest quotient.
-    sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
-    best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
-    network = _at_rate(arcs, starts, source, ratio)
+    sinks = sorted(range(len(topology.devices)), key=lambda sink: -quotient_without(sink))
+    best, ratio = frozenset(range(source)) - {sinks[0]}, quotient_without(sinks[0])
+    network = _network_at_rate(arcs, starts, source, ratio)
     for sink in sinks:
         while network.flow(source, sink) < whole * ratio.denominator:
             best = network.cut(source, sink) - {source}
             leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
             ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
-            network = _at_rate(arcs, starts, source, ratio)
+            network = _network_at_rate(arcs, starts, source, ratio)
     return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
 
 
@@ -62,7 +62,7 @@ def cuts_suffice(topology: Topology) -> bool:
     return not any(surplus.values())
 
 
-def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
+def _network_at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
     """Return the network with one more node, ``source``, from which each root gets its weight divided by ``ratio``.
 
     All capacities are multiplied by the ratio's numerator, so that they are integers.

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from ....topology import Topology
 from .cut_program import CutProgram, NodeCut, Proof, Usage
-from .solver import Solution, refined, solved
+from .solver import Solution, refine, solve
 
 # Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
 # programs have small ones; HiGHS is accurate to about 1e-9.
@@ -67,12 +67,12 @@ def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
     (Fraction(3, 1), Fraction(3, 1))
     """
     program = CutProgram(topology, None if weights is None else dict(weights))
-    proof, reached, values = _exact(program)
+    proof, reached, values = _exact_solution(program)
     nodes = program.topology.nodes
     named = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
     shifts = tuple((nodes[switch], *two) for switch, two in proof.potentials.items())
     first = program.usages[0]
-    roots = {nodes[root]: rate for root, rate in program.rooted(first, values).items()}
+    roots = {nodes[root]: rate for root, rate in program.root_rates(first, values).items()}
     down, up = _used_links(program, first, values), dict[Pair, Fraction]()
     if program.paired:
         up = {(dst, src): rate for (src, dst), rate in down.items()}
@@ -85,17 +85,17 @@ def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> di
     return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}
 
 
-def _exact(program: CutProgram) -> _Exact:
-    solution, cuts = _solved(program)
-    found = _rounded(program, solution, cuts)
-    return found if found[1] == found[0].rate else _refined(program, cuts, found)
+def _exact_solution(program: CutProgram) -> _Exact:
+    solution, cuts = _solve(program)
+    found = _round(program, solution, cuts)
+    return found if found[1] == found[0].rate else _refine(program, cuts, found)
 
 
-def _solved(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
+def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
     """Solve with more and more cuts, until the solution violates none, or is not better than ``simple``."""
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
-        solution = solved(program.rows(cuts, program.largest, program.largest))
+        solution = solve(program.rows(cuts, program.largest, program.largest))
         rate = sum(solution.values[: program.rates])
         if program.simple and rate * program.largest <= program.simple * program.scale * (1 + 1e-9):
             break
@@ -106,7 +106,7 @@ def _solved(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
     return solution, list(cuts)
 
 
-def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
+def _round(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
     """Return the exact solution and its proof, from a solution in floating point."""
     near = sum(solution.values[: program.rates]) * program.largest / program.scale * (1 + 1e-9)
     proofs: list[Proof] = []
@@ -123,13 +123,13 @@ def _rounded(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _E
             max(Fraction(0), Fraction(float(value) * program.largest).limit_denominator(limit)) / program.scale
             for value in solution.values
         ]
-        best = max(best, (program.feasible(values), values), key=lambda found: found[0])
+        best = max(best, (program.feasible_rate(values), values), key=lambda found: found[0])
         if best[0] == proof.rate:
             break
     return proof, *best
 
 
-def _refined(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
+def _refine(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
     """Return the solution with as many digits as it needs to be exact; ``found``: the best solution so far."""
     # Trees of n devices use a link at most n - 1 times, to reduce and to broadcast. More than twice that of any link
     # changes neither the optimum nor the prices, which would be 0 for the rest.
@@ -139,14 +139,14 @@ def _refined(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
     known = dict.fromkeys(cuts)
     for bits, gain in _TRIES:
         while True:
-            solution = refined(program.rows(known, 1 << exponent, most), exponent + 2 * bits + 8, gain)
+            solution = refine(program.rows(known, 1 << exponent, most), exponent + 2 * bits + 8, gain)
             values = [
                 max(Fraction(0), (value * (1 << exponent)).limit_denominator(1 << bits)) / program.scale
                 for value in solution.values
             ]
             if not program.fits(values):
                 break
-            violated = program.violated(values)
+            violated = program.violated_cuts(values)
             new = [cut for cut in violated if cut not in known]
             if not new:
                 proof = program.proof(solution, list(known), 1 << bits)

@@ -12,9 +12,9 @@ Huangfu & Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from math import frexp, inf
+from math import frexp, gcd, inf, lcm
 from typing import Any, Final, NamedTuple
 
 _FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
@@ -37,14 +37,14 @@ class Rows(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """An approximate solution; floats or, from ``refined``, fractions."""
+    """An approximate solution; floats or, from ``refine``, fractions."""
 
     values: list[Any]  # of the variables
     prices: list[Any]  # the dual variables of ``Rows.upper``
     shifts: list[Any]  # the dual variables of ``Rows.equal``
 
 
-def solved(rows: Rows) -> Solution:
+def solve(rows: Rows) -> Solution:
     """Return HiGHS's solution.
 
     >>> solved(Rows(2, 2, [((0,), (1,)), ((0, 1), (1, 2))], [Fraction(1), Fraction(4)], [])).values
@@ -73,13 +73,13 @@ def _matrix(rows: Sequence[Row], columns: int) -> Any:
     return csr_array((values, where, starts), shape=(len(rows), columns))
 
 
-def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
+def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
     """Return a solution in fractions, with errors of about 2**-bits if the solver makes progress.
 
     A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, the round is tried with less.
 
     >>> narrow = Fraction(1, 10**30)
-    >>> found = refined(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
+    >>> found = refine(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
     >>> [value.limit_denominator(10**40) / narrow for value in found.values]
     [Fraction(1, 1), Fraction(1, 3)]
     """
@@ -112,14 +112,14 @@ def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
         reduced = costs + [-price for price in y[:m]]
         before = primal, dual
         primal = _next_factor(primal, step, violated)
-        lower = [_scaled(-v, primal) for v in x]
-        lower += [_scaled(-gap * f, primal) for gap, f in zip(gaps[:m], factors[:m], strict=True)]
+        lower = [_scale_up(-v, primal) for v in x]
+        lower += [_scale_up(-gap * f, primal) for gap, f in zip(gaps[:m], factors[:m], strict=True)]
         # The reduced cost of a variable must not be above 0, and it must be 0 if the variable is far from its limit.
         far = [abs(cost) for cost, low in zip(reduced, lower, strict=True) if low <= -_FAR]
         dual = _next_factor(dual, step, max(reduced + far))
-        objective = [-_scaled(cost, dual) for cost in costs]
-        objective += [_scaled(price / f, dual) for price, f in zip(y[:m], factors[:m], strict=True)]
-        needed = [0.0] * m + [_scaled(gap * f, primal) for gap, f in zip(gaps[m:], factors[m:], strict=True)]
+        objective = [-_scale_up(cost, dual) for cost in costs]
+        objective += [_scale_up(price / f, dual) for price, f in zip(y[:m], factors[:m], strict=True)]
+        needed = [0.0] * m + [_scale_up(gap * f, primal) for gap, f in zip(gaps[m:], factors[m:], strict=True)]
         found = linprog(
             np.minimum(objective, _FAR),
             A_eq=matrix,
@@ -135,8 +135,8 @@ def refined(rows: Rows, bits: int, gain: int = 30) -> Solution:
             primal, dual = before
             continue
         step = gain
-        x = [v + _unscaled(z, primal) for v, z in zip(x, found.x.tolist()[:n], strict=True)]
-        y = [v - f * _unscaled(z, dual) for v, z, f in zip(y, found.eqlin.marginals.tolist(), factors, strict=True)]
+        x = [v + _scale_down(z, primal) for v, z in zip(x, found.x.tolist()[:n], strict=True)]
+        y = [v - f * _scale_down(z, dual) for v, z, f in zip(y, found.eqlin.marginals.tolist(), factors, strict=True)]
         if min(primal, dual) >= bits:
             break
     return Solution(x, y[:m], y[m:])
@@ -157,7 +157,7 @@ def _next_factor(factor: int, step: int, violated: Fraction) -> int:
     )
 
 
-def _scaled(value: Fraction, factor: int) -> float:
+def _scale_up(value: Fraction, factor: int) -> float:
     """Return ``value * 2**factor`` as a float; infinite if it is too large for one."""
     try:
         return (value.numerator << factor) / value.denominator
@@ -165,7 +165,14 @@ def _scaled(value: Fraction, factor: int) -> float:
         return inf if value > 0 else -inf
 
 
-def _unscaled(value: float, factor: int) -> Fraction:
+def _scale_down(value: float, factor: int) -> Fraction:
     """Return ``value / 2**factor``, exactly."""
     numerator, denominator = value.as_integer_ratio()
     return Fraction(numerator, denominator << factor)
+
+
+def common_unit(values: Iterable[Fraction]) -> Fraction:
+    """Return the greatest number of which all values are integer multiples."""
+    listed = [value for value in values if value]
+    scale = lcm(*(value.denominator for value in listed))
+    return Fraction(gcd(*(int(value * scale) for value in listed)), scale)

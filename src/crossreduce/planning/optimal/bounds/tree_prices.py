@@ -79,11 +79,13 @@ def _prices(
     ways = []
     for ends, links in ((destinations, priced), (sources, [(dst, src, price) for src, dst, price in priced])):
         if ends:
-            ways.append(cheapest(links, ends, set(joints)) if exact else _raised(links, ends, joints, roots))
+            ways.append(
+                cheapest_prices(links, ends, set(joints)) if exact else _lower_bounds(links, ends, joints, roots)
+            )
     return {root: sum(way[root] for way in ways) for root in roots if all(root in way for way in ways)}
 
 
-def cheapest(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> dict[Any, Any]:
+def cheapest_prices(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> dict[Any, Any]:
     """Return the price of the cheapest tree from each node to all ``ends``; trees branch only at ``joints``.
 
     Nodes without such a tree are left out. The time grows with 3**ends.
@@ -119,7 +121,7 @@ def cheapest(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> dict[Any,
     return found[-1]
 
 
-def _raised(priced: Priced, ends: Sequence[Any], joints: Sequence[Any], roots: Sequence[Any]) -> dict[Any, Any]:
+def _lower_bounds(priced: Priced, ends: Sequence[Any], joints: Sequence[Any], roots: Sequence[Any]) -> dict[Any, Any]:
     """Return for each root a price that no tree from it to all ``ends`` is below.
 
     Sets of joints without the root, each with an end that the root does not reach yet, are raised one after another:

@@ -6,19 +6,19 @@ Output: trees that together respect the bandwidths and reach the rate that these
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from math import gcd, lcm
 from typing import Final
 
 from ....errors import PlanError
 from ....topology import Link, Topology
 from ..bounds.cuts import cuts_suffice, tightest_cut
 from ..bounds.linear_program import optimum
+from ..bounds.solver import common_unit
 from ..bounds.steiner import Through
 from .packing import Batch, pack_trees
-from .schedule import Tree
-from .switches import Arc, Capacities, all_reached, without_switches
+from .switches import Arc, Capacities, all_reached, replace_switches
+from .tree_schedule import Tree
 
 # If the trees that reach the bound exactly are at most this many per root on average, they are used. If not, fewer
 # trees are tried, which may lose ``TOLERANCE`` of the rate. NCCL's own search only tries the speeds of a list
@@ -41,16 +41,16 @@ def fit_trees(
     n, devices = len(topology.devices), range(len(topology.devices))
     total = sum(weights.values(), Fraction(0))
     shares = {topology.devices[root]: weight for root, weight in weights.items()}
-    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
+    rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
     # No tree uses a link more often than it has edges; the rest of wider links would only make the search slower.
     most = (n - 1) * rate * total
     used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
-    if not cuts_suffice(_with_bandwidths(topology, used)):
-        found = optimum(_with_bandwidths(topology, used), tuple(weights.items()))
+    if not cuts_suffice(_set_bandwidths(topology, used)):
+        found = optimum(_set_bandwidths(topology, used), tuple(weights.items()))
         if found.reached <= 0:
             raise _not_divided(topology)
         used = found.down
-        rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]
+        rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
     groups = [0] * n
     for k, island in enumerate(topology.islands):
@@ -62,11 +62,11 @@ def fit_trees(
         capacities = Capacities()
         for arc, bandwidth in arcs.items():
             capacities.add(arc, (), int(bandwidth / unit))
-        capacities = without_switches(capacities, switches, roots, devices, groups, len(number))
+        capacities = replace_switches(capacities, switches, roots, devices, groups, len(number))
         if not all_reached(capacities.totals(), roots, devices, n):
             return None
         batches = pack_trees(capacities.totals(), roots, n, most)
-        return None if batches is None else _with_routes(batches, capacities)
+        return None if batches is None else _add_routes(batches, capacities)
 
     unit = common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
     exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
@@ -94,17 +94,10 @@ def _not_divided(topology: Topology) -> PlanError:
     return PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
 
 
-def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
+def _set_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
     """Return the topology with other bandwidths."""
     links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
     return Topology.unchecked(topology.devices, links, topology.switches)
-
-
-def common_unit(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest number of which all values are integer multiples."""
-    listed = [value for value in values if value]
-    scale = lcm(*(value.denominator for value in listed))
-    return Fraction(gcd(*(int(value * scale) for value in listed)), scale)
 
 
 def _largest_unit(
@@ -132,7 +125,7 @@ def _largest_unit(
     return tried[low] if low < len(tried) else Fraction(0)
 
 
-def _with_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
+def _add_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
     """Return trees with their routes through switches; a batch that needs two routes between two nodes is divided."""
     trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}
     for root, weight, arcs in batches:
@@ -149,13 +142,13 @@ def _with_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]
                 capacities[src, dst][through] -= part
                 if not capacities[src, dst][through]:
                     del capacities[src, dst][through]
-            key = (root, tuple((dst, src, _without_loops(src, through, dst)) for dst, src, through in parents))
+            key = (root, tuple((dst, src, _remove_loops(src, through, dst)) for dst, src, through in parents))
             trees[key] = trees.get(key, 0) + part
             left -= part
     return [Tree(root, weight, parents) for (root, parents), weight in trees.items()]
 
 
-def _without_loops(src: int, through: Through, dst: int) -> Through:
+def _remove_loops(src: int, through: Through, dst: int) -> Through:
     """Return a route without its loops, which the replacement of one switch after another can make."""
     nodes = [src]
     for node in (*through, dst):

@@ -59,7 +59,7 @@ def all_reached(capacities: dict[Arc, int], roots: dict[int, int], sinks: Sequen
     return all(network.flow(n, sink) >= whole for sink in sinks)
 
 
-def without_switches(
+def replace_switches(
     capacities: Capacities,
     switches: Iterable[int],
     roots: dict[int, int],

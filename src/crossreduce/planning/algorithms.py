@@ -1,4 +1,4 @@
-"""``Request``, the one value that planning takes, and the planners for devices that are all linked equally.
+"""Algorithms for devices that are all linked equally: rings, trees of a root, halving, doubling, and all at once.
 
 Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Each algorithm has a
 public planner, such as ``ring``, and a counterpart for requests, which the registry lists. All public planners have the
@@ -11,60 +11,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..errors import PlanError
-from ..schedule import Chunk, Costs, GeneratedSchedule, Schedule, Step, live_rounds
+from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
 from ..schedule.generated_schedule import rotations
-from ..topology import Topology
 from ..topology.symmetry import Symmetry, SymmetryGenerator
 from ..values import read_devices
+from .requests import Request, collective_between
 
 Names = Sequence[str]
 # The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
 Moves = Iterable[tuple[int, Step]]
-NO_MORE = Costs()
 GENERATED_FROM: Final = 32  # with more devices, schedules are stored as chunks whose images are all others
-
-
-class Request(NamedTuple):
-    """A collective to plan. All names are canonical."""
-
-    collective: str  # "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather"
-    sources: tuple[str, ...]  # the devices that contribute, in the order in which they are combined
-    destinations: tuple[str, ...]  # the devices that need the result
-    algorithm: str = "auto"  # a name of the registry, "auto", or "nccl", which is planned as "auto"
-    topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
-    nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
-    packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the first pack's root, owner or start: its number among the devices that can be it
-    root: str | None = None  # the root of all packs; None: roots rotate over the devices
-    devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
-    costs: Costs = NO_MORE  # what a simulation counts besides the links
-    granularity: float = 0.0  # the part of the rate that shares in powers of two may cost; 0: exact shares
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The devices that take part, in the order of the schedule's devices."""
-        root = () if self.root is None else (self.root,)
-        return self.devices or tuple(dict.fromkeys([*self.sources, *self.destinations, *root]))
-
-    @property
-    def positions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions of the sources and of the destinations among the members."""
-        number = {device: k for k, device in enumerate(self.members)}
-        return tuple(number[source] for source in self.sources), tuple(number[dst] for dst in self.destinations)
-
-
-def collective_between(members: int, sources: int, destinations: int) -> str:
-    """Return the name of the collective with so many sources and destinations among so many devices.
-
-    >>> collective_between(3, 3, 3), collective_between(3, 1, 3), collective_between(3, 2, 1)
-    ('all_reduce', 'broadcast', 'reduce')
-    """
-    if sources == destinations == members:
-        return "all_reduce"
-    return "broadcast" if sources == 1 else "reduce"
 
 
 def one_device(
@@ -98,7 +57,7 @@ def one_device(
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1 + cpu:2
     """
-    request = _read("one_device", devices, sources, destinations, packs, first)
+    request = _read_request("one_device", devices, sources, destinations, packs, first)
     main = None if root is None else _members(request.devices, [root], "the root")[0]
     return one_device_schedule(request._replace(root=main))
 
@@ -116,7 +75,7 @@ def one_device_schedule(request: Request) -> Schedule:
             if dst != main:
                 yield 1, Step(0, dst, (main,))
 
-    return _in_packs(request, 1, moves)
+    return _schedule_of_packs(request, 1, moves)
 
 
 def hierarchical_copy(
@@ -152,7 +111,7 @@ def hierarchical_copy(
       round 3: chunk 0: cpu:1 <- cpu:0
       round 3: chunk 0: cpu:3 <- cpu:2
     """
-    request = _read("hierarchical_copy", devices, sources, destinations, packs, first)
+    request = _read_request("hierarchical_copy", devices, sources, destinations, packs, first)
     if groups is None:
         return hierarchical_copy_schedule(request)
     names = request.devices
@@ -201,7 +160,7 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
                 if dst != main:
                     yield 3, Step(0, dst, (main,))
 
-    return _in_packs(request, 1, moves)
+    return _schedule_of_packs(request, 1, moves)
 
 
 def ring(
@@ -220,7 +179,7 @@ def ring(
 
     Source: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009.
     """
-    return ring_schedule(_read("ring", devices, sources, destinations, packs, first))
+    return ring_schedule(_read_request("ring", devices, sources, destinations, packs, first))
 
 
 def ring_schedule(request: Request) -> Schedule:
@@ -240,7 +199,7 @@ def ring_schedule(request: Request) -> Schedule:
             for hop in range(1, last + 1):
                 yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
 
-    return _in_packs(request, n, moves, _turn(n))
+    return _schedule_of_packs(request, n, moves, _rotation(n))
 
 
 def halving_doubling(
@@ -259,7 +218,7 @@ def halving_doubling(
     Source: Thakur, Rabenseifner & Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1),
     2005; also of ``recursive_doubling``.
     """
-    return halving_doubling_schedule(_read("halving_doubling", devices, sources, destinations, packs, first))
+    return halving_doubling_schedule(_read_request("halving_doubling", devices, sources, destinations, packs, first))
 
 
 def halving_doubling_schedule(request: Request) -> Schedule:
@@ -307,7 +266,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
         )
         for block in blocks
     )
-    return _in_packs(request, width, moves, Symmetry(exchanges, len(sources)), in_order=True)
+    return _schedule_of_packs(request, width, moves, Symmetry(exchanges, len(sources)), in_order=True)
 
 
 def recursive_doubling(
@@ -328,7 +287,9 @@ def recursive_doubling(
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
     """
-    return recursive_doubling_schedule(_read("recursive_doubling", devices, sources, destinations, packs, first))
+    return recursive_doubling_schedule(
+        _read_request("recursive_doubling", devices, sources, destinations, packs, first)
+    )
 
 
 def recursive_doubling_schedule(request: Request) -> Schedule:
@@ -360,7 +321,7 @@ def recursive_doubling_schedule(request: Request) -> Schedule:
             complete += [dst for dst, _ in copies]
             copies, after = [], after + 1
 
-    schedule = _in_packs(request, 1, moves)
+    schedule = _schedule_of_packs(request, 1, moves)
     if set(paired) <= set(destinations):
         return schedule
     return replace(schedule, rounds=tuple(tuple(steps) for steps in live_rounds(schedule)))
@@ -392,7 +353,7 @@ def direct(
       round 1: chunk 0: cpu:1 <- cpu:0
       round 1: chunk 1: cpu:0 <- cpu:1
     """
-    request = _read("direct", devices, sources, destinations, packs, first)
+    request = _read_request("direct", devices, sources, destinations, packs, first)
     names = request.destinations if owners is None else _members(request.devices, owners, "the owners")
     return direct_schedule(request, names)
 
@@ -412,7 +373,7 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
                     yield 1, Step(chunk, dst, (owner,))
 
     in_turn = list(owning) == list(range(len(request.members)))  # else chunks are not images of the first one
-    return _in_packs(request, len(owning), moves, _turn(len(owning)) if in_turn else None, in_order=True)
+    return _schedule_of_packs(request, len(owning), moves, _rotation(len(owning)) if in_turn else None, in_order=True)
 
 
 def one_shot(
@@ -430,17 +391,17 @@ def one_shot(
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
     """
-    return one_shot_schedule(_read("one_shot", devices, sources, destinations, packs, first))
+    return one_shot_schedule(_read_request("one_shot", devices, sources, destinations, packs, first))
 
 
 def one_shot_schedule(request: Request) -> Schedule:
     """Return the schedule of ``one_shot`` for a request."""
     sources, destinations = request.positions
     steps = [(0, Step(0, dst, sources)) for dst in destinations if sources != (dst,)]
-    return _in_packs(request, 1, lambda *_: steps)
+    return _schedule_of_packs(request, 1, lambda *_: steps)
 
 
-def _in_packs(
+def _schedule_of_packs(
     request: Request,
     chunks: int,
     moves: Callable[[int, Iterable[int]], Moves],
@@ -471,12 +432,12 @@ def _in_packs(
     return made if images is None else GeneratedSchedule(made, images, made.devices, in_order)
 
 
-def _turn(n: int) -> Symmetry:
+def _rotation(n: int) -> Symmetry:
     """Return the symmetry of n devices in a ring."""
     return rotations([n], n)
 
 
-def _read(
+def _read_request(
     algorithm: str, devices: Names, sources: Names | None, destinations: Names | None, packs: int, first: int
 ) -> Request:
     """Return the request of a public planner's arguments."""

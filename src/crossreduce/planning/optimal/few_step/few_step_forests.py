@@ -19,13 +19,13 @@ from ....schedule import Chunk, Pieces, Schedule, Step, fastest_of, fluid_rate, 
 from ....schedule.costs import OPERATION_S
 from ....schedule.host_queues import operation_count
 from ....topology import Topology
-from ...planners import NO_MORE, Request
-from ...topologies import neutral
-from ..bounds.bound import bound_of_members
+from ...requests import NO_MORE, Request
+from ...topologies import neutral_topology
+from ..bound import bound_of_members
 from ..bounds.steiner import Through
-from ..trees.schedule import Tree, TreeShare, listed_routes, trees_to_schedule
-from .hops import hops
-from .program import Edge, Shares, expected, shared
+from ..trees.tree_schedule import Tree, TreeShare, listed_routes, trees_to_schedule
+from .switch_routes import hops
+from .tree_program import Edge, Shares, expected_time, share_among_trees
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
@@ -65,7 +65,7 @@ class _Limits(NamedTuple):
         return max(always, _least_s(steps, self.hop, transfer, self.queued, busy, many))
 
 
-def faster(request: Request, best: Pieces) -> Pieces:
+def faster_forest(request: Request, best: Pieces) -> Pieces:
     """Return the fastest of a known schedule and of forests of few steps, and its time.
 
     Forests of the first kind are for many pieces, so all steps are in progress together. Those of the second kind are
@@ -137,13 +137,13 @@ def _options(request: Request, limits: _Limits, goal: Callable[[], float], many:
             yield heapq.heappop(waiting)
         if least_s >= goal():
             break
-        part = _expected(request, limits.task, steps, many)
+        part = _expected_time(request, limits.task, steps, many)
         if part is None:
             continue
         seconds = limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * part), many)
         heapq.heappush(waiting, (seconds, steps))
         rates.append(1 / part)
-        if rates[-1] * (1 + _NEAR) > limits.rate or _hopeless(rates, left, request.nbytes, first_goal):
+        if rates[-1] * (1 + _NEAR) > limits.rate or _cannot_help(rates, left, request.nbytes, first_goal):
             break
     yield from sorted(waiting)
 
@@ -185,7 +185,7 @@ def _rounds(task: _Task, more: int, least: int, many: bool) -> float:
     return 1.0 if many else 0.75 * (1 + more)
 
 
-def _hopeless(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
+def _cannot_help(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
     """Return whether so many further numbers of steps cannot help if each adds at most as many GB/s as the last one."""
     return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
@@ -218,35 +218,35 @@ def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
     return float(bound_of_members(topology, collective, members, root).algbw or 0)
 
 
-def _expected(request: Request, task: _Task, steps: int, many: bool) -> float | None:
+def _expected_time(request: Request, task: _Task, steps: int, many: bool) -> float | None:
     """Return about the seconds for 1 GB without latencies; ``None``: so few steps do not reach all devices."""
-    _, wiring = _seen(request, task)
-    return expected(wiring, task.roots, steps, many=many, paired=task.paired)
+    _, wiring = _neutral_view(request, task)
+    return expected_time(wiring, task.roots, steps, many=many, paired=task.paired)
 
 
 @lru_cache(maxsize=256)
 def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule | None:
     """Return the verified forest of a request with so many steps; ``None``: they do not reach all devices."""
-    names, wiring = _seen(request, task)
-    found = shared(wiring, task.roots, steps, many=many, paired=task.paired)
+    names, wiring = _neutral_view(request, task)
+    found = share_among_trees(wiring, task.roots, steps, many=many, paired=task.paired)
     if found is None:
         return None
-    shares = list(_directed(found, wiring, task, steps))
+    shares = list(_forward_columns(found, wiring, task, steps))
     nodes = [names[name] for name in wiring.nodes]
     if many:
         schedule = trees_to_schedule(
             "forest", request, nodes, len(request.members), [_trees(share) for share in shares]
         )
     else:
-        schedule = _in_steps(request, nodes, shares)
+        schedule = _schedule_in_steps(request, nodes, shares)
     verify(schedule)
     return schedule
 
 
-def _seen(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
+def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
     """Return a neutral topology in which the trees lead out of roots, and the names of its nodes."""
     assert request.topology is not None
-    seen = neutral(request.topology, request.members, ())
+    seen = neutral_topology(request.topology, request.members, ())
     return seen.names, seen.topology.reversed() if task.backwards else seen.topology
 
 
@@ -266,7 +266,7 @@ class _Share(NamedTuple):
     out: list[_Hop]
 
 
-def _directed(found: Shares, wiring: Topology, task: _Task, steps: int) -> Iterator[_Share]:
+def _forward_columns(found: Shares, wiring: Topology, task: _Task, steps: int) -> Iterator[_Share]:
     """Yield the columns with their hops in the direction in which data moves."""
     through = hops(wiring).through
     half = (steps + 1) // 2
@@ -293,7 +293,7 @@ def _trees(share: _Share) -> TreeShare:
     return TreeShare(share.root, share.share, into if share.into else None, out if share.out else None)
 
 
-def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Schedule:
+def _schedule_in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Schedule:
     """Return the schedule in which each hop is in the round of its step."""
     sources, destinations = request.positions
     collective = request.collective
@@ -307,7 +307,7 @@ def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Sched
         takes = (share.root,) if collective == "reduce_scatter" else destinations
         chunks.append(Chunk(share.share, gives, takes))
         has = set(gives)
-        for step, dst, arriving in _by_receiver(share.into):
+        for step, dst, arriving in _group_by_receiver(share.into):
             operands = [hop.src for hop in arriving if hop.src in has]
             if operands:
                 rounds[step].append(Step(c, dst, tuple(sorted(operands + [dst] * (dst in has)))))
@@ -333,7 +333,7 @@ def _in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Sched
     )  # fmt: skip
 
 
-def _by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
+def _group_by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
     """Yield for each step and receiver the hops that arrive together, in the order of the steps."""
     found: defaultdict[tuple[int, int], list[_Hop]] = defaultdict(list)
     for hop in hops:
@@ -344,7 +344,7 @@ def _by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
 
 def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> int | None:
     """Return the least number of steps in which trees reach all members; ``None``: they cannot."""
-    seen = neutral(topology, members, ()).topology
+    seen = neutral_topology(topology, members, ()).topology
     neighbours = defaultdict(list)
     for u, v in hops(seen.reversed() if task.backwards else seen).pairs:
         neighbours[u].append(v)

@@ -22,12 +22,11 @@ from itertools import cycle, islice, pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
-from ..trees.fitting import common_unit
-from .demands import Arc, Demand, MixedTree
+from .demand import Arc, Demand, MixedTree
 from .linear_program import DENOMINATORS
-from .near_trees import NearTrees
-from .solver import Row, Rows, refined, solved
+from .solver import Row, Rows, common_unit, refine, solve
 from .steiner import MANY, CheapestTrees, few_enough
+from .steiner_heuristic import NearTrees
 from .tree_prices import least_price
 
 _MOST_ROUNDS: Final = 400
@@ -165,10 +164,10 @@ class TreeProgram:
         demand is not fixed.
         """
         self.fixed, rate, self.weights = fixed, 0.0, []
-        best, tried, part = 0.0, self._scaled(self.prices), _PART_OF_BEST
+        best, tried, part = 0.0, self._scale(self.prices), _PART_OF_BEST
         center = tried  # the prices that give the least limit so far; of trees that are not the cheapest, no proof
         for _ in range(_MOST_NEAR_ROUNDS if self.near else _MOST_ROUNDS):
-            found = self.cheapest(tried)
+            found = self.cheapest_trees(tried)
             if found is None:
                 return None
             before = len(self.columns)
@@ -186,14 +185,14 @@ class TreeProgram:
                 if not part:
                     break
                 part = 0.0
-            rate, self.weights, self.prices = self.mixed(list(self.columns))
+            rate, self.weights, self.prices = self.mix(list(self.columns))
             if self.near:
                 self._prune()
-            last = self._scaled(self.prices)
+            last = self._scale(self.prices)
             tried = [part * a + (1 - part) * b for a, b in zip(center, last, strict=True)] if part else self.prices
         return rate
 
-    def _scaled(self, prices: Sequence[float]) -> list[float]:
+    def _scale(self, prices: Sequence[float]) -> list[float]:
         """Return prices such that all links together have the value 1."""
         whole = sum(max(0.0, price) * float(width) for price, width in zip(prices, self.widths, strict=True))
         return [max(0.0, price) / whole for price in prices]
@@ -208,7 +207,7 @@ class TreeProgram:
         best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
         for most in DENOMINATORS:
             weights = [Fraction(weight * whole).limit_denominator(most) for weight in self.weights]
-            found = self._fitted(columns, weights, wanted)
+            found = self._fit_weights(columns, weights, wanted)
             if found[0] > best[0] * (1 + Fraction(1, 10**9)):
                 best = found
         return best
@@ -216,7 +215,7 @@ class TreeProgram:
     def even_mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
         """Return what ``mixture`` does, with weights that are numbers of equal parts of a demand's data."""
         columns = list(self.columns)[: len(self.weights)]
-        return self._fitted(columns, [Fraction(round(weight * _FINE)) for weight in self.weights], wanted)
+        return self._fit_weights(columns, [Fraction(round(weight * _FINE)) for weight in self.weights], wanted)
 
     def exact_mixture(
         self, rates: Sequence[Fraction], *, quick: bool = False
@@ -229,9 +228,9 @@ class TreeProgram:
         best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
         tries = product((used, list(self.columns)), _MORE_BITS)
         for kept, bits in islice(tries, 1) if quick else tries:
-            solution = refined(self.program(kept, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
+            solution = refine(self.program(kept, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
             weights = [(value * self.scale).limit_denominator(1 << bits) for value in solution.values[1:]]
-            best = max(best, self._fitted(kept, weights, rates), key=lambda one: one[0])
+            best = max(best, self._fit_weights(kept, weights, rates), key=lambda one: one[0])
             if best[0] == 1:
                 break
         return best
@@ -241,7 +240,7 @@ class TreeProgram:
         ends = (True, self.demands[k].destinations), (False, self.demands[k].sources)
         return [key for key in ends if key[1]][: 1 if self.paired else 2]
 
-    def cheapest(self, prices: Sequence[float]) -> list[tuple[float, list[_Column]]] | None:
+    def cheapest_trees(self, prices: Sequence[float]) -> list[tuple[float, list[_Column]]] | None:
         """Return for each demand the price of its cheapest tree, and a tree of each of the best roots.
 
         ``None``: a demand has no tree.
@@ -251,7 +250,7 @@ class TreeProgram:
         found = []
         for k, costs in enumerate(self._costs(floored)):
             if k in self.near:
-                columns = self._different(k, floored)
+                columns = self._diverse_trees(k, floored)
             else:
                 columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
             if not columns:
@@ -259,7 +258,7 @@ class TreeProgram:
             found.append((min(sum(prices[link] * n for link, n in one.uses) for one in columns), columns))
         return found
 
-    def _different(self, k: int, prices: Sequence[float]) -> list[_Column]:
+    def _diverse_trees(self, k: int, prices: Sequence[float]) -> list[_Column]:
         """Return many cheap trees of a demand, of which no two use the same links."""
         raised = list(prices)
         found: dict[tuple[tuple[int, int], ...], _Column] = {}
@@ -353,10 +352,10 @@ class TreeProgram:
         limits += [self.widths[k] / self.largest for k in self.rows]
         return Rows(len(columns) + 1, 1, [*met, *within.values()], limits, [])
 
-    def mixed(self, columns: Sequence[_Column]) -> tuple[float, list[float], list[float]]:
+    def mix(self, columns: Sequence[_Column]) -> tuple[float, list[float], list[float]]:
         """Return the greatest rate with these trees, the weight of each, and the price of each link."""
         rows = self.program(columns, [demand.weight for demand in self.demands], self.fixed)
-        solution = refined(rows, _DIGITS) if self.uneven else solved(rows)
+        solution = refine(rows, _DIGITS) if self.uneven else solve(rows)
         prices = [0.0] * len(self.links)
         for k, price in zip(self.rows, solution.prices[len(self.demands) :], strict=True):
             src, dst = self.links[k]
@@ -366,7 +365,7 @@ class TreeProgram:
         values = [float(value) for value in solution.values]
         return values[0] * float(self.largest), values[1:], prices
 
-    def _fitted(
+    def _fit_weights(
         self, columns: Sequence[_Column], weights: Sequence[Fraction], wanted: Sequence[Fraction]
     ) -> tuple[Fraction, list[list[MixedTree]]]:
         """Return the factor of the wanted rates, and the trees, whose weights are scaled so that the links suffice."""
@@ -402,7 +401,7 @@ class TreeProgram:
             scale = lcm(*(price.denominator for price in exact))
             if 2 * scale * sum(exact) >= 1 << 53:
                 continue  # sums of prices would not be exact
-            least = [Fraction(cost, scale) for cost in self._least([int(price * scale) for price in exact])]
+            least = [Fraction(cost, scale) for cost in self._least_prices([int(price * scale) for price in exact])]
             free = [
                 d.weight * c for k, (d, c) in enumerate(zip(self.demands, least, strict=True)) if k not in self.fixed
             ]
@@ -417,7 +416,7 @@ class TreeProgram:
         assert found, "prices in multiples of 1 / _FINE have exact sums"
         return min(found, key=lambda one: one.most)
 
-    def _least(self, prices: Sequence[int]) -> list[int]:
+    def _least_prices(self, prices: Sequence[int]) -> list[int]:
         """Return for each demand the price of its cheapest tree; of many members, a price that no tree is below."""
         exact = [int(min(costs.values(), default=0)) for costs in self._costs([float(price) for price in prices])]
         priced = [(*link, price) for link, price in zip(self.links, prices, strict=True)]

@@ -11,11 +11,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from ....topology import Topology
-from .demands import Demand, MixedTree, demands_of
-from .joint import GroupNeed, GroupsBound, RateLevel
-from .mixture import ProvedRate, TreeProgram
-from .tree_prices import joints_of
+from ...topology import Topology
+from ..optimal.bounds.column_generation import ProvedRate, TreeProgram
+from ..optimal.bounds.demand import Demand, MixedTree, demands_of
+from ..optimal.bounds.tree_prices import joints_of
+from .groups_bound import GroupNeed, GroupsBound, RateLevel
 
 _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating point
 _FINE: Final = 1 << 30  # rates that are not proved are multiples of 1 / _FINE or simpler

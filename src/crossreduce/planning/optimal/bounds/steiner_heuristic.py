@@ -49,10 +49,10 @@ class NearTrees:
 
     def _tree(self, root: int) -> tuple[float, list[Parent]]:
         if root not in self._made:
-            self._made[root] = self._grown(root)
+            self._made[root] = self._grow(root)
         return self._made[root]
 
-    def _grown(self, root: int) -> tuple[float, list[Parent]]:
+    def _grow(self, root: int) -> tuple[float, list[Parent]]:
         """Return the price and the tree, which grows from the root like Dijkstra's tree of cheapest ways.
 
         When the nearest terminal is found, the joints on the way to it become part of the tree: their distance is 0.

@@ -26,9 +26,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ....topology import Topology
-from .cheapest import MOST_EXACT, Trees, cheapest_trees
-from .hops import hops
-from .units import in_units
+from .rounding import round_to_units
+from .shallow_trees import MOST_EXACT, Trees, cheapest_trees
+from .switch_routes import hops
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
 # Sets of trees that are found before the first linear program; with several roots, fewer if as many sets one after
@@ -74,7 +74,9 @@ class _Begun(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def shared(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> Shares | None:
+def share_among_trees(
+    topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
+) -> Shares | None:
     """Return shares of trees on a neutral topology whose devices are all members; ``None``: a device is not reached.
 
     Args:
@@ -91,27 +93,29 @@ def shared(topology: Topology, roots: int | None, steps: int, *, many: bool, pai
     >>> round(1 / found.time, 6), [units for units, _ in found.columns], found.units
     (30.0, [1, 1, 1], 3)
     """
-    begun = _begun(topology, roots, steps, many, paired)
+    begun = _begin_search(topology, roots, steps, many, paired)
     return begun and _Search(topology, roots, steps, many, paired).shares(begun)
 
 
-def expected(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> float | None:
+def expected_time(
+    topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
+) -> float | None:
     """Return the time of ``shared``, or a time near it that is known much sooner, after one linear program.
 
     Where trees are exact and for one piece, later programs make the time mostly at most a twentieth less.
     """
     if many or len(topology.devices) > MOST_EXACT:
-        found = shared(topology, roots, steps, many=many, paired=paired)
+        found = share_among_trees(topology, roots, steps, many=many, paired=paired)
         return found and found.time
-    begun = _begun(topology, roots, steps, many, paired)
+    begun = _begin_search(topology, roots, steps, many, paired)
     return begun and begun.time * REFINED
 
 
 @lru_cache(maxsize=64)
-def _begun(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _Begun | None:
+def _begin_search(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _Begun | None:
     """Return a search after its first program; it begins with the trees that are used with fewer steps."""
-    fewer = _begun(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
-    return _Search(topology, roots, steps, many, paired).begun(fewer.used if fewer else [])
+    fewer = _begin_search(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
+    return _Search(topology, roots, steps, many, paired).begin(fewer.used if fewer else [])
 
 
 class _Search:
@@ -134,7 +138,7 @@ class _Search:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
 
-    def begun(self, known: list[Column]) -> _Begun | None:
+    def begin(self, known: list[Column]) -> _Begun | None:
         """Return the search after its first program; ``known``: columns to begin with."""
         import numpy as np
 
@@ -146,7 +150,7 @@ class _Search:
         same = 0  # sets one after another without a new tree
         for turn in range(warm + more * self.steps if len(self.roots) == 1 else warm):
             before = len(self.columns)
-            found = self._cheapest(prices)
+            found = self._add_cheapest(prices)
             if found is None:
                 return None
             same = same + 1 if len(self.columns) == before else 0
@@ -158,7 +162,7 @@ class _Search:
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
-        solved = self.solved()
+        solved = self.solve()
         if solved is None:
             return None
         used = [column for column, amount in zip(self.columns, solved[1], strict=True) if amount > _LEAST]
@@ -172,17 +176,17 @@ class _Search:
             time, amounts, dual, paid = solved
             known = len(self.columns)
             for part in _MIXES:
-                self._cheapest(part * dual + (1 - part) * self.best, paid)
+                self._add_cheapest(part * dual + (1 - part) * self.best, paid)
             if len(self.columns) == known or (self.exact and time <= self.limit * (1 + GAP)):
                 break
-            further = self.solved()
+            further = self.solve()
             if further is None:
                 break
             solved = further
         time, amounts, *_ = solved
-        return self._rounded(amounts, time)
+        return self._round(amounts, time)
 
-    def _cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
+    def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
 
         ``paid``: only columns that cost less than this, by group, are added.
@@ -192,7 +196,7 @@ class _Search:
         costs, routes = ((list(of_rows) * self.steps)[: self.steps] for of_rows in (different, best.tolist()))
         root = self.roots[0] if len(self.roots) == 1 else None
         out = cheapest_trees(costs, root)
-        into = cheapest_trees(_backwards(costs), root) if self.paired else None
+        into = cheapest_trees(_reverse_prices(costs), root) if self.paired else None
         least, found = [], []
         for k, root in enumerate(self.roots):
             start, price = 0, out.price(root, 0)
@@ -237,7 +241,7 @@ class _Search:
             load += load[:, self.back]
         self.columns[column] = load
 
-    def solved(self) -> tuple[float, Any, Any, list[float]] | None:
+    def solve(self) -> tuple[float, Any, Any, list[float]] | None:
         """Return the least time with these columns, their amounts, the prices, and what an amount costs, by group.
 
         ``None``: HiGHS finds no solution, since bandwidths are too far apart.
@@ -265,7 +269,7 @@ class _Search:
         prices = np.maximum(0.0, -solution.ineqlin.marginals).reshape(self.rows, self.hops.links)
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
-    def _rounded(self, amounts: Any, exact: float) -> Shares:
+    def _round(self, amounts: Any, exact: float) -> Shares:
         """Return the solution in few units."""
         import numpy as np
 
@@ -274,12 +278,12 @@ class _Search:
         columns = [listed[k] for k in used]
         loads = np.array([self.columns[column] / self.width for column in columns])
         group = np.array([min(column.root, self.groups - 1) for column in columns])
-        counts, units, time = in_units(amounts[used], loads, group, exact)
+        counts, units, time = round_to_units(amounts[used], loads, group, exact)
         found = tuple((int(count), column) for count, column in zip(counts, columns, strict=True) if count)
         return Shares(found, units, time / self.scale, self.limit / self.scale)
 
 
-def _backwards(costs: list[Any]) -> list[Any]:
+def _reverse_prices(costs: list[Any]) -> list[Any]:
     """Return the prices for trees into a root, which are found backwards; steps of the same prices share them."""
     turned: dict[int, Any] = {}
     return [turned.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]

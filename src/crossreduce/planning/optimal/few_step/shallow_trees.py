@@ -129,15 +129,15 @@ class _Exact:
             prices[group] = prices[without] + hops[hop]
         return prices.T.copy()
 
-    def _only(self, root: int) -> int:
+    def _root_set(self, root: int) -> int:
         """Return the set in which only the root is."""
         return 0 if self.root is not None else 1 << root
 
     def price(self, root: int, start: int) -> float:
-        return float(self.least[start][self._only(root)])
+        return float(self.least[start][self._root_set(root)])
 
     def edges(self, root: int, start: int) -> list[Edge]:
-        reached, senders, found = self._only(root), [root], list[Edge]()
+        reached, senders, found = self._root_set(root), [root], list[Edge]()
         outside = [] if self.root is None else [root]
         for step in range(start, len(self.choices)):
             first, end = self.sets.ends[reached], self.sets.ends[reached + 1]
@@ -183,11 +183,11 @@ class _Grown:
 
     def _tree(self, root: int, start: int) -> tuple[float, list[Edge]]:
         if (root, start) not in self._trees:
-            found = [self._grown(root, start, part) for part in _PARTS_OF_PATHS]
-            self._trees[root, start] = min([*found, self._early(root, start)], key=lambda tree: tree[0])
+            found = [self._grow(root, start, part) for part in _PARTS_OF_PATHS]
+            self._trees[root, start] = min([*found, self._earliest_tree(root, start)], key=lambda tree: tree[0])
         return self._trees[root, start]
 
-    def _grown(self, root: int, start: int, part: float) -> tuple[float, list[Edge]]:
+    def _grow(self, root: int, start: int, part: float) -> tuple[float, list[Edge]]:
         import numpy as np
 
         total, found = 0.0, []
@@ -214,7 +214,7 @@ class _Grown:
             step, sender = np.where(better, self.when[at + 1][v], step), np.where(better, v, sender)
         return total, sorted(found)
 
-    def _early(self, root: int, start: int) -> tuple[float, list[Edge]]:
+    def _earliest_tree(self, root: int, start: int) -> tuple[float, list[Edge]]:
         """Return a tree that reaches every device as early as possible, over the cheapest of such hops."""
         import numpy as np
 

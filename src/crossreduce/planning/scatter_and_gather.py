@@ -46,7 +46,7 @@ def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
         pieces=1,
         routes=tuple(route._replace(chunk=place[route.chunk]) for route in schedule.routes),
     )
-    return _with_rounds(scattered, live_rounds(scattered))
+    return _set_rounds(scattered, live_rounds(scattered))
 
 
 def _images_of_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
@@ -85,10 +85,10 @@ def all_gather(scattered: Schedule) -> Schedule:
             route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes
         ),
     )
-    return _with_rounds(turned, rounds)
+    return _set_rounds(turned, rounds)
 
 
-def _with_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
+def _set_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
     """Return a schedule with the rounds that are not empty, and the routes that they use."""
     assert all(route.round is None for route in schedule.routes), "trees use the same routes in both directions"
     used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}

@@ -17,9 +17,9 @@ from ...errors import PlanError
 from ...schedule import link_shares
 from ...schedule.costs import Pair
 from ...topology import Topology
-from ..optimal.bounds.joint import GroupNeed
-from ..planners import NO_MORE, Request
-from ..plans import Plan, planned
+from ..plans import Plan, plan_request
+from ..requests import NO_MORE, Request
+from .groups_bound import GroupNeed
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def separate_plans(
     for group, size in zip(groups, nbytes, strict=True):
         members = tuple(device for device in topology.devices if device in group.members)
         try:
-            plans.append(planned(request_of(group, topology if helpers else topology.part(members), size)))
+            plans.append(plan_request(request_of(group, topology if helpers else topology.part(members), size)))
         except PlanError:  # the devices of the group have no route to each other
             return None
     widths = {(link.src, link.dst): link.bandwidth for link in topology.links}

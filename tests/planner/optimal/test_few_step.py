@@ -16,15 +16,15 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import Link, Topology
 from crossreduce.planning import COLLECTIVES, Request, schedules
-from crossreduce.planning.optimal.few_step import cheapest, forests, units
-from crossreduce.planning.optimal.few_step.cheapest import cheapest_trees
-from crossreduce.planning.optimal.few_step.hops import MOST_ROUTES, hops
-from crossreduce.planning.optimal.few_step.program import GAP, expected, shared
-from crossreduce.planning.topologies import neutral
+from crossreduce.planning.optimal.few_step import few_step_forests, rounding, shallow_trees
+from crossreduce.planning.optimal.few_step.shallow_trees import cheapest_trees
+from crossreduce.planning.optimal.few_step.switch_routes import MOST_ROUTES, hops
+from crossreduce.planning.optimal.few_step.tree_program import GAP, expected_time, share_among_trees
+from crossreduce.planning.topologies import neutral_topology
 from crossreduce.schedule import Pieces, fluid_rate, simulate
 
 MICRO = Fraction(1, 10**6)
-LOSS = 1 + units._LOSS + 1e-6
+LOSS = 1 + rounding._LOSS + 1e-6
 
 
 def timed_trees(pairs, n, root, steps):
@@ -63,7 +63,7 @@ def test_the_cheapest_trees(n, steps, seed):
         np.fill_diagonal(cost, math.inf)
         costs.append(cost)
     every = {(u, v) for u in range(n) for v in range(n) if u != v}
-    exact, greedy = cheapest_trees(costs), cheapest._Grown(costs)
+    exact, greedy = cheapest_trees(costs), shallow_trees._Grown(costs)
     for root in range(n):
         for start in range(steps + 1):
             least = math.inf
@@ -93,7 +93,7 @@ def test_the_program_over_all_trees(topology, steps, kind, many):
     roots = [0] if kind == "root" else range(n)
     columns = [(root, tree) for root in roots for tree in timed_trees(pairs, n, root, steps)]
     given = {"root": 0, "all": -1, "free": None}[kind]
-    found = shared(neutral(topology, topology.devices).topology, given, steps, many=many)
+    found = share_among_trees(neutral_topology(topology, topology.devices).topology, given, steps, many=many)
     rooted = {root for root, _ in columns}
     if not columns or (kind == "all" and len(rooted) < n):
         assert found is None
@@ -136,16 +136,6 @@ def test_hops_pass_only_switches():
         assert costs[row, 0, 2] == math.inf
 
 
-def test_hops_of_one_route_have_one_row_of_routes():
-    """If all devices are linked directly, the price of a hop is that of its link, and all rows have the same routes."""
-    found = hops(Topology.full_mesh(3))
-    prices = np.arange(12.0).reshape(2, 6)
-    costs, best = found.costs(prices)
-    assert best.tolist() == [[0, 1, 2, 3, 4, 5]]
-    for row in range(2):
-        assert [costs[row, u, v] for u, v in found.pairs] == prices[row].tolist()
-
-
 @pytest.mark.parametrize(
     ("hosts", "nbytes", "searched"),
     [(8, 1 << 20, {(True, 2), (False, 2)}), (8, 1 << 26, {(False, 2), (False, 4)}), (3, 1 << 10, set())],
@@ -153,17 +143,17 @@ def test_hops_of_one_route_have_one_row_of_routes():
 def test_forests_that_cannot_be_faster_are_not_searched_for(monkeypatch, hosts, nbytes, searched):
     """No linear program is solved for a number of steps, or a kind of forest, that a found forest excludes."""
     found = set()
-    real = forests._expected
+    real = few_step_forests._expected_time
 
     def expected_of(request, task, steps, many):
         found.add((many, steps))
         return real(request, task, steps, many)
 
-    monkeypatch.setattr(forests, "_expected", expected_of)
+    monkeypatch.setattr(few_step_forests, "_expected_time", expected_of)
     topology = Topology.full_mesh([f"host{k}/cpu:0" for k in range(hosts)], gb_per_s=1, latency_s=1e-4)
     lost = topology.without_link("host0/cpu:0", "host1/cpu:0")
-    schedules.fastest.cache_clear()
-    schedules.fastest(Request("all_reduce", lost.devices, lost.devices, "auto", lost, nbytes))
+    schedules.fastest_schedule.cache_clear()
+    schedules.fastest_schedule(Request("all_reduce", lost.devices, lost.devices, "auto", lost, nbytes))
     assert found == searched
 
 
@@ -181,22 +171,6 @@ def test_plans_are_as_fast_as_those_of_sccl(collective):
         assert found.seconds <= 1.02 * published, (nbytes, found.seconds / published)
 
 
-@pytest.mark.parametrize("name", ["dgx-1v", "pcie-8", "ncv4", "hgx-h100"])
-def test_reductions_take_as_long_as_copies(name):
-    """On machines whose links are equal in both directions, a reduce takes as long as a broadcast from the same device,
-    and a reduce-scatter as long as an all-gather. Not exactly, since transfers wait for each other in other places: on
-    ncv4 a reduce of 256 KiB takes 7.7 us, a broadcast along the same trees 8.5 us."""
-    topology = Topology.machine(name)
-    for nbytes in (1 << 14, 1 << 18, 1 << 22):
-        for one, other in (("reduce", "broadcast"), ("reduce_scatter", "all_gather")):
-            times = [
-                cr.plan(topology, kind, nbytes, operation_s=0, root=0 if "_" not in kind else None).seconds
-                for kind in (one, other)
-            ]
-            known = (name, nbytes, one) == ("ncv4", 1 << 18, "reduce")
-            assert times[0] == pytest.approx(times[1], rel=0.1 if known else 0.06)
-
-
 @examples(25)
 @given(meshes(5), st.sampled_from(COLLECTIVES), st.integers(10, 24), st.integers(0, 4))
 def test_forests_of_few_steps_are_valid(topology, collective, power, root):
@@ -208,7 +182,7 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
     destinations = rooted if collective == "reduce" else devices
     request = Request(collective, sources, destinations, "forest", topology, 1 << power)
     slow = cr.plan(topology, collective, 1 << power, "one_device", root=rooted[0] if "_" not in collective else None)
-    found = forests.faster(request, Pieces(slow.schedule, slow.seconds))
+    found = few_step_forests.faster_forest(request, Pieces(slow.schedule, slow.seconds))
     assert found.seconds <= slow.seconds
     cr.verify(found.schedule)
     assert found.seconds == simulate(found.schedule, topology, 1 << power).seconds
@@ -224,14 +198,14 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
 def test_exact_times_of_steps():
     """On a DGX-1V an all-gather in two steps moves 400 / 3 GB/s, one in three steps reaches the bound. On a star of n
     devices of b GB/s a broadcast in two steps moves b n / (2 n - 2), in many pieces b."""
-    seen = neutral(DGX, DGX.devices).topology
-    two, three = (shared(seen, -1, steps, many=False) for steps in (2, 3))
+    seen = neutral_topology(DGX, DGX.devices).topology
+    two, three = (share_among_trees(seen, -1, steps, many=False) for steps in (2, 3))
     assert 1 / two.limit == pytest.approx(400 / 3)
     assert 1 / three.limit == pytest.approx(1200 / 7)
     assert three.time <= three.limit * (1 + GAP) * LOSS
-    star = neutral(Topology.star(8, 450), Topology.star(8, 450).devices).topology
-    assert 1 / shared(star, 3, 2, many=False).limit == pytest.approx(450 * 8 / 14)
-    assert 1 / shared(star, 3, 2, many=True).time == pytest.approx(450)
+    star = neutral_topology(Topology.star(8, 450), Topology.star(8, 450).devices).topology
+    assert 1 / share_among_trees(star, 3, 2, many=False).limit == pytest.approx(450 * 8 / 14)
+    assert 1 / share_among_trees(star, 3, 2, many=True).time == pytest.approx(450)
 
 
 @pytest.mark.parametrize("name", ["dgx-1v", "pcie-8", "mi300x"])
@@ -239,28 +213,28 @@ def test_expected_times(name):
     """The time that decides which forests are planned is near the one that the search ends with. More steps never take
     longer, since a search begins with the trees of fewer steps."""
     topology = Topology.machine(name)
-    seen = neutral(topology, topology.devices).topology
+    seen = neutral_topology(topology, topology.devices).topology
     for roots, paired, numbers in ((0, False, (2, 3, 4)), (-1, False, (2, 3)), (None, True, (4, 6))):
         times = []
         for steps in numbers:
-            early = expected(seen, roots, steps, many=False, paired=paired)
-            found = shared(seen, roots, steps, many=False, paired=paired)
+            early = expected_time(seen, roots, steps, many=False, paired=paired)
+            found = share_among_trees(seen, roots, steps, many=False, paired=paired)
             if early is not None:
                 assert 0.93 * found.time <= early <= 1.1 * found.time
                 times.append(early)
         assert all(after <= before * (1 + 1e-9) for before, after in pairwise(times))
         assert len(times) > 1
-    assert expected(seen, 0, 3, many=True) == shared(seen, 0, 3, many=True).time
+    assert expected_time(seen, 0, 3, many=True) == share_among_trees(seen, 0, 3, many=True).time
     line = Topology([f"cpu:{k}" for k in range(3)], [(f"cpu:{k}", f"cpu:{k + 1}", 1) for k in range(2)])
-    assert expected(neutral(line, line.devices).topology, 0, 1, many=False) is None
+    assert expected_time(neutral_topology(line, line.devices).topology, 0, 1, many=False) is None
 
 
 def test_routes_through_switches_are_those_of_the_hops():
     """The transfers of a forest of few steps on a machine with switches have routes over links of the machine."""
     topology = Topology.machine("pcie-8")
     request = Request("all_gather", topology.devices, topology.devices, "forest", topology, 1 << 20)
-    task = forests._task(request)
-    found = forests._forest(request._replace(nbytes=0), task, 2, False)
+    task = few_step_forests._task(request)
+    found = few_step_forests._forest(request._replace(nbytes=0), task, 2, False)
     cr.verify(found)
     assert found.routes
     ends = {(link.src, link.dst) for link in topology.links}

@@ -13,11 +13,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-from ....errors import ArgumentError, PlanError, shown
-from ....topology import Topology, TopologyLike, topology_of
-from ...topologies import neutral, require_routes
-from ..symmetric.forest import symmetric_bound
-from .certificate import COLLECTIVES, Bound, Cut
+from ...errors import ArgumentError, PlanError, shown
+from ...topology import Topology, TopologyLike, topology_of
+from ..topologies import neutral_topology, require_routes
+from .bounds.certificate import COLLECTIVES, Bound, Cut
+from .symmetric.orbit_forest import symmetric_bound
 
 # On larger topologies with helpers, cuts are not searched if the best trees are known: it can take minutes.
 _MOST_NODES: Final = 24
@@ -96,18 +96,18 @@ def bound_of_members(
     starts = [root for root, weight in parts if weight]
     gives, takes = (members, starts) if collective == "reduce" else (starts, members)
     require_routes(topology, gives, takes, collective)
-    trees, reached = _of_trees(topology, collective, members, roots)
+    trees, reached = _bound_by_trees(topology, collective, members, roots)
     if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
         return many
     # If trees reach the rate, cuts prove no less. They are the shorter proof, where they are found at once.
     slow = len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)
     if trees is not None and reached and slow:
         return trees
-    cuts = _of_cuts(topology, collective, members, parts)
+    cuts = _bound_by_cuts(topology, collective, members, parts)
     return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
 
 
-def _of_trees(
+def _bound_by_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
 ) -> tuple[Bound | None, bool]:
     """Return the rate that prices of trees with helpers prove, and whether trees reach it, except for rounding.
@@ -116,9 +116,9 @@ def _of_trees(
     """
     if all(device in members for device in topology.devices):
         return None, False
-    from .helped import helped
+    from .helper_trees import best_helper_trees
 
-    found = helped(topology, collective, members, roots)
+    found = best_helper_trees(topology, collective, members, roots)
     if found is None:
         return None, False
     names, links = found.seen.names, found.seen.topology.links
@@ -132,40 +132,40 @@ def _of_trees(
     return proved, found.mixture.rate >= found.mixture.most * (1 - _ROUNDING)
 
 
-def _of_cuts(
+def _bound_by_cuts(
     topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
 ) -> Bound:
     """Return the least rate that cuts prove."""
     if collective == "all_reduce":
-        from .linear_program import optimum
+        from .bounds.linear_program import optimum
 
-        wiring, names = neutral(topology, members)
+        wiring, names = neutral_topology(topology, members)
         found = optimum(wiring)
         cuts = tuple(
             Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts
         )
         potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
         return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
-    return _one_way(topology, collective, members, parts)
+    return _one_way_bound(topology, collective, members, parts)
 
 
-def _one_way(
+def _one_way_bound(
     topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
 ) -> Bound:
     """Return the bound of a collective other than all-reduce: that of the tightest cut, or of a linear program.
 
     If all switches that only forward have as much bandwidth in as out, the tightest cut gives the exact rate.
     """
-    from .cuts import cuts_suffice, tightest_cut
+    from .bounds.cuts import cuts_suffice, tightest_cut
 
-    wiring, names = neutral(topology, members)
+    wiring, names = neutral_topology(topology, members)
     alias = {node: name for name, node in names.items()}
     outward = collective in ("broadcast", "all_gather")
     inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
     rate = sum((weight for _, weight in parts), Fraction(0)) / ratio
     cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
     if not cuts_suffice(wiring):
-        from .linear_program import optimum
+        from .bounds.linear_program import optimum
 
         numbers = {device: k for k, device in enumerate(members)}
         weights = tuple((numbers[root], weight) for root, weight in parts if weight)

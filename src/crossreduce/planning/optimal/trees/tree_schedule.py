@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ....schedule import Chunk, Route, Schedule, Step
-from ...planners import Request
+from ...requests import Request
 from ..bounds.steiner import Parent, Through
 
 

@@ -21,7 +21,7 @@ from ....topology.symmetry import Symmetry
 from ..bounds.certificate import Bound, Cut
 from ..bounds.flows import Network
 from ..bounds.linear_program import DENOMINATORS
-from ..bounds.solver import Row, Rows, Solution, solved
+from ..bounds.solver import Row, Rows, Solution, solve
 
 _FINE: Final = 1 << 28  # the rate in units of capacity, in the search for violated cuts: SciPy's flows have 32 bits
 _MOST_ROUNDS: Final = 200
@@ -105,7 +105,7 @@ class _Program:
         self.columns = self.rates + len(self.ways) * links
         self.largest = max(quotient.width)
 
-    def covered(self, nodes: frozenset[int]) -> dict[int, Fraction]:
+    def covered_parts(self, nodes: frozenset[int]) -> dict[int, Fraction]:
         """Return, for each rate, the part of its data that starts in a set of nodes (or must end there)."""
         found: dict[int, Fraction] = {}
         for root, part in self.quotient.parts(nodes).items():
@@ -136,7 +136,7 @@ class _Program:
         quotient = self.quotient
         upper: list[Row] = []
         for nodes, outward in cuts:
-            inside, across = self.covered(nodes), quotient.crossing(nodes, outward=outward)
+            inside, across = self.covered_parts(nodes), quotient.crossing(nodes, outward=outward)
             first = self.first[outward]
             columns = [*inside, *(first + orbit for orbit in across)]
             upper.append((columns, [*inside.values(), *(-count for count in across.values())]))
@@ -161,7 +161,7 @@ class _Program:
                 equal.append(([c for c, sign in signs.items() if sign], [sign for sign in signs.values() if sign]))
         return Rows(self.columns, self.rates, upper, limits, equal)
 
-    def violated(self, values: list[float]) -> list[OrbitCut]:
+    def violated_cuts(self, values: list[float]) -> list[OrbitCut]:
         """Return cuts that a solution violates: minimum cuts from the roots to one device of each orbit."""
         quotient = self.quotient
         rate = sum(values[: self.rates])
@@ -208,7 +208,7 @@ class _Program:
         covered = [Fraction(0)] * self.rates
         price = {way: [Fraction(0)] * len(quotient.sizes) for way in self.ways}  # sums over the links of an orbit
         for (nodes, outward), weight in weights:
-            for column, part in self.covered(nodes).items():
+            for column, part in self.covered_parts(nodes).items():
                 covered[column] += weight * part
             for orbit, count in quotient.crossing(nodes, outward=outward).items():
                 price[outward][orbit] += weight * count
@@ -275,8 +275,8 @@ def quotient_bound(
     program = _Program(quotient, collective, weights)
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
-        solution = solved(program.rows(cuts))
-        new = [cut for cut in program.violated(solution.values) if cut not in cuts]
+        solution = solve(program.rows(cuts))
+        new = [cut for cut in program.violated_cuts(solution.values) if cut not in cuts]
         if not new:
             break
         cuts.update(dict.fromkeys(new))

@@ -1,6 +1,6 @@
 """The best trees of one collective with helpers: devices that take no part, and switches that reduce.
 
-Input: a topology, a collective and its members. Output: a ``Helped``: the trees, and the prices that prove them.
+Input: a topology, a collective and its members. Output: a ``HelperTrees``: the trees, and the prices that prove them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from ....topology import Topology
-from ...planners import Request
-from ...topologies import NeutralTopology, neutral, reachable
-from ..symmetric.forest import symmetric_bound, symmetric_forest
-from .demands import demands_of, too_uneven
-from .mixture import Mixture, best_mixture
-from .steiner import FEW, few_enough
-from .tree_prices import joints_of
+from ...topology import Topology
+from ..requests import Request
+from ..topologies import NeutralTopology, neutral_topology, reachable_nodes
+from .bounds.column_generation import Mixture, best_mixture
+from .bounds.demand import demands_of, too_uneven
+from .bounds.steiner import FEW, few_enough
+from .bounds.tree_prices import joints_of
+from .symmetric.orbit_forest import symmetric_bound, symmetric_forest
 
 _MOST_JOINTS: Final = 256  # for more devices, trees of many members are not searched: it takes minutes
 
 
-class Helped(NamedTuple):
+class HelperTrees(NamedTuple):
     """The best trees of a collective with helpers: other devices, and switches that reduce."""
 
     seen: NeutralTopology  # the members, then the helpers, are its devices
@@ -30,9 +30,9 @@ class Helped(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def helped(
+def best_helper_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
-) -> Helped | None:
+) -> HelperTrees | None:
     """Return the best trees among some devices with all helpers; ``None``: no helper, too many devices, or no trees.
 
     Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
@@ -41,7 +41,7 @@ def helped(
     ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
     weights. The rate is that of all roots together.
 
-    >>> half = helped(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
+    >>> half = best_helper_trees(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
@@ -49,8 +49,8 @@ def helped(
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
     # Trees only pass nodes between members. In a one-way collective, members need no routes in both directions.
-    after = set[str]().union(*(reachable(topology, member) for member in members))
-    before = set[str]().union(*(reachable(topology, member, backwards=True) for member in members))
+    after = set[str]().union(*(reachable_nodes(topology, member) for member in members))
+    before = set[str]().union(*(reachable_nodes(topology, member, backwards=True) for member in members))
     helpers = tuple(node for node in others if node in after & before)
     parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
     uneven = too_uneven(parts.values()) or too_uneven([link.bandwidth for link in topology.links])
@@ -60,13 +60,13 @@ def helped(
         return None
     if not helpers or len(members) == 1 or uneven or (not exact and _symmetry_suffices(topology, members)):
         return None
-    seen = neutral(topology, members, helpers)
+    seen = neutral_topology(topology, members, helpers)
     number = {node: k for k, node in enumerate(seen.topology.nodes)}
     links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in seen.topology.links}
     able, everyone = tuple(range(len(seen.topology.devices))), tuple(range(len(members)))
     demands = demands_of(collective, everyone, None if collective == "all_reduce" else parts, able)
     found = best_mixture(len(number), links, able, demands, FEW if exact else 0)
-    return None if found is None or not found.rate else Helped(seen, found)
+    return None if found is None or not found.rate else HelperTrees(seen, found)
 
 
 def _symmetry_suffices(topology: Topology, members: tuple[str, ...]) -> bool:

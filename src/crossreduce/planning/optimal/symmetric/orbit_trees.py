@@ -21,9 +21,9 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..bounds.linear_program import DENOMINATORS
-from ..bounds.solver import Row, Rows, Solution, solved
+from ..bounds.solver import Row, Rows, Solution, solve
 from ..bounds.steiner import Parent
-from .quotient import Quotient
+from .orbit_bound import Quotient
 
 _MOST_ROUNDS: Final = 60
 _NEAR: Final = 1e-9
@@ -63,20 +63,20 @@ def best_trees(
     """
     search = _TreeSearch(quotient, collective, weights, tree_nodes or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
-    columns = search.cheapest(prices)
+    columns = search.cheap_trees(prices)
     for _ in range(_MOST_ROUNDS):
-        alone = search.alone(list(columns), limit)
+        alone = search.single_tree(list(columns), limit)
         if alone is not None:
             return limit, [alone]
-        solution = solved(search.rows(list(columns)))
+        solution = solve(search.rows(list(columns)))
         if solution.values[0] * float(search.largest) >= float(limit) * (1 - _NEAR):
             break
         prices = [max(0.0, price) for price in solution.prices[: len(quotient.sizes)]]
         before = len(columns)
-        columns.update(search.cheapest([p / size for p, size in zip(prices, quotient.sizes, strict=True)]))
+        columns.update(search.cheap_trees([p / size for p, size in zip(prices, quotient.sizes, strict=True)]))
         if len(columns) == before:
             break
-    return search.exact(list(columns), solution, limit)
+    return search.exact_rates(list(columns), solution, limit)
 
 
 class _TreeSearch:
@@ -98,7 +98,7 @@ class _TreeSearch:
             for way, lists, far in ((True, quotient.leaving, 1), (False, quotient.entering, 0))
         }
 
-    def cheapest(self, prices: Sequence[float]) -> dict[_TreeColumn, None]:
+    def cheap_trees(self, prices: Sequence[float]) -> dict[_TreeColumn, None]:
         """Return a cheap tree for each root at some prices of the orbits' links."""
         quotient = self.quotient
         if self.reduces and self.copies and quotient.paired:
@@ -109,10 +109,10 @@ class _TreeSearch:
         for root in self.roots:
             out = into = None
             if self.copies:
-                out = self.grown(root, steps, outward=True)
+                out = self.grow_tree(root, steps, outward=True)
             if self.reduces:
                 both = out is not None and quotient.paired
-                into = None if both else self.grown(root, steps, outward=False)
+                into = None if both else self.grow_tree(root, steps, outward=False)
                 if both and out is not None:
                     into = tuple((node, parent, through[::-1]) for node, parent, through in out)
             used: Counter[int] = Counter()
@@ -123,7 +123,7 @@ class _TreeSearch:
             found[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
         return found
 
-    def alone(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
+    def single_tree(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
         """Return a tree that reaches the bound alone, of the root with the fewest images; ``None``: there is none."""
         if len(self.roots) > 1 and self.weights is not None:
             return None
@@ -134,7 +134,7 @@ class _TreeSearch:
                 return OrbitTree(column.root, Fraction(1), column.into, column.out)
         return None
 
-    def grown(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
+    def grow_tree(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
         """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
         n, near = self.tree_nodes, self.near[outward]
         count = len(near)
@@ -169,9 +169,9 @@ class _TreeSearch:
                     before[other] = node
                     heappush(queue, (*way, other))
         assert not missing  # every device can be reached
-        return self._pruned(parents)
+        return self._prune(parents)
 
-    def _pruned(self, parents: list[Parent]) -> tuple[Parent, ...]:
+    def _prune(self, parents: list[Parent]) -> tuple[Parent, ...]:
         """Return a tree without the switches from which no device hangs."""
         needed = {*range(self.quotient.n)}
         for node, parent, _ in reversed(parents):
@@ -200,14 +200,14 @@ class _TreeSearch:
             limits.append(Fraction(0))
         return Rows(len(columns) + 1, 1, upper, limits, [])
 
-    def exact(
+    def exact_rates(
         self, columns: list[_TreeColumn], solution: Solution, limit: Fraction
     ) -> tuple[Fraction, list[OrbitTree]]:
         """Return exact rates near those of a solution, as shares of the buffer, and the rate of the trees with them."""
         rates = solution.values[1 : len(columns) + 1]
         best: tuple[Fraction, dict[int, Fraction]] | None = None
-        for made in self._near(columns, rates):
-            shares = self._in_parts(columns, made)
+        for made in self._nearby_rates(columns, rates):
+            shares = self._shares_by_root(columns, made)
             if shares is None:
                 continue
             loads: dict[int, Fraction] = {}
@@ -223,7 +223,7 @@ class _TreeSearch:
         rate, shares = best
         return rate, [OrbitTree(columns[k].root, share, columns[k].into, columns[k].out) for k, share in shares.items()]
 
-    def _in_parts(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
+    def _shares_by_root(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
         """Return shares in proportion to rates, so that each orbit of roots has its part; ``None``: one has no tree."""
         whole: dict[int, Fraction] = {}
         for k, rate in rates.items():
@@ -235,7 +235,7 @@ class _TreeSearch:
             return {k: rate / whole[-1] for k, rate in rates.items() if rate}
         return {k: rate / whole[columns[k].root] * self.weights[columns[k].root] for k, rate in rates.items() if rate}
 
-    def _near(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
+    def _nearby_rates(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
         """Yield exact rates that are close to those in floating point: simple fractions, then a vertex."""
         scale = max(rates)
         used = {k: rate / scale for k, rate in enumerate(rates) if rate > _LEAST * scale}

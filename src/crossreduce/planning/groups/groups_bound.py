@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ....errors import PlanError, shown
-from ....topology import Topology
-from .certificate import COLLECTIVES
-from .steiner import MANY, few_enough
-from .tree_prices import Priced, joints_of, price_of_buffer
+from ...errors import PlanError, shown
+from ...topology import Topology
+from ..optimal.bounds.certificate import COLLECTIVES
+from ..optimal.bounds.steiner import MANY, few_enough
+from ..optimal.bounds.tree_prices import Priced, joints_of, price_of_buffer
 
 
 class GroupNeed(NamedTuple):

@@ -12,14 +12,15 @@ from ....schedule import GeneratedSchedule, Schedule
 from ....topology import Switch, Topology
 from ....topology.automorphisms import symmetry_of
 from ....topology.symmetry import Symmetry
-from ...planners import Request, direct_schedule
+from ...algorithms import direct_schedule
+from ...requests import Request
 from ..bounds.certificate import Bound
-from ..bounds.demands import too_uneven
+from ..bounds.demand import too_uneven
+from ..bounds.solver import common_unit
 from ..bounds.steiner import Parent
-from ..trees.fitting import common_unit
-from ..trees.schedule import Tree, TreeShare, depth, trees_to_schedule
-from .quotient import Quotient, quotient_bound
-from .trees import OrbitTree, best_trees
+from ..trees.tree_schedule import Tree, TreeShare, depth, trees_to_schedule
+from .orbit_bound import Quotient, quotient_bound
+from .orbit_trees import OrbitTree, best_trees
 
 # Up to so many devices the programs without symmetry are fast. Their cuts are of single devices, so they say more.
 FEW_DEVICES: Final = 32
@@ -41,7 +42,7 @@ class SymmetricForest(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def symmetric(
+def symmetric_topology(
     topology: Topology, members: tuple[str, ...], roots: Roots, helpers: tuple[str, ...] = ()
 ) -> tuple[Topology, Symmetry] | None:
     """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
@@ -78,7 +79,7 @@ def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...
     """
     participants = {*members}
     helpers = tuple(device for device in topology.devices if device not in participants)
-    found = symmetric(topology, members, roots, helpers)
+    found = symmetric_topology(topology, members, roots, helpers)
     if found is None:
         return None
     made = quotient_bound(*found, collective, roots)
@@ -102,7 +103,7 @@ def symmetric_forest(
         return None
     participants = {*request.members}
     members = tuple(device for device in topology.devices if device in participants)
-    found = symmetric(topology, members, roots, helpers)
+    found = symmetric_topology(topology, members, roots, helpers)
     if found is None:
         return None
     seen, symmetry = found
@@ -123,7 +124,7 @@ def symmetric_forest(
     roots_of_all = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})
     k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / roots_of_all
     base = trees_to_schedule("forest", request, seen.nodes, tree_nodes, shares)
-    if all(_stays(tree, symmetry) for tree in trees):  # every image is the tree itself
+    if all(_is_fixed(tree, symmetry) for tree in trees):  # every image is the tree itself
         return SymmetricForest(base, k, len(trees), deepest, rate, limit)
     schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
     return SymmetricForest(schedule, k, len(trees) * symmetry.order, deepest, rate, limit)
@@ -137,7 +138,7 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
     topology = request.topology
     assert topology is not None
     everyone = {*topology.devices}
-    found = symmetric(topology, topology.devices, None)
+    found = symmetric_topology(topology, topology.devices, None)
     if found is None or request.packs != 1 or {*request.sources} != everyone or {*request.destinations} != everyone:
         return None
     symmetry, n = found[1], len(everyone)
@@ -152,7 +153,7 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
     return GeneratedSchedule(replace(base, chunks=chunks), symmetry, topology.nodes, in_order=True)
 
 
-def _stays(tree: OrbitTree, symmetry: Symmetry) -> bool:
+def _is_fixed(tree: OrbitTree, symmetry: Symmetry) -> bool:
     """Return whether a symmetry moves a tree to itself."""
     for moves, _ in symmetry.generators:
         for parents in (tree.into, tree.out):

@@ -15,7 +15,7 @@ _MOST_PASSES: Final = 10
 _FINE: Final = 5040
 
 
-def in_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
+def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
     """Return how many units each column gets, the units of the whole buffer, and the time.
 
     Args:
@@ -27,12 +27,12 @@ def in_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, i
     import numpy as np
 
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
-    found, fine = None, _fine(amounts, groups)
+    found, fine = None, _fine_shares(amounts, groups)
     exact_units = int(fine.sum()) // len(groups)
     loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # these exact amounts have few units
     enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
     for units in (*(units for units in enough if units < exact_units), 0):
-        counts = _moved(amounts, loads, groups, units) if units else fine
+        counts = _move_units(amounts, loads, groups, units) if units else fine
         whole = int(counts.sum())
         time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
         if found is None or time < found[2]:
@@ -43,7 +43,7 @@ def in_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, i
     return found
 
 
-def _moved(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
+def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
     """Return how many units each column gets, ``units`` in each group.
 
     Columns get the units of their share, rounded down; the units that are left go one by one to the column that makes
@@ -82,11 +82,11 @@ def _moved(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
     return counts
 
 
-def _fine(amounts: Any, groups: list[Any]) -> Any:
+def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
     """Return shares as multiples of a unit, exactly if the unit is 1 / ``_FINE`` or more, else rounded.
 
     >>> import numpy as np
-    >>> _fine(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
+    >>> _fine_shares(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
     array([8., 6., 7., 7.])
     """
     import numpy as np
