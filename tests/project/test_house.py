@@ -15,7 +15,7 @@ NO_CODE = {"__pycache__", "data", "third_party", "assets"}  # data files, and fi
 # Folders and files that are still above the limits, with their numbers.
 LARGE_FOLDERS: dict[str, int] = {}
 LARGE_FILES: dict[str, int] = {
-    "planning/algorithms.py": 505,
+    "planning/algorithms.py": 466,
 }
 # Folders among which a circle of imports is still to be removed.
 CIRCLES: set[frozenset[str]] = set()
