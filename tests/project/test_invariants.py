@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import os
-import runpy
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from imports import BY_MODULE, FILES, PACKAGE, circles, import_graph, imports, n
 
 import crossreduce
 
+SOURCE = paths.ROOT / "src" / "crossreduce"
 FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow", "cupy")
 # The top-level packages of each framework; ml_dtypes gives NumPy its bfloat16.
 PACKAGES = {
@@ -445,6 +445,10 @@ def test_every_expected_error_is_matched():
 
 
 def test_the_deliberate_faults_can_be_applied():
-    """Each text that scripts/mutate replaces occurs exactly once in its file."""
-    for fault in runpy.run_path(str(paths.ROOT / "scripts" / "mutate"))["FAULTS"]:
-        assert (paths.ROOT / "src" / "crossreduce" / fault.file).read_text().count(fault.old) == 1, fault.area
+    """Each text that scripts/mutate replaces occurs exactly once in its file, and the tests that must notice it exist."""
+    for line in (paths.ROOT / "scripts/faults.jsonl").read_text().splitlines():
+        fault = json.loads(line)
+        assert (SOURCE / fault["file"]).read_text().count(fault["old"]) == 1, fault["promise"]
+        named = [word.partition("::")[0] for word in fault["tests"].split() if word.startswith("tests/")]
+        assert named, fault["promise"]
+        assert [name for name in named if not (paths.ROOT / name).exists()] == [], fault["promise"]
