@@ -445,7 +445,7 @@ def test_every_expected_error_is_matched():
 
 
 def test_the_deliberate_faults_can_be_applied():
-    """Each text that scripts/mutate replaces occurs exactly once in its file, and the tests that must notice it exist."""
+    """Each text that scripts/mutate replaces occurs once in its file, and the tests that must notice it exist."""
     for line in (paths.ROOT / "scripts/faults.jsonl").read_text().splitlines():
         fault = json.loads(line)
         assert (SOURCE / fault["file"]).read_text().count(fault["old"]) == 1, fault["promise"]
