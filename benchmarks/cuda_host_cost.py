@@ -1,6 +1,6 @@
 """How long does the host need to queue a reduction on CUDA devices, apart from the driver's own time?
 
-A stub stands in for the CUDA driver (stub_cuda.c of the testspp): its calls do nothing. What remains is this library's
+A stub stands in for the CUDA driver (stub_cuda.cpp of the tests): its calls do nothing. What remains is this library's
 time: "launch preparation" is the compiled part (``Plan.run``: pointer tables, streams, events), "the call" is a call
 of the public API with torch tensors. torch has no CUDA tensors here, so host tensors stand in for them; allocating
 results is torch's host allocator. The real driver adds its own time for each launch, which is not measured here.

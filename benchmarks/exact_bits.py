@@ -1,7 +1,7 @@
 """Are exact sums right? Compare the kernels with sums in fixed point, on many random elements.
 
 For each dtype and kind of data, in turn with 2 to 64 terms: sums and means of random elements by the kernels of each
-instruction set, beside the reference of exact_reference.c of the testspp, which tests compare with fractions. Besides,
+instruction set, beside the reference of exact_reference.cpp of the tests, which tests compare with fractions. Besides,
 float64 accumulation without a certificate: how many sums of floats does it round wrongly?
 Run: python benchmarks/exact_bits.py [--elements 1000000000] [--others 100000000] [--jobs N] [--json PATH]
 """

@@ -8,6 +8,7 @@ On systems other than Linux, pytest does not collect ``paths.LINUX_ONLY``. How m
 
 import gc
 import os
+import signal
 import sys
 import threading
 
@@ -27,6 +28,10 @@ collect_ignore = [] if sys.platform == "linux" else paths.LINUX_ONLY
 
 # Programs that tests start find the modules of tests/support, too.
 os.environ["PYTHONPATH"] = paths.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+
+# A shell starts a background job with SIGINT ignored, and so would be the processes whose Ctrl-C is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "crossreduce",

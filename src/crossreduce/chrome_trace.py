@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 Event: TypeAlias = dict[str, Any]
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A row of the viewer: the numbers of its process and its thread.
 
     All threads' numbers must differ, since a viewer may treat threads of one number as one, even in different
@@ -56,7 +56,7 @@ class Row(NamedTuple):
         return [{"ph": "b", **event, "ts": begin_us, "args": details}, {"ph": "e", **event, "ts": end_us}]
 
     def arrow(
-        self, name: str, category: str, number: int, begin_us: float, end: Row, end_us: float, details: Event
+        self, name: str, category: str, number: int, begin_us: float, end: TraceRow, end_us: float, details: Event
     ) -> list[Event]:
         """Return the two events of an arrow from this row to another: the format calls them flow events.
 

@@ -214,7 +214,7 @@ def locate(array: object) -> str | None:
         return None if inner is None else locate(inner)
     if type(place) is str:
         return place or None
-    if str(place) == "meta":  # torch's tensors without data; frameworks/torch.py refuses them
+    if str(place) == "meta":  # torch's tensors without data; frameworks/torch/arrays.py refuses them
         return None
     if hasattr(place, "id"):
         return f"{getattr(place, 'platform', 'cuda')}:{place.id}"

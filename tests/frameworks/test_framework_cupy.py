@@ -33,7 +33,7 @@ def forget():
     """Let crossreduce and Python forget CuPy."""
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         del sys.modules[name]
-    sys.modules.pop("crossreduce.frameworks.cupy", None)
+    sys.modules.pop("crossreduce.frameworks.cupy.arrays", None)
     frameworks.get.cache_clear()
     for kind in [kind for kind, framework in frameworks.KNOWN.items() if framework.name == "cupy"]:
         del frameworks.KNOWN[kind]
@@ -316,7 +316,7 @@ def test_bad_input(cupy, put, monkeypatch):
             cr.all_reduce([np.ones(2), other], devices=["cuda:0", "cuda:1"])
         messages.append(str(caught.value).replace(name, "NAME"))
     assert len(set(messages)) == 1
-    monkeypatch.setattr(sys.modules["crossreduce.frameworks.cupy"], "_HAS_BFLOAT16", False)  # as in CuPy 13
+    monkeypatch.setattr(sys.modules["crossreduce.frameworks.cupy.arrays"], "_HAS_BFLOAT16", False)  # as in CuPy 13
     with pytest.raises(cr.UnsupportedError, match=r"CuPy 14.2.0 cannot compute with bfloat16(.|\n)*CuPy 14 or newer"):
         cr.all_reduce([half, half])
 

@@ -141,8 +141,8 @@ def test_ranges_beyond_int32(framework, jax_, monkeypatch):
     """``slice`` returns the right elements also beyond the largest int32, which the test lowers to 4."""
     flat = jax_.array(np.arange(12))
     near = framework.slice(flat, 5, 9).tolist()
-    monkeypatch.setattr("crossreduce.frameworks.jax._LARGEST_INT32", 4)
-    monkeypatch.setattr("crossreduce.frameworks.jax._PART", None)
+    monkeypatch.setattr("crossreduce.frameworks.jax.arrays._LARGEST_INT32", 4)
+    monkeypatch.setattr("crossreduce.frameworks.jax.arrays._PART", None)
     assert framework.slice(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
 
 

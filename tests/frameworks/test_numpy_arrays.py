@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossreduce.engines.host import numpy as results
 from crossreduce.frameworks import numpy as framework
+from crossreduce.frameworks.numpy.arrays import host_memory as results
 
 
 class Subclass(np.ndarray):

@@ -18,7 +18,7 @@ LARGE_FILES: dict[str, int] = {}
 # Folders among which a circle of imports is still to be removed.
 CIRCLES: set[frozenset[str]] = set()
 FOREIGN_READS = 22  # of underscored attributes of other modules' objects
-LIMITS = {"src": 68_200, "tests": 75_400, "benchmarks and scripts": 10_600}  # lines
+LIMITS = {"src": 68_700, "tests": 67_900, "benchmarks and scripts": 8_450}  # lines
 
 
 def code(folder):

@@ -53,7 +53,7 @@ def get(name: str) -> Framework:
         importlib.import_module(name)
     except ImportError as error:
         raise missing_framework(f'framework "{name}" was requested, but', name, error) from error
-    framework: Framework = importlib.import_module(f".{name}", __name__).FRAMEWORK
+    framework: Framework = importlib.import_module(f".{name}.arrays", __name__).FRAMEWORK
     return framework
 
 

@@ -29,7 +29,7 @@ from ..engines.jax.axes import MeshAxes, read_axes, unreduced_axes, varying_axes
 from ..engines.jax.permutations import compile_permutations
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
-from ..frameworks.jax import FRAMEWORK, finish
+from ..frameworks.jax.arrays import FRAMEWORK, finish
 from ..lowering import Program, lower
 from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
 from ..options import CommunicationOptions, algorithm_name, count

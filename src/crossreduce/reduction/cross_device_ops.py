@@ -154,7 +154,7 @@ class CrossDeviceOps:
 
         >>> import numpy as np
         >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
-        >>> HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value), (value, "cpu:0")])[0][1]
+        >>> ReductionToOneDevice().batch_reduce("sum", [(value, value), (value, "cpu:0")])[0][1]
         array([4., 6.])
         """
         if PROFILERS.are_on() and is_outermost():

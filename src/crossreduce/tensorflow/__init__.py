@@ -23,7 +23,7 @@ except ImportError as error:
 
 from ..autograph import Function, unconverted
 from ..errors import MismatchError, ReductionError, UnsupportedError, shown
-from ..frameworks.tensorflow import ShapesError
+from ..frameworks.tensorflow.arrays import ShapesError
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..reduction import all_reduce_ops

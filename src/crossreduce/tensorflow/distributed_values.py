@@ -162,7 +162,7 @@ def _variable(given: Any) -> Any:
 
 def _array(value: Any) -> Any:
     """Return a tensor, variable or slices unchanged, and convert any other value to a tensor."""
-    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # frameworks/tensorflow.py rejects the last two
+    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework rejects the last two
         return value
     try:
         return tf.convert_to_tensor(value)

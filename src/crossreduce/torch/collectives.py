@@ -18,8 +18,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
-from ..engines.host import torch as _host  # noqa: F401 - compiled code then reads tensors
 from ..errors import ArgumentError, MismatchError, UnsupportedError
+from ..frameworks.torch import host_memory as _host  # noqa: F401 - compiled code then reads tensors
 from ..observe.diagnostics import call_text, op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator

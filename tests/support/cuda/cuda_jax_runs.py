@@ -81,10 +81,10 @@ class Gpu:
 @contextmanager
 def gpus(library):
     """Let ``cuda:k`` be JAX's CPU device k."""
-    place = frameworks.jax.place
+    place = frameworks.jax.arrays.place
     gpu = Gpu(library)
     with (
-        mock.patch.object(frameworks.jax, "place", lambda name: place(f"cpu:{parse(name).index}")),
+        mock.patch.object(frameworks.jax.arrays, "place", lambda name: place(f"cpu:{parse(name).index}")),
         mock.patch.object(cuda_jax, "_has_plugin", return_value=True),
     ):
         gpu.use(0)

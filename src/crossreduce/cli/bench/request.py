@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...devices import parse
 from ...errors import ArgumentError, UnsupportedError
-from ...frameworks.numpy import numbers_of
+from ...frameworks.numpy.arrays import numbers_of
 from ...ops import ReduceOp
 from ...options import CommunicationOptions
 from ...ranks.intra_host.instructions import reduction_numbers

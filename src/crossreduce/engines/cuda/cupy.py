@@ -8,7 +8,7 @@ from typing import Any, Final
 import cupy
 
 from ...frameworks import Array
-from ...frameworks.numpy import DTYPES_BY_NAME
+from ...frameworks.numpy.arrays import DTYPES_BY_NAME
 from .memory import DeviceMemory, Operands
 
 

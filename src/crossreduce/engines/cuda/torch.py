@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ...frameworks import Array
-from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
 from ..host import array_memory
 from .memory import DeviceMemory, Operands
 

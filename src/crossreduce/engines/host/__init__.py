@@ -33,7 +33,7 @@ def array_memory(framework: str) -> ArrayMemory | None:
     """
     if framework not in FRAMEWORKS or framework == "cupy":
         return None
-    module = importlib.import_module(f".{framework}", __package__)
+    module = importlib.import_module(f"...frameworks.{framework}.host_memory", __package__)
     if framework == "torch":
         read_tensors(module.functions_for_compiled_code())
     memory: ArrayMemory = module.MEMORY

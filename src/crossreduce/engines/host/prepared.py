@@ -35,7 +35,7 @@ def compiled_module() -> Any:
         module = importlib.import_module("._calls", __package__)
     except ImportError:
         return None
-    from .numpy import large_array_offset
+    from ...frameworks.numpy.host_memory import large_array_offset
 
     names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
     names |= {name.upper(): op for name, op in names.items()}

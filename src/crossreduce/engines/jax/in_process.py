@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import func, stablehlo
 from ... import kernels
 from ...errors import ArgumentError, shown
 from ...frameworks import Array
-from ...frameworks.jax import finish
+from ...frameworks.jax.arrays import finish
 from ...kernels import FusedProgram, Segment
 from ...ops import KERNEL_OPS, Numbers
 from .axes import MeshAxes

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ...frameworks import Array
-from ...frameworks.jax import FUNCTIONS
+from ...frameworks.jax.arrays import FUNCTIONS
 from ...lowering import Program
 from ...ops import ReduceOp
 from .axes import MeshAxes

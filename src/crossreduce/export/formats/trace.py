@@ -13,7 +13,7 @@ from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Final
 
-from ...chrome_trace import Event, Row, trace_json
+from ...chrome_trace import Event, TraceRow, trace_json
 from ...lowering import lower
 from ...schedule import Schedule, TimedTransfer, byte_count, simulate, timeline
 from ...schedule.costs import Pair
@@ -102,20 +102,20 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     return trace_json(events, other)
 
 
-def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, Row], list[Event]]:
+def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, TraceRow], list[Event]]:
     """Return the rows of the ticks (``None``) and of each link, and the events that name them."""
-    rows: dict[Pair | None, Row] = {None: Row(1, 1)}
+    rows: dict[Pair | None, TraceRow] = {None: TraceRow(1, 1)}
     names = [*rows[None].process_names("schedule"), *rows[None].thread_names("ticks", 1)]
     groups = {node: number for number, node in enumerate(topology.nodes, start=2)}
     for src, pairs in groupby(sorted(used, key=lambda pair: (groups[pair[0]], groups[pair[1]])), key=itemgetter(0)):
         for number, pair in enumerate(pairs):
-            row = rows[pair] = Row(groups[src], len(groups) + len(rows) + 1)
+            row = rows[pair] = TraceRow(groups[src], len(groups) + len(rows) + 1)
             names += row.process_names(f"{src} sends") if number == 0 else []
             names += row.thread_names(f"to {pair[1]}", row.tid)
     return rows, names
 
 
-def _slice(row: Row, name: str, category: str, start: float, end: float, details: Event) -> Event:
+def _slice(row: TraceRow, name: str, category: str, start: float, end: float, details: Event) -> Event:
     """Return an event whose microseconds are rounded to picoseconds, so that successive events do not overlap."""
     start_us, end_us = round(start * 1e6, 6), round(end * 1e6, 6)
     return row.slice(name, category, start_us, round(end_us - start_us, 6), details)

@@ -72,7 +72,7 @@ PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)},
 #endif
                             {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_numpy_arrays",
-                          "See crossreduce.frameworks.numpy and crossreduce.engines.host.numpy.", 0, functions, slots,
+                          "See crossreduce.frameworks.numpy.", 0, functions, slots,
                           nullptr, nullptr, nullptr};
 
 } // namespace

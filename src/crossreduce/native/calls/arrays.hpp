@@ -47,7 +47,7 @@ class ArrayAccess {
 // Return the access to the arrays of an object's class, or null. The classes are exact: a subclass has its own rules.
 const ArrayAccess *access_of(PyObject *array);
 
-extern size_t large_array_offset;  // of NumPy's large arrays from a cache line; see engines/host/numpy.py
+extern size_t large_array_offset;  // of NumPy's large arrays from a cache line; see frameworks/numpy/host_memory.py
 int load_numpy();                  // return -1 with an error set if NumPy's C API cannot be used
 const ArrayAccess *numpy_access(PyObject *array);
 PyObject *use_torch(PyObject *, PyObject *args);

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from ...chrome_trace import Event, Row, trace_json
+from ...chrome_trace import Event, TraceRow, trace_json
 from .calls import CallPart, GroupTrace, TracedCall
 from .clocks import ClockShift
 from .format import Phase
@@ -77,7 +77,7 @@ class _EventWriter:
         for rank in sorted(group.ranks):
             self._process += 1
             facts = group.ranks[rank].facts
-            rows[rank] = {name: Row(self._process, self._process * len(_ROWS) + k) for k, name in enumerate(_ROWS)}
+            rows[rank] = {name: TraceRow(self._process, self._process * len(_ROWS) + k) for k, name in enumerate(_ROWS)}
             about = f'"{group.name}" rank {rank} ({facts.hostname}, pid {facts.pid})'
             self.names += rows[rank]["calls"].process_names(about)
             for position, (name, row) in enumerate(rows[rank].items()):
@@ -90,7 +90,7 @@ class _EventWriter:
                     if part.waited_for in work and part.waited_for != rank:
                         self._add_arrow(group, rank, part, call, work[part.waited_for], rows)
 
-    def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, rows: Mapping[str, Row]) -> None:
+    def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, rows: Mapping[str, TraceRow]) -> None:
         add = self._add[group.token, rank]
         predicted = self._predict(group, call)
         details: Event = {"op": call.number, "call": call.text, "group": group.name, "rank": rank}
@@ -126,7 +126,7 @@ class _EventWriter:
         part: CallPart,
         call: TracedCall,
         work: Sequence[tuple[int, int]],
-        rows: Mapping[int, Mapping[str, Row]],
+        rows: Mapping[int, Mapping[str, TraceRow]],
     ) -> None:
         """Add an arrow from the last work of the rank that arrived last to the end of a wait of this call."""
         assert part.waited_for is not None

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from ....devices import parse
 from ....errors import ReductionError
 from ....frameworks import Array
-from ....frameworks.jax import is_somewhere
+from ....frameworks.jax.arrays import is_somewhere
 from ....ops import Numbers
 from ...base import Layout
 from ...loop import ENGINE as LOOP

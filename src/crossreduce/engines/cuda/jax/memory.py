@@ -35,7 +35,7 @@ from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
 from ....frameworks import Array
-from ....frameworks import jax as framework
+from ....frameworks.jax import arrays as framework
 from ..driver import native
 from ..memory import DeviceMemory, Operands
 

@@ -19,13 +19,13 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from ..devices import canonical, parse
-from ..errors import DeviceError, MismatchError, UnsupportedError, shown
-from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
-from ..packing import Cut, itemsize
-from ..values import IndexedSlices, TensorSpec
-from .base import Array, Immutable, Sparse
-from .numpy import index_error
+from ...devices import canonical, parse
+from ...errors import DeviceError, MismatchError, UnsupportedError, shown
+from ...ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ...packing import Cut, itemsize
+from ...values import IndexedSlices, TensorSpec
+from ..base import Array, Immutable, Sparse
+from ..numpy.arrays import index_error
 
 _RAW: Final = tf.raw_ops
 _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1

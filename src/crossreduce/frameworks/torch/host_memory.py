@@ -12,7 +12,7 @@ import torch
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.host_memory import ArrayMemory
-from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from .arrays import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 

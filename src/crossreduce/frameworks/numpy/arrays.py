@@ -13,11 +13,11 @@ from typing import Any, Final
 import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
-from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ..ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
-from ..packing import Cut
-from ..values import IndexedSlices, TensorSpec
-from .base import Array, Sparse, ThreadModes
+from ...errors import ArgumentError, DeviceError, UnsupportedError, shown
+from ...ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ...packing import Cut
+from ...values import IndexedSlices, TensorSpec
+from ..base import Array, Sparse, ThreadModes
 
 DTYPES_BY_NAME: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(name) for name in DTYPES}
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name in ELEMENTWISE.items()}
@@ -29,7 +29,7 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     NumPy's own function may round the same element differently, depending on its position in the array: its vectors
     use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
     """
-    from ..kernels.reference import product  # not at the top: the compiled kernels need no reference
+    from ...kernels.reference import product  # not at the top: the compiled kernels need no reference
 
     result = product(a, b)
     if out is None:
@@ -69,7 +69,7 @@ def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dty
 
 
 try:  # the compiled function does the same several times faster
-    from ._numpy_arrays import uniform as _uniform
+    from .._numpy_arrays import uniform as _uniform
 except ImportError:
     _uniform = _uniform_in_python
 

@@ -12,7 +12,7 @@ import numpy as np
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.host_memory import ArrayMemory
-from ...frameworks.numpy import DTYPES_BY_NAME
+from .arrays import DTYPES_BY_NAME
 
 
 def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ...devices import canonical, parse
 from ...frameworks import Array
 from ...frameworks.host_memory import SharedResults
-from ...frameworks.tensorflow import FRAMEWORK
+from .arrays import FRAMEWORK
 
 
 class TensorFlowMemory(SharedResults):

@@ -18,13 +18,13 @@ import cupy
 import ml_dtypes  # noqa: F401 - gives NumPy, which has CuPy's dtypes, the dtype "bfloat16"
 import numpy as np
 
-from ..devices import parse
-from ..errors import DeviceError, UnsupportedError, shown
-from ..ops import ALONG_AXIS, ELEMENTWISE, Numbers, ReduceOp
-from ..packing import Cut
-from ..values import IndexedSlices, TensorSpec
-from .base import Array, Sparse, ThreadModes
-from .numpy import DTYPES_BY_NAME, NumPy, index_error
+from ...devices import parse
+from ...errors import DeviceError, UnsupportedError, shown
+from ...ops import ALONG_AXIS, ELEMENTWISE, Numbers, ReduceOp
+from ...packing import Cut
+from ...values import IndexedSlices, TensorSpec
+from ..base import Array, Sparse, ThreadModes
+from ..numpy.arrays import DTYPES_BY_NAME, NumPy, index_error
 
 _UFUNCS: Final[dict[ReduceOp, Any]] = {op: getattr(cupy, name) for op, name in ELEMENTWISE.items()}
 # CuPy 14 computes with the bfloat16 of ml_dtypes, whose type code is "E". CuPy 13 has no kernels for it.

@@ -15,13 +15,13 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..devices import parse
-from ..errors import DeviceError, UnsupportedError, shown
-from ..ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
-from ..packing import Cut
-from ..values import IndexedSlices, TensorSpec
-from .base import Array, Sparse, ThreadModes
-from .numpy import index_error
+from ...devices import parse
+from ...errors import DeviceError, UnsupportedError, shown
+from ...ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ...packing import Cut
+from ...values import IndexedSlices, TensorSpec
+from ..base import Array, Sparse, ThreadModes
+from ..numpy.arrays import index_error
 
 _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in ELEMENTWISE.items()}
 _KINDS: Final = ("cuda", "xpu", "mps")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...frameworks import Array
 from ...frameworks.host_memory import SharedResults
-from ...frameworks.jax import cpu_number, place
+from .arrays import cpu_number, place
 
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 

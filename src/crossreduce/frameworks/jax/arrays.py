@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from ..devices import parse
-from ..errors import DeviceError, UnsupportedError, shown
-from ..ops import ACCUMULATORS, ALONG_AXIS, COMPLEX, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
-from ..packing import Cut
-from ..values import IndexedSlices, TensorSpec
-from .base import Array, Immutable, Sparse, ThreadModes
-from .numpy import index_error
+from ...devices import parse
+from ...errors import DeviceError, UnsupportedError, shown
+from ...ops import ACCUMULATORS, ALONG_AXIS, COMPLEX, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ...packing import Cut
+from ...values import IndexedSlices, TensorSpec
+from ..base import Array, Immutable, Sparse, ThreadModes
+from ..numpy.arrays import index_error
 
 FUNCTIONS: Final[dict[ReduceOp, Any]] = {op: getattr(jnp, name) for op, name in ELEMENTWISE.items()}
 # Settings that JAX stores per thread, each with the context manager that sets it. Older releases lack some.

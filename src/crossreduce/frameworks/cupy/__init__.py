@@ -1,0 +1,1 @@
+"""What the library needs of CuPy: operations on its arrays, and their memory."""
