@@ -101,9 +101,6 @@ EXCEPTIONS = {
     "frameworks.jax.arrays": {"numpy"},  # JAX and TensorFlow take dtypes and constants from NumPy
     "frameworks.tensorflow.arrays": {"numpy"},
     "frameworks.cupy.arrays": {"numpy"},  # CuPy's dtypes are NumPy's
-    "planning.optimal.bounds.flows": {
-        "numpy"
-    },  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.optimal.bounds.solver": {"numpy"},
     "planning.optimal.bounds.steiner": {"numpy"},  # the prices of many trees at once
     "planning.calibration": {"numpy"},
@@ -190,7 +187,6 @@ HARMLESS = {
 }
 # Further modules that single files need, each for one reason.
 NEEDED = {
-    "planning.optimal.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
     "planning.optimal.bounds.solver": {"numpy", "scipy"},  # solves linear programs
     "planning.optimal.bounds.steiner": {"numpy", "scipy"},  # the cheapest ways through switches
     "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems

@@ -17,8 +17,7 @@ from ..errors import PlanError
 from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
 from ..schedule.generated_schedule import rotations
 from ..topology.symmetry import Symmetry, SymmetryGenerator
-from ..values import read_devices
-from .requests import Request, collective_between
+from .requests import Request, read_members, read_request
 
 Names = Sequence[str]
 # The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
@@ -57,8 +56,8 @@ def one_device(
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1 + cpu:2
     """
-    request = _read_request("one_device", devices, sources, destinations, packs, first)
-    main = None if root is None else _members(request.devices, [root], "the root")[0]
+    request = read_request("one_device", devices, sources, destinations, packs, first)
+    main = None if root is None else read_members(request.devices, [root], "the root")[0]
     return one_device_schedule(request._replace(root=main))
 
 
@@ -111,11 +110,11 @@ def hierarchical_copy(
       round 3: chunk 0: cpu:1 <- cpu:0
       round 3: chunk 0: cpu:3 <- cpu:2
     """
-    request = _read_request("hierarchical_copy", devices, sources, destinations, packs, first)
+    request = read_request("hierarchical_copy", devices, sources, destinations, packs, first)
     if groups is None:
         return hierarchical_copy_schedule(request)
     names = request.devices
-    split = [[names.index(_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
+    split = [[names.index(read_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
     if sorted(d for group in split for d in group) != list(range(len(names))):
         given = "; ".join(", ".join(group) for group in groups)
         remedy = ", ".join(names) + ", each in exactly one group"
@@ -179,7 +178,7 @@ def ring(
 
     Source: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009.
     """
-    return ring_schedule(_read_request("ring", devices, sources, destinations, packs, first))
+    return ring_schedule(read_request("ring", devices, sources, destinations, packs, first))
 
 
 def ring_schedule(request: Request) -> Schedule:
@@ -218,7 +217,7 @@ def halving_doubling(
     Source: Thakur, Rabenseifner & Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1),
     2005; also of ``recursive_doubling``.
     """
-    return halving_doubling_schedule(_read_request("halving_doubling", devices, sources, destinations, packs, first))
+    return halving_doubling_schedule(read_request("halving_doubling", devices, sources, destinations, packs, first))
 
 
 def halving_doubling_schedule(request: Request) -> Schedule:
@@ -287,9 +286,7 @@ def recursive_doubling(
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
     """
-    return recursive_doubling_schedule(
-        _read_request("recursive_doubling", devices, sources, destinations, packs, first)
-    )
+    return recursive_doubling_schedule(read_request("recursive_doubling", devices, sources, destinations, packs, first))
 
 
 def recursive_doubling_schedule(request: Request) -> Schedule:
@@ -353,8 +350,8 @@ def direct(
       round 1: chunk 0: cpu:1 <- cpu:0
       round 1: chunk 1: cpu:0 <- cpu:1
     """
-    request = _read_request("direct", devices, sources, destinations, packs, first)
-    names = request.destinations if owners is None else _members(request.devices, owners, "the owners")
+    request = read_request("direct", devices, sources, destinations, packs, first)
+    names = request.destinations if owners is None else read_members(request.devices, owners, "the owners")
     return direct_schedule(request, names)
 
 
@@ -391,7 +388,7 @@ def one_shot(
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
     """
-    return one_shot_schedule(_read_request("one_shot", devices, sources, destinations, packs, first))
+    return one_shot_schedule(read_request("one_shot", devices, sources, destinations, packs, first))
 
 
 def one_shot_schedule(request: Request) -> Schedule:
@@ -435,32 +432,3 @@ def _schedule_of_packs(
 def _rotation(n: int) -> Symmetry:
     """Return the symmetry of n devices in a ring."""
     return rotations([n], n)
-
-
-def _read_request(
-    algorithm: str, devices: Names, sources: Names | None, destinations: Names | None, packs: int, first: int
-) -> Request:
-    """Return the request of a public planner's arguments."""
-    names = read_devices(devices)
-    if not names:
-        raise PlanError.of("a plan needs at least one device.", "no devices", 'devices=["cpu:0", "cpu:1"]')
-    if not isinstance(packs, int) or isinstance(packs, bool) or packs < 1:
-        raise PlanError.of("packs must be an int > 0.", f"packs={packs!r}", "packs=1")
-    if not isinstance(first, int):
-        raise PlanError.of("first must be an int.", f"first={first!r}", "first=0")
-    gives, takes = _members(names, sources, "the sources"), _members(names, destinations, "the destinations")
-    collective = collective_between(len(names), len(gives), len(takes))
-    return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)
-
-
-def _members(names: tuple[str, ...], chosen: Names | None, what: str) -> tuple[str, ...]:
-    """Return the canonical names of devices that must be among ``names``; ``None``: all."""
-    if chosen is None:
-        return names
-    wanted = read_devices(chosen)
-    if not wanted:
-        raise PlanError.of(f"{what} must be at least one device.", "none", ", ".join(names))
-    for device in wanted:
-        if device not in names:
-            raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
-    return wanted

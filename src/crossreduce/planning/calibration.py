@@ -312,7 +312,7 @@ def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, fl
 def round_digits(value: float, digits: int) -> Fraction:
     """Return a number rounded to some significant digits; 0 if it is below the least number of a topology.
 
-    >>> rounded(123.456, 4), rounded(1e-15, 4)
+    >>> round_digits(123.456, 4), round_digits(1e-15, 4)
     (Fraction(247, 2), Fraction(0, 1))
     """
     return Fraction(f"{value:.{digits}g}") if value >= 1e-12 else Fraction(0)

@@ -73,7 +73,7 @@ def round_shares(
     >>> from crossreduce import Topology
     >>> from crossreduce.planning import ring
     >>> six = Topology.ring(6, gb_per_s=25)
-    >>> [str(chunk.share) for chunk in rounded(ring(six.devices), six).chunks]
+    >>> [str(chunk.share) for chunk in round_shares(ring(six.devices), six).chunks]
     ['3/16', '3/16', '3/16', '1/8', '3/16', '1/8']
     """
     shares = [chunk.share for chunk in schedule.chunks]

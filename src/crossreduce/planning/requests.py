@@ -1,14 +1,17 @@
 """``Request``, the one value that planning takes.
 
-Input: canonical names, bytes, perhaps a topology. Output: the positions of the devices that take part.
+Input: canonical names, or the arguments of a public planner. Output: a request, and the positions of its devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..errors import PlanError
 from ..schedule import Costs
 from ..topology import Topology
+from ..values import read_devices
 
 NO_MORE = Costs()
 
@@ -51,3 +54,37 @@ def collective_between(members: int, sources: int, destinations: int) -> str:
     if sources == destinations == members:
         return "all_reduce"
     return "broadcast" if sources == 1 else "reduce"
+
+
+def read_request(
+    algorithm: str,
+    devices: Sequence[str],
+    sources: Sequence[str] | None,
+    destinations: Sequence[str] | None,
+    packs: int,
+    first: int,
+) -> Request:
+    """Return the request of a public planner's arguments."""
+    names = read_devices(devices)
+    if not names:
+        raise PlanError.of("a plan needs at least one device.", "no devices", 'devices=["cpu:0", "cpu:1"]')
+    if not isinstance(packs, int) or isinstance(packs, bool) or packs < 1:
+        raise PlanError.of("packs must be an int > 0.", f"packs={packs!r}", "packs=1")
+    if not isinstance(first, int):
+        raise PlanError.of("first must be an int.", f"first={first!r}", "first=0")
+    gives, takes = read_members(names, sources, "the sources"), read_members(names, destinations, "the destinations")
+    collective = collective_between(len(names), len(gives), len(takes))
+    return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)
+
+
+def read_members(names: tuple[str, ...], chosen: Sequence[str] | None, what: str) -> tuple[str, ...]:
+    """Return the canonical names of devices that must be among ``names``; ``None``: all."""
+    if chosen is None:
+        return names
+    wanted = read_devices(chosen)
+    if not wanted:
+        raise PlanError.of(f"{what} must be at least one device.", "none", ", ".join(names))
+    for device in wanted:
+        if device not in names:
+            raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
+    return wanted

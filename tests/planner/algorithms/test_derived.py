@@ -54,9 +54,9 @@ def moves(schedule):
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
-@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_part_i_is_on_device_i(algorithm, n):
-    """With 1 to 9 devices, in the order of the topology or another one, part i of a reduce-scatter ends on the i-th
+    """With 1 to 8 devices, in the order of the topology or another one, part i of a reduce-scatter ends on the i-th
     device and part i of an all-gather starts there, by every algorithm on every wiring."""
     wirings = [Topology.full_mesh(n, 25, 1e-6), Topology.ring(n, 25, 1e-6), Topology.star(n, 450, 1e-6)]
     wirings += [Topology.mesh(3, n // 3, 25, 1e-6)] if n % 3 == 0 else [Topology.mesh(1, n, 25, 1e-6)]

@@ -58,7 +58,9 @@ def rate_of(sent, topology):
     return min(topology.by_ends[pair].bandwidth / part for pair, part in busy.items())
 
 
-@pytest.mark.parametrize("name", ["dgx-1v", "mi250", "hgx-h100", "nvlink-pairs-4"])
+@pytest.mark.parametrize(
+    "name", ["dgx-1v", "nvlink-pairs-4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mi250", "hgx-h100"))]
+)
 def test_rank_k_is_the_kth_device(name):
     """For every collective and root, the file on these devices has the predicted rate."""
     topology, checked = cr.Topology.machine(name), 0

@@ -33,7 +33,12 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
     def never(*_):
         pytest.fail("this must be looked up")
 
-    for module, name in ((plans, "fastest"), (plans, "simulate"), (schedules, "candidates"), (schedules, "fastest_of")):
+    for module, name in (
+        (plans, "fastest_schedule"),
+        (plans, "simulate"),
+        (schedules, "candidates"),
+        (schedules, "fastest_of"),
+    ):
         monkeypatch.setattr(module, name, never)
     for name, plan in made.items():
         assert cr.plan(fresh, "all_reduce", MIB, name) is plan

@@ -7,7 +7,7 @@ from fractions import Fraction
 import planning_oracle
 import pytest
 from budget import examples
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from planning_oracle import LOPSIDED, ODD, WHOLE, wirings
 from test_bounds import ANY, COLLECTIVES, DGX_1V, ONE, ONE_WAY, line, outward
@@ -83,7 +83,7 @@ def test_no_single_cut_proves_a_false_bound(forged):
     check_is_sound(forged)
 
 
-@examples(120)
+@examples(120, suppress_health_check=[HealthCheck.filter_too_much])
 @given(forgeries(COLLECTIVES[:1]))
 def test_no_certificate_proves_a_false_all_reduce_bound(forged):
     """For any change of the cuts, weights and potentials, check accepts no rate below the optimum, which a

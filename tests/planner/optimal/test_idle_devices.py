@@ -54,7 +54,7 @@ def test_parts_of_a_machine_reach_the_bound(machine, size):
     """Parts of machines of eight, connected or not: the plan reaches the bound of the complete machine."""
     topology = Topology.machine(machine)
     for collective in ("all_reduce", COLLECTIVES[1 + size % 4]):
-        for members in some_parts(topology, size, 2, f"{machine} {size} {collective}"):
+        for members in some_parts(topology, size, 1, f"{machine} {size} {collective}"):
             check(planned(topology, collective, members))
 
 
@@ -218,7 +218,7 @@ def test_shares_of_many_trees_have_a_common_denominator():
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_reduces_on_random_graphs_are_near_the_bound(seed, both_ways):
     """On graphs without structure, cuts prove what prices do not; links that go one way leave little unproved."""
     draw = random.Random(f"{seed} {both_ways}")

@@ -46,6 +46,7 @@ MACHINES = {
     "hgx-h100 x 2": (*mesh(Topology.machine("hgx-h100", 2), 2, 8), {50, Fraction(1800, 7)}),
     "hgx-h100 x 4": (*mesh(Topology.machine("hgx-h100", 4), 4, 8), {Fraction(100, 3), Fraction(1800, 7)}),
 }
+SLOW = ("hgx-h100 x 4", "mi250 2 x 8")
 
 
 def link_loads(plan):
@@ -82,7 +83,7 @@ def in_order(rates, weights):
     return sorted(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MACHINES])
 def test_meshes_of_machines(name):
     """Groups of common jobs: the rates are known, exactly proved and reached together."""
     topology, groups, rates = MACHINES[name]
@@ -371,9 +372,9 @@ def test_equal_directions_have_one_price():
 @pytest.mark.parametrize(
     ("topology", "groups", "least"),
     [
-        (Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], 1),
+        pytest.param(Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], 1, marks=pytest.mark.slow),
         (Topology.mesh(3, 6), [range(14), range(4, 18)], 1),
-        (Topology.machine("mi250"), [range(13), range(6, 16)], 1),
+        pytest.param(Topology.machine("mi250"), [range(13), range(6, 16)], 1, marks=pytest.mark.slow),
     ],
 )
 def test_groups_of_many_members(topology, groups, least):
@@ -436,8 +437,8 @@ def test_the_same_request_is_planned_once():
 
 CODE = """
 import crossreduce as cr
-topology = cr.Topology.machine("hgx-h100", 2)
-plan = cr.plan_groups(topology, cr.mesh_groups(topology.devices, (2, 8)), nbytes="1M")
+topology = cr.Topology.machine("mi300x")
+plan = cr.plan_groups(topology, cr.mesh_groups(topology.devices, (2, 4)), nbytes="1M")
 print([one.schedule.to_json() for one in plan.plans], plan.bound.levels, plan.seconds, plan.explain())
 """
 
@@ -534,7 +535,7 @@ def test_the_text_shows_rates_and_losses():
     assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
     assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
     assert "cuda:7 x 3" in lines[8]
-    many = cr.plan_groups(Topology.ring(40), [(k, (k + 1) % 40) for k in range(40)])
+    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)
     assert "and 8 more" in many.explain()
     apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
     assert "some groups are not connected" in apart

@@ -47,7 +47,7 @@ class Solution(NamedTuple):
 def solve(rows: Rows) -> Solution:
     """Return HiGHS's solution.
 
-    >>> solved(Rows(2, 2, [((0,), (1,)), ((0, 1), (1, 2))], [Fraction(1), Fraction(4)], [])).values
+    >>> solve(Rows(2, 2, [((0,), (1,)), ((0, 1), (1, 2))], [Fraction(1), Fraction(4)], [])).values
     [1.0, 1.5]
     """
     import numpy as np

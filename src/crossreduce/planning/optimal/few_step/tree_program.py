@@ -89,7 +89,7 @@ def share_among_trees(
         each, and ``Column.into`` is empty.
 
     >>> mesh = Topology.full_mesh(4, gb_per_s=10)
-    >>> found = shared(mesh, 0, 2, many=True)
+    >>> found = share_among_trees(mesh, 0, 2, many=True)
     >>> round(1 / found.time, 6), [units for units, _ in found.columns], found.units
     (30.0, [1, 1, 1], 3)
     """

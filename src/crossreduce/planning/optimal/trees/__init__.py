@@ -1,1 +1,1 @@
-"""Spanning trees with shares of the buffer: ``fitting.py`` finds them, ``schedule.py`` makes schedules of them."""
+"""Spanning trees with shares of the buffer: ``fitting.py`` finds them, ``tree_schedule.py`` makes schedules of them."""
