@@ -264,7 +264,7 @@ def test_random_programs_end(threads):
 # ---- exact sums -----------------------------------------------------------------------------------------------------
 
 
-def test_exact_sums_have_the_bits_of_rational_arithmetic():
+def test_exact_sums_have_the_bits_of_rational_arithmetic(jax_):
     """With ``exact=True`` sums and means are correctly rounded, for any algorithm, also of subnormal numbers."""
     for dtype, kind, op in itertools.product(UNSIGNED, (cancelling, subnormal, wide), ("sum", "mean")):
         bits = terms_of(kind, 1, dtype, 8, 50)
