@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossreduce.frameworks import numpy as framework
-from crossreduce.frameworks.numpy.arrays import host_memory as results
+from crossreduce.frameworks.numpy import arrays as framework
+from crossreduce.frameworks.numpy import host_memory as results
 
 
 class Subclass(np.ndarray):

@@ -85,7 +85,7 @@ def torch_calls(fake):
     from crossreduce.engines import cuda
     from crossreduce.engines.cuda import torch as torch_memory
     from crossreduce.engines.host import prepared
-    from crossreduce.frameworks import torch as torch_framework
+    from crossreduce.frameworks.torch import arrays as torch_framework
 
     prepared.compiled().use_device_type(1)  # the CPU's
     assert fake.lib.fake_own(1 << 12, (1 << 47) - (1 << 13), 0) == 0

@@ -29,7 +29,7 @@ from crossreduce.engines import loop
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda.jax import memory
 from crossreduce.errors import DriverError
-from crossreduce.frameworks import jax as framework
+from crossreduce.frameworks.jax import arrays as framework
 from crossreduce.reduction import pipeline
 
 DEVICES = {

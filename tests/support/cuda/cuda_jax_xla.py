@@ -22,7 +22,7 @@ from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.engines.cuda.jax import memory
-from crossreduce.frameworks import jax as framework
+from crossreduce.frameworks.jax import arrays as framework
 
 HOST = 8  # of 9 JAX devices, the one that stands in for the host
 

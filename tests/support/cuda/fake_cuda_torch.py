@@ -12,7 +12,7 @@ import torch
 from crossreduce import values
 from crossreduce.engines import cuda
 from crossreduce.engines.cuda import torch as torch_memory
-from crossreduce.frameworks import torch as torch_framework
+from crossreduce.frameworks.torch import arrays as torch_framework
 from crossreduce.reduction import pipeline
 
 

@@ -15,7 +15,7 @@ import crossreduce as cr
 from crossreduce import values
 from crossreduce.engines import nccl, nccl_library
 from crossreduce.engines.cuda import torch as torch_memory
-from crossreduce.frameworks import torch as torch_framework
+from crossreduce.frameworks.torch import arrays as torch_framework
 from crossreduce.reduction import pipeline
 
 SOURCE = NATIVE / "fake_nccl.c"
