@@ -70,7 +70,7 @@ class _Recorder:
 
 
 class Prepared(NamedTuple):
-    """What a job's contenders call, and what they queue."""
+    """The calls of a job's contenders, and the work that they queue."""
 
     runs: dict[str, Callable[[], object]]
     launches: int

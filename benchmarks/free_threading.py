@@ -67,7 +67,7 @@ def waiting(n):
 
 
 def measure():
-    """Print the times of this interpreter, and what it is."""
+    """Print the times and the version of this interpreter."""
     runs = {f"{name}, {n}": make(n) for name, make in (("step", training), ("waiting", waiting)) for n in REPLICAS}
     print(json.dumps({"name": name_of_interpreter(), "times": samples(runs, REPEATS)}))
 

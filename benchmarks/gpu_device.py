@@ -48,7 +48,7 @@ class Gpus:
         return {"devices": found, "cuda_of_torch": torch.version.cuda, "is_fake": self.is_fake}
 
     def put(self, x: torch.Tensor, device: int = 0) -> torch.Tensor:
-        """Return a host tensor on a device, with the same strides; a tensor on a device as it is."""
+        """Return a host tensor on a device, with the same strides; a tensor on a device unchanged."""
         if x.is_cuda:
             return x
         made = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device=f"cuda:{device}").view(x.dtype)
@@ -111,7 +111,7 @@ class Gpus:
         """Return a function that replays a CUDA graph of ``run``."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # torch's documentation asks for a warm-up in another stream
+        with torch.cuda.stream(side):  # torch's documentation requires a warm-up in another stream
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(side)

@@ -309,7 +309,7 @@ CASES = {
 
 
 def measure(gpus: Gpus, sizes: Sizes, only: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run the cases; return what is kept of them, and the targets. A case that fails does not stop the others."""
+    """Run the cases; return the results to keep, and the targets. A case that fails does not stop the others."""
     kept: dict[str, Any] = {}
     targets: list[dict[str, Any]] = []
     if not only or any(only in name for name in CASES if name not in ("correctness", "sanitizer")):

@@ -61,7 +61,7 @@ HOSTS: dict[str, tuple[list[int], dict[tuple[int, int], str]]] = {
 Row = dict[str, Any]
 Task = dict[str, Any]
 
-# Requirements: the text, the rows, what is compared, and its greatest allowed value in any of the rows.
+# Requirements: the text, the rows, the compared quantity, and its greatest allowed value in any of the rows.
 REQUIRED: tuple[tuple[str, dict[str, Any], Callable[[Row], float], float], ...] = (
     ("one host, every collective, time / that of the faster MPI", {"part": "mpi"}, lambda r: r["ratio"], 1),
     *(
@@ -257,7 +257,7 @@ def required(rows: list[Row]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mpi", action="append", metavar="NAME=FOLDER", help="a peer; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="few sizes, ranks and repeats, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="few sizes, ranks and repeats, to check that it runs")
     parser.add_argument("--only", default="", help='only sets of ranks with this text, such as "mpi, 8 ranks"')
     parser.add_argument("--repeats", type=int, help="measurements of each case")
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""How long does a group need to go on after a rank has died, and what does that cost while none dies?
+"""How long does a group need to continue after a rank has died, and at what cost while none dies?
 
 Four questions, on ranks of one host, with torch and with NumPy: from the error of an op, until an op of the smaller
 group has completed (shrink); from the call of grow until an op with the new rank has completed; agree; and, from a

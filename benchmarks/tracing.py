@@ -1,4 +1,4 @@
-"""What does a trace of the collectives cost per call?
+"""How much time does a trace of the collectives add per call?
 
 The same calls run with and without a trace, in turn: all-reduces of torch.distributed, in place, of several sizes. On
 one rank, the time is that of the CPU, so that other programs count less: this is the cost of the recording. On two

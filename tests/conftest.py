@@ -62,7 +62,7 @@ def dump_directory(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def modules_that_are_no_garbage():
-    """Keep garbage collections from looking at what was imported: with four frameworks that takes half a second."""
+    """Exclude the imported modules from garbage collections: with four frameworks that takes half a second."""
     gc.collect()
     gc.freeze()
 

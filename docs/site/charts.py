@@ -32,7 +32,7 @@ OURS, PEER, OTHER = "#D55E00", "#0072B2", "#56B4E9"  # Okabe and Ito, for colour
 
 
 class Chart(NamedTuple):
-    """A chart of the page: its title, the file of results, what it shows, and the function that draws it."""
+    """A chart of the page: its title, the file of results, a description, and the function that draws it."""
 
     name: str
     title: str

@@ -86,7 +86,7 @@ def faults_of(folder: Path, others: dict[str, set[str]]) -> list[str]:
 
 
 def inner_fault(page: Path, link: str, pages: dict[Path, Page]) -> str:
-    """Return what is wrong with a link inside the site; an empty text: nothing."""
+    """Return the fault of a link inside the site, or an empty text."""
     parts = urlsplit(link)
     if parts.scheme in ("mailto", "data") or (parts.scheme, parts.netloc) == ("javascript", ""):
         return ""
@@ -101,7 +101,7 @@ def inner_fault(page: Path, link: str, pages: dict[Path, Page]) -> str:
 
 
 def loading_fault(path: Path, link: str) -> str:
-    """Return what is wrong with a file that a page or style sheet loads; an empty text: nothing."""
+    """Return the fault of a file that a page or style sheet loads, or an empty text."""
     parts = urlsplit(link)
     if parts.scheme == "data" or link.startswith("#"):
         return ""

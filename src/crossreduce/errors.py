@@ -12,7 +12,7 @@
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
-    ├── ExcludedError      (RuntimeError) the other ranks of a group have gone on, or may go on, without this one
+    ├── ExcludedError      (RuntimeError) the other ranks of a group have continued, or may continue, without this one
     ├── DriverError        (RuntimeError) a call of the CUDA driver failed; .call, .device, .code
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 

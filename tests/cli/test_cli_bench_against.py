@@ -151,7 +151,7 @@ def test_the_chart_shows_every_peer_and_size(tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replace the processes by stored times, and return the list of what was measured."""
+    """Replace the processes by stored times, and return the list of measured cases."""
     turns = []
 
     def contested(request, peer, memory):

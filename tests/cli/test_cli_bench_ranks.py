@@ -366,7 +366,7 @@ def test_a_rank_cannot_launch_ranks(rejected, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["mpiexec", "mpi4py"])
 def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
-    """The error names what is missing of each peer that cannot run, and what to install."""
+    """The error names the missing parts of each peer that cannot run, and the packages to install."""
     monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: None if missing == "mpiexec" else "/bin/mpiexec")
     monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == missing else True)
     error = rejected("--launch 2 --peers mpi")

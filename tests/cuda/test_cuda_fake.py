@@ -313,7 +313,7 @@ def test_each_rule_of_capture_is_checked(library):
 
 
 def test_faults_are_injected_and_leaks_are_seen(library):
-    """The n-th call fails once and does nothing; what is not released is counted, each kind on its own."""
+    """The n-th call fails once and does nothing; unreleased objects are counted, separately for each kind."""
     driver = FakeDriver(library, 2)
     caller = Caller(driver, 2)
     assert driver.live() == {"contexts retained": 2}

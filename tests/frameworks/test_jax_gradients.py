@@ -35,7 +35,7 @@ def transformed(kind, reduce):
     ("kind", "check"), each(["grad", "jvp", "vjp", "hessian", "scan of remat", "vmap"], [True, False, False, True])
 )
 def test_gradients_are_those_of_psum(kind, check):
-    """Inside shard_map, every transformation gives what it gives with lax.psum or lax.pmean, for any check_vma."""
+    """Inside shard_map, every transformation gives the same as with lax.psum or lax.pmean, for any check_vma."""
     x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
     alone = kind == "jvp"  # for jvp, the value is the same on all devices
 

@@ -88,7 +88,7 @@ def test_one_function_twice_and_a_loop():
 
 
 def test_a_late_device_blocks_no_thread():
-    """Devices that wait for a late one go on by futures, and XLA's collectives that follow do not block each other."""
+    """Devices wait for a late one by futures, and XLA's collectives that follow do not block each other."""
 
     def own(x):
         late = lax.cond(
@@ -151,7 +151,7 @@ def test_other_arguments_are_not_copied_or_written():
         assert not re.search(r" copy\(", run.lower(x, y).compile().as_text())
         assert (np.asarray(run(x, y)[0]) == 8).all()
         assert (np.asarray(x) == 1).all()
-    # A value that is used afterwards is not overwritten either.
+    # A value that is used afterwards does not change either.
     after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, False, (P(), P("d"))))
     total, own = after(np.ones((8, 4), "float32"))
     assert (total.tolist(), set(np.asarray(own).tolist())) == ([16] * 4, {2})

@@ -19,7 +19,7 @@ def run(compiled, combine, start):
     """Run a compiled program on every device; return for each stack and device the rows of its result.
 
     A stack has the chunks of one size, one per row. Device d starts with ``start(chunk, d)`` in the row of a chunk.
-    A row that a device did not receive is None, as is a combination with it.
+    ``None`` replaces a row that a device did not receive, and a combination with it.
     """
     n = compiled.devices
     stacks = [[[[start(chunk, device) for chunk in chunks] for device in range(n)]] for chunks in compiled.stacks]

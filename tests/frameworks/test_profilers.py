@@ -146,7 +146,7 @@ def test_facts_of_an_object_that_raises():
 
 
 def test_facts_of_any_value():
-    """Facts count the arrays of one replica; a value that is not an array has none."""
+    """Facts count the arrays of one replica; a value that is not an array has no facts."""
     value = cr.PerReplica([np.ones(3), np.ones(3)])
     assert call_facts("reduce", cr.ReduceOp.MEAN, value)[:5] == ("reduce", "mean", 2, 24, "float64")
     assert call_facts("reduce", None, object())[2:5] == (1, 0, "")

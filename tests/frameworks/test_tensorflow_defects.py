@@ -63,7 +63,7 @@ def test_replicas_that_differ_raise_both_libraries_errors(mode):
         assert isinstance(error, cr.MismatchError)
         assert error.message == str(error) == str(found.value)
         assert (error.op, error.node_def, error.error_code) == (None, None, tf.errors.INVALID_ARGUMENT)
-    with pytest.raises(OwnMismatch, match="own"):  # a user's class stays what it is
+    with pytest.raises(OwnMismatch, match="own"):  # a user's class is kept
         Raising().reduce(SUM, value, value)
 
 

@@ -109,7 +109,7 @@ def test_p5_nccl():
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "num_packs" in inspect.signature(kind).parameters])
 def test_p6_the_number_of_packs(kind):
-    """No packs are valid; a negative number, and what is not an integer, is a ``ValueError``."""
+    """0 packs are valid; a negative number, or a value that is not an integer, is a ``ValueError``."""
     op = kind(num_packs=0)
     assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
     for wrong in (-1, 1.5, "1", None):

@@ -58,7 +58,7 @@ def test_wheels_with_kernels_require_them():
 def test_workflows_have_few_rights(path):
     """A workflow may only read the repository, has a time limit for each job, and uses no secret.
 
-    Only the job that publishes may ask for a token of OpenID Connect.
+    Only the job that publishes may request a token of OpenID Connect.
     """
     text = path.read_text()
     assert "\npermissions:\n  contents: read\n\n" in text

@@ -254,7 +254,7 @@ def test_files_of_the_root_lead_to_pages(site, tmp_path):
 
 @pytest.mark.parametrize("name", ["docstrings", "versions"])
 def test_examples_of_the_modules_are_right(site, name):
-    """The examples in the docstrings of docs/site print what they show."""
+    """The examples in the docstrings of docs/site print the shown results."""
     assert doctest.testmod(site(name)).attempted > 0
     assert doctest.testmod(site(name)).failed == 0
 

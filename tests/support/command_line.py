@@ -30,7 +30,7 @@ def run_python(code, *args, **environment):
 
 
 def in_terminal(*args, bars=False, **environment):
-    """Run a command line in a new process on a terminal, and return what it prints as plain text.
+    """Run a command line in a new process on a terminal, and return its output as plain text.
 
     With ``bars`` its standard error is the same terminal.
     """
@@ -57,7 +57,7 @@ def in_terminal(*args, bars=False, **environment):
 def with_bars(*args, **environment):
     """Run a command line in a new process whose standard error is a terminal, and that writes its output to a pipe.
 
-    Return its exit code, its output, and what it writes to the terminal as plain text.
+    Return its exit code, its output, and its text on the terminal, without control codes.
     """
     import pty
 

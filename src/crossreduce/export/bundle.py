@@ -210,7 +210,7 @@ def _text(name: str, window: Window, number: int, made: Plan) -> str:
 
 
 def facts_of(name: str, text: str) -> dict[str, Any]:
-    """Return what ``ranks.json`` and a file of a format both state; ``most_bytes`` is 0 if there is no limit.
+    """Return the facts that ``ranks.json`` and a file of a format both state; ``most_bytes`` 0: unlimited.
 
     Raises:
       ScheduleError: the text is not of the format.

@@ -17,7 +17,7 @@ def writable_target(path: str | os.PathLike[str]) -> Path:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write a file completely, or leave an older one as it is."""
+    """Replace a file atomically: an error leaves the old file unchanged."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         part = Path(folder) / target.name
         part.write_bytes(content)

@@ -181,7 +181,7 @@ class ReplicaFramework(Framework, Protocol):
         """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps results' gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return a variable's value after ``x`` is assigned: a copy of ``x``, or ``old``, overwritten by it."""
+        """Return a variable's value after ``x`` is assigned: a copy of ``x``, or ``old`` with the values of ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         """Return an array reduced along an axis, in ``numbers.accumulator``; for a mean, the sum."""

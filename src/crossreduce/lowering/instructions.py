@@ -50,7 +50,7 @@ class ChunkProgram(NamedTuple):
     def kinds(self) -> tuple[str, ...]:
         """The kind of each value, and so its dtype: "input", "partial" (an accumulator) or "final" (fully reduced).
 
-        A copy has the kind of what it copies. If a chunk has one input only, that input is "final".
+        A copy has the kind of its operand. If a chunk has one input only, that input is "final".
         """
         kinds = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
         for _, operands, _, final, *_ in self.instructions:

@@ -96,7 +96,7 @@ class Program:
         return frozenset((r, one.chunk, one.src, one.dst) for r, sent in enumerate(self.transfers) for one in sent)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has a transfer of the schedule: it has none that no destination needs."""
+        """Return whether the program has a transfer of the schedule; it omits those that no destination needs."""
         return (r, chunk, src, dst) in self._moved
 
     @cached_property

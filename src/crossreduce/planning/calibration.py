@@ -299,7 +299,7 @@ class _Fit:
 
 
 def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, float]:
-    """Return the standard errors of the free parameters; infinite if there are as many as measurements."""
+    """Return the standard errors of the free parameters; infinite without more measurements than parameters."""
     import numpy as np
 
     if len(errors) <= len(free):

@@ -215,7 +215,7 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
 
 
 def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
-    """Return a text about what is busy for most of the time: the first link, and the first limit of each other kind.
+    """Return a text about the busiest resources: the first link, and the first limit of each other kind.
 
     >>> busiest_text((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
     'the link a -> b, 50 % of the time; the operations of the host, 12.5 %'

@@ -102,7 +102,7 @@ def forest(request: Request) -> Forest:
 
 
 def _symmetric(request: Request, sets: list[tuple[str, ...]]) -> tuple[Forest | None, Fraction]:
-    """Return the best forest by symmetry with one of some sets of helpers, and its rate; ``None``: there is none."""
+    """Return the best symmetric forest with one of some sets of helpers, or ``None``, and its rate."""
     collective, _, roots = _trees_of(request)
     best, best_rate = None, Fraction(-1)
     for helpers in sets:

@@ -1,7 +1,7 @@
 """Shares of the buffer that are multiples of 1/2, 1/4, 1/8, ...: exported plans then fit the sizes that users have.
 
 Input: a schedule, whose shares may be any fractions, and its topology. Output: the same schedule with other shares, of
-the smallest denominator that costs at most a given part of its rate, or the schedule itself where there is none.
+the smallest denominator that costs at most a given part of its rate; without such a denominator, the schedule itself.
 
 A file has as many equal chunks as the least common denominator of its shares. RCCL ignores a file unless the number of
 elements is a multiple of that (msccl_lifecycle.cc), and MSCCL++ raises an error (checkMessageSize in

@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The predicted execution: the time of each link, and what is busy for which part of the time."""
+        """The predicted execution: the time of each link, and the utilization of each resource."""
         return simulate(self.schedule, self.topology, self.nbytes, costs=self.request.costs)
 
     @cached_property

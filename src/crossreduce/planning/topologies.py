@@ -59,7 +59,7 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
 
     Of a generated schedule, then all images of a transfer take images of its route. A route is searched from the end
     with more transfers, so that one search finds many; from every source, it would take much longer. If a schedule
-    needs so many routes that this gains nothing, it is returned as it is.
+    needs so many routes that this gains nothing, it is returned unchanged.
     """
     base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
     names = base.devices
@@ -92,7 +92,7 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
                 passed = topology.route(names[src], names[dst])
                 found[src, dst] = passed and passed[1:-1]
         through = found[src, dst]
-        if through:  # else the simulation says that there is none
+        if through:  # else the simulation reports the missing route
             routes.append(Route(chunk, src, dst, through))
     routed = Schedule(base.collective, base.algorithm, names, base.chunks, base.rounds, base.pieces, tuple(routes))
     if isinstance(schedule, GeneratedSchedule) and symmetry is not None and nodes is not None:

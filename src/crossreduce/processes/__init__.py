@@ -1,4 +1,4 @@
-"""Collectives of NumPy arrays among processes that any launcher has started, and that can go on when some of them die.
+"""Collectives of NumPy arrays among processes started by any launcher, which can continue when some of them die.
 
 Input: a rank, the number of ranks, and an address at which rank 0 listens: from the launcher's environment, or as
 arguments. Output: a ``RankGroup``. It needs neither PyTorch nor MPI. The ranks of a host reduce through shared memory,
@@ -29,7 +29,7 @@ def join(
 ) -> RankGroup:
     """Make a group of processes. All of them call it.
 
-    What is not given is read from the environment, where ``torchrun`` and other launchers set it: ``RANK``,
+    Missing arguments are read from the environment, where ``torchrun`` and other launchers set them: ``RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where torchrun serves a store of its own at that port, the next
     port is used. Rank 0 listens at the address until its group ends. If it is this host's own ("localhost"), only
     processes of this host can connect, to rank 0 and to all others, also when the group shrinks or grows.

@@ -102,7 +102,7 @@ def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
         host, port = _place(address)
         return host, port, loopback(host)
     host = "localhost"
-    with suppress(ArgumentError):  # a rank alone meets nobody, but processes of other hosts may join it later
+    with suppress(ArgumentError):  # one rank needs no rendezvous, but processes of other hosts may join it later
         host, _ = _place(address)
     return "localhost", 0, loopback(host)
 

@@ -1,4 +1,4 @@
-"""``RankGroup``: ranks that reduce NumPy arrays, and that can go on when some of them die.
+"""``RankGroup``: ranks that reduce NumPy arrays, and that can continue when some of them die.
 
 Input: a store at which the ranks meet. Output: a ``RankGroup``; or one of the ranks that are left, or with new ranks.
 """
@@ -37,7 +37,7 @@ class RankGroup(ArrayGroup):
     earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
     in a process that ``join_invited`` has let in; else ``None``.
 
-    If a rank dies, calls of the others raise a ``PeerLostError``, and they go on with ``shrink`` or ``committed``. One
+    If a rank dies, calls of the others raise a ``PeerLostError``. They continue with ``shrink`` or ``committed``. One
     thread at a time calls ``agree``, ``shrink``, ``committed`` or ``grow``; a second one gets a ``ContextError``.
     """
 
@@ -111,7 +111,7 @@ class RankGroup(ArrayGroup):
         Args:
           step: called with the group, on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are
             lost.
-          changed: called with the new group before the step is repeated, to divide the work anew. If ranks are lost in
+          changed: called with the new group before the step is repeated, to divide the work again. If ranks are lost in
             it, the others shrink the group and call it again.
           timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the
             group, or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose
@@ -153,7 +153,7 @@ class RankGroup(ArrayGroup):
         Args:
           timeout_s: as for ``shrink``.
         Returns:
-          The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group stays as it is. If
+          The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group does not change. If
           a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
@@ -200,7 +200,7 @@ class RankGroup(ArrayGroup):
         return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
     def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
-        """Close this group, whose ranks go on in a new one, and return that."""
+        """Close this group, whose ranks continue in a new one, and return the new one."""
         made.reformed = reformed
         self.communicator.succeed(made.communicator.token)
         self.close()

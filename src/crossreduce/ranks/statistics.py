@@ -1,4 +1,4 @@
-"""``Statistics``: what one rank has done in a group, and its file of metrics.
+"""``Statistics``: the counters of one rank in a group, and its file of metrics.
 
 Input: the counters in shared memory. Output: ``Stats``, also after the group is closed.
 """

@@ -275,7 +275,7 @@ class _Steady:
     """Finds ticks in which every time grows by a constant, and runs many of them at once.
 
     From a tick on in which all rounds are in progress, each tick applies the same maxima and sums. Once all times have
-    grown by constants for R ticks (each by its own), they go on to do so until in some maximum another argument becomes
+    grown by constants for R ticks (each by its own), this continues until in some maximum another argument becomes
     the greatest; the number of ticks until then follows from the differences and the growth.
     """
 

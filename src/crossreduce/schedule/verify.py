@@ -94,7 +94,7 @@ def _initial_cells(schedule: Schedule) -> _Cells:
 
 
 def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
-    """Run the schedule on ``cells``, round by round, and yield every step with what it made and read."""
+    """Run the schedule on ``cells``, round by round, and yield every step with the values that it made and read."""
     for r, steps in enumerate(schedule.rounds):
         made: _Cells = {}
         for s, step in enumerate(steps):

@@ -67,7 +67,7 @@ def discover(library: str = LIBRARY) -> Discovery:
 
 
 def _call_nvml(library: str) -> Discovery:
-    """Return the wiring of the GPUs; OSError: there is none, or NVML fails."""
+    """Return the wiring of the GPUs; OSError: no GPU was found, or NVML fails."""
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:

@@ -66,7 +66,7 @@ class Nvml:
     """An open library.
 
     Raises:
-      OSError: there is no library of this name.
+      OSError: no library has this name.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:

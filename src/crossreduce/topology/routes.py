@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RoutesFrom:
-    """The routes from one node, as ``Topology.route`` defines them; found as far as they are needed."""
+    """The routes from one node, as ``Topology.route`` defines them; computed on demand."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RoutesFrom:
         self.queue: list[tuple[int, int, int, tuple[int, ...]]] = [start]
 
     def to(self, dst: str) -> tuple[str, ...] | None:
-        """Return the nodes of the route to a node; ``None``: there is none."""
+        """Return the nodes of the route to a node, or ``None`` if it is unreachable."""
         if dst not in self.routes:
             with self.lock:
                 self._search(dst)

@@ -68,7 +68,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     Returns:
       A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; ``cr.plan`` accepts it.
     Raises:
-      ArgumentError: there is no default group, the group has another backend, or ``seconds`` is not above 0.
+      ArgumentError: no default group exists, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     found = find_group(group, HookState)
@@ -85,7 +85,7 @@ def stats(group: Any = None) -> Stats:
     Args:
       group: a process group of this backend, or a ``HookState``; ``None``: the default group.
     Raises:
-      ArgumentError: there is no default group, or the group has another backend.
+      ArgumentError: no default group exists, or the group has another backend.
     """
     found: Stats = find_group(group, HookState).communicator.stats()
     return found

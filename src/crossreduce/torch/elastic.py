@@ -1,4 +1,4 @@
-"""``shrink``, ``grow``, ``join`` and ``agree``: process groups that go on when ranks are lost, or that let new ones in.
+"""``shrink``, ``grow``, ``join`` and ``agree``: process groups that continue when ranks are lost, or admit new ones.
 
 Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
 ranks serves, and ``Reformed``. The protocol is in ``ranks.survival.survivors``; here gloo and torch's own tables of
@@ -41,7 +41,7 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from an
         op that timed out.
     Raises:
-      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
+      ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
     found = group_of(group)
@@ -117,7 +117,7 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
       The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
       many ops of the earlier group have succeeded on all of them.
     Raises:
-      ArgumentError: there is no default group, the group has another backend, or ``timeout_s`` is not a number.
+      ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
         than half, or half with the lowest one, unless all others have ended.
     """
@@ -139,10 +139,10 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     Args:
       timeout_s: as for ``shrink``.
     Returns:
-      The new group; ``None``, on all ranks: no process waits, and the group stays as it is. If a rank of the group was
+      The new group; ``None``, on all ranks: no process waits, and the group does not change. If a rank of the group was
       excluded, or has ended, its next op fails with a ``PeerLostError``.
     Raises:
-      ArgumentError: there is no default group, it has another backend, or ``timeout_s`` is not a number.
+      ArgumentError: no default group exists, it has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
       ReductionError: the new group could not be formed.
     """
@@ -159,7 +159,7 @@ def invitation(group: Any = None) -> str:
     processes is in it.
 
     Raises:
-      ArgumentError: there is no default group, or the group has another backend.
+      ArgumentError: no default group exists, or the group has another backend.
       ContextError: the group is closed, or belongs to another process.
     """
     return joiner.invitation(group_of(group).communicator, KIND)
@@ -219,7 +219,7 @@ def group_of(group: Any) -> Group:
     """Return a group of this backend; ``None``: the default group.
 
     Raises:
-      ArgumentError: there is no default group, or the group has another backend.
+      ArgumentError: no default group exists, or the group has another backend.
       ContextError: the group was destroyed.
     """
     found: Group = find_group(group)

@@ -332,7 +332,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Return the inner backend for a device.
 
         Raises:
-          UnsupportedError: there is none.
+          UnsupportedError: the device type has no inner backend.
         """
         if device.type in self._devices:
             return self._get_backend(device)
@@ -409,7 +409,7 @@ def find_group(group: Any, *others: type) -> Any:
     """Return a group of this backend, or an object of one of the classes ``others``; ``None``: the default group.
 
     Raises:
-      ArgumentError: there is no default group, or this is something else, such as a group of another backend.
+      ArgumentError: no default group exists, or this is something else, such as a group of another backend.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:

@@ -14,7 +14,7 @@ from .op_queue import Finished, exclude_from_compile
 
 
 class HostMessage(Finished):
-    """The work of a message that may not be complete, and what is called once when it is.
+    """The work of a message that may be incomplete, and a callback for its completion.
 
     ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's,
     whose ``_timeout`` is that of a wait without its own.
@@ -66,7 +66,7 @@ class HostMessage(Finished):
         error: Exception | None = None
         try:
             self._require_open()
-        except (ReductionError, RuntimeError) as closed:  # in a forked process, nobody releases the lock below
+        except (ReductionError, RuntimeError) as closed:  # in a forked process, no thread releases the lock below
             if not self._finished:
                 self._error, self._finished = closed.with_traceback(None), True
             return

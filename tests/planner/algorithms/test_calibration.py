@@ -339,7 +339,7 @@ def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
 
 
 def test_plan_says_how_sure_it_is(printed, files):
-    """``calibrate`` plans with the fitted speeds, and prints the interval and what is not identified."""
+    """``calibrate`` plans with the fitted speeds, and prints the interval and the unidentified parameters."""
     line = ["calibrate", "hgx-h100", *files, "--hosts", 2, "--nbytes", "256M", "--operation-us", 0]
     line += ["--algorithm", "ring"]
     two = Topology.machine("hgx-h100", hosts=2)

@@ -1,4 +1,4 @@
-"""Reduce-scatters and all-gathers derived from all-reduces: the i-th device has part i, and there are no needless
+"""Reduce-scatters and all-gathers derived from all-reduces: the i-th device has part i, without needless
 transfers."""
 
 from collections import Counter

@@ -130,7 +130,7 @@ def power(n):
 
 
 def doubling_bytes(n, nbytes, halving):
-    """Return what is sent over each pair by halving_doubling or recursive_doubling: pairs at the distances 1, 2, 4, ...
+    """Return the bytes of each pair in halving_doubling or recursive_doubling: pairs at the distances 1, 2, 4, ...
     exchange the halves of halves or everything; devices beyond a power of two exchange their buffers with a partner."""
     width, log = power(n)
     sent = {(i, i ^ 1 << level): nbytes * (1 << level) * 2 // width if halving else nbytes

@@ -91,7 +91,7 @@ def test_suffixes_determine_the_format():
 
 
 def test_a_plan_that_does_not_fit_is_replaced():
-    """The fastest plan that a format can hold is written, and the reason is given; other plans are kept as they are."""
+    """The fastest plan that a format can hold is written, and the reason is given; other plans are not changed."""
     star = cr.Topology.star(24, 450, 1e-6)
     best = cr.plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
     tried = []

@@ -165,7 +165,7 @@ def test_plans_of_rings_export():
 )
 def test_other_schedules_are_refused(schedule, text):
     """The error states the chunk and the devices that do not form a ring, or the rule that the schedule breaks; the
-    case whose ``text`` is None is exported."""
+    case without a ``text`` is exported."""
     if text is None:
         assert read(to_nccl_graph_xml(schedule, gb_per_s=1))[1] == [(0, 1)]
         return

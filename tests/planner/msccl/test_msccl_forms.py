@@ -1,4 +1,4 @@
-"""What is special to each of the formats MSCCL XML and MSCCL++: its text, its limits, and its arguments."""
+"""The differences between the formats MSCCL XML and MSCCL++: text, limits, and arguments."""
 
 import copy
 import json

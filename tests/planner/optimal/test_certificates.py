@@ -184,7 +184,7 @@ def test_one_way_certificates_need_a_root(collective, cuts):
         replace(real, cuts=given_).check()
 
 
-# The cut of a broadcast from cpu:0 has 1 GB/s, but s can send to cpu:1 and cpu:2 only what it receives.
+# The cut of a broadcast from cpu:0 has 1 GB/s, but s can send to cpu:1 and cpu:2 only data that it receives.
 FAN_OUT = Topology(
     ["cpu:0", "cpu:1", "cpu:2"],
     [("cpu:0", "s", 1), ("s", "cpu:1", 1), ("s", "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)],

@@ -99,7 +99,7 @@ def assert_keeps_links(topology: Topology, found: Symmetry) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_circulants_keep_their_links(seed: int):
-    """On random graphs with planted rotations, under random names, what is found keeps all links."""
+    """On random graphs with planted rotations, under random names, the symmetries found keep all links."""
     rng = random.Random(seed)
     n = rng.randrange(3, 14)
     steps = {rng.randrange(1, n): rng.choice([1, 2, 5]) for _ in range(rng.randrange(1, 4))} | {1: 3}

@@ -109,7 +109,7 @@ def test_trees_are_packed_if_the_condition_holds(case, thorough):
     arcs, roots, n = case
     wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
     arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
-    assume(arcs)  # ``arcs`` is None if a root does not reach a node, whatever the factor
+    assume(arcs)  # no ``arcs`` if a root does not reach a node, for any factor
     with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
         check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
 

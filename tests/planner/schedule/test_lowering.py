@@ -85,7 +85,7 @@ def test_instructions_compute_every_destinations_sum():
 
 def test_every_instruction_is_needed():
     """No instruction is dead: each value is a result or an operand; and none copies a value to its own device. So steps
-    that no destination depends on and overwritten values leave no instruction."""
+    that no destination depends on and replaced values leave no instruction."""
     for name, chunk in chunks():
         read = {*chunk.results, *(operand for i in chunk.instructions for operand in i.operands)}
         assert read.issuperset(range(len(chunk.sources), len(chunk.devices))), name
@@ -144,7 +144,7 @@ def test_donated_memory_is_not_read_again():
     """Results are right if all devices share memory and each combination is written over its donated operand.
 
     The test runs instructions on memory cells: a copy has the cell of its operand, and a combination the cell of its
-    donated operand, whose value is lost. Inputs and results must not be overwritten.
+    donated operand, whose value is lost. Inputs and results must not change afterwards.
     """
     donated = 0
     for name, chunk in chunks():
@@ -205,7 +205,7 @@ def fused_expressions(program):
         return operand if operand >= 0 else slots[~operand]
 
     for slot, first, *more in program.folds:
-        assert all(operand != ~slot for operand in more)  # the slot is overwritten by the first operand
+        assert all(operand != ~slot for operand in more)  # the first operand replaces the slot
         slots[slot] = functools.reduce(lambda a, b: (a, b), map(read, more), read(first))
     return [read(operand) for operand in program.results]
 
@@ -415,7 +415,7 @@ def test_element_ranges_tile_the_buffer():
         assert element_ranges(program, 0) == ((0, 0, 0),)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- invalid schedules -----------------------------------------------------------------------------------------------
 
 
 def test_wrong_schedules_are_not_lowered():

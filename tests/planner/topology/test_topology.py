@@ -135,7 +135,7 @@ def test_invalid_names_are_device_errors():
 
 
 def test_equal_topologies_have_equal_hashes():
-    """Topologies with equal devices and links are equal; the order and the spelling of what is given do not matter."""
+    """Topologies with equal devices and links are equal; the order and the spelling of arguments do not matter."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
     backward = Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert len({forward, backward}) == 1

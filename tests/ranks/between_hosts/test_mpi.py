@@ -82,7 +82,7 @@ def overlapping(request, tmp_path_factory):
 @examples(100)
 @given(data=st.data())
 def test_every_overlap_gives_right_values(overlapping, data):
-    """Each collective of NumPy arrays that overlap gives what it gives on copies."""
+    """Each collective of overlapping NumPy arrays gives the same results as on copies."""
     fleet, n = overlapping
     case = data.draw(cases(n, {name: ["numpy"] for name in FORMS}))
     (outcomes,) = fleet.run(case)

@@ -116,7 +116,7 @@ def test_ordinary_data_has_no_further_terms(dtype):
 
 
 def test_infinite_partial_sums_are_no_overflow():
-    """The sum of the largest float64s on one host is no infinity if another host's terms cancel it."""
+    """The sum of the largest float64s on one host does not become infinite if another host's terms cancel it."""
     most = np.array([[np.finfo(np.float64).max]] * 3)
     parts = [Partial.of_rows("float64", most), Partial.of_rows("float64", -most[:2])]
     assert rounded("float64", parts, 1).view("float64") == most[0]

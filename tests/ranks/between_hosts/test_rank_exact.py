@@ -203,7 +203,7 @@ def test_ranks_of_which_only_some_sum_exactly():
 
 
 def numpy_group(rendezvous):
-    """Reduce NumPy arrays exactly and by default, more than once; return what was wrong."""
+    """Reduce NumPy arrays exactly and by default, more than once; return the errors."""
     group, counter = group_of(rendezvous)
     n, me, wrong = group.size, group.rank, []
     for dtype in ("float32", "float64"):

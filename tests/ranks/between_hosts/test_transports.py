@@ -55,7 +55,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
         def publish(payload):
             _, port, key = json.loads(payload)
-            if me == 0:  # a port that nobody listens to, a listener that never answers, and one that answers wrongly
+            if me == 0:  # a port without a listener, a listener that never answers, and one that answers wrongly
                 silent, wrong = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
                 rendezvous.kept = silent, wrong
                 threading.Thread(target=lambda: wrong.accept()[0].sendall(b"x" * 16), daemon=True).start()
@@ -84,7 +84,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
 
 def test_a_rank_that_is_not_reached_is_named():
-    """If a rank never connects, the others raise an error with its number and what was tried, when they give up."""
+    """If a rank never connects, the others time out with an error that has its number and the tried addresses."""
 
     def rank(rendezvous):
         if rendezvous.rank == 1:

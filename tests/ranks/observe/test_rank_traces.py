@@ -229,7 +229,7 @@ def test_a_full_file_keeps_the_newest_calls(tmp_path):
 
 
 def test_a_growing_file_keeps_all_calls(tmp_path):
-    """Below its limit a file grows, and its end is cut to what is used."""
+    """Below its limit a file grows, and its unused end is cut off."""
     traced(1, many, tmp_path, 9000, environment=[{"CROSSREDUCE_TRACE_BYTES": "4M"}])
     (path,) = tmp_path.iterdir()
     group, notes = only_group(tmp_path)
@@ -251,7 +251,7 @@ def on_a_full_disk(rendezvous, folder):
 
 
 def test_a_full_disk_does_not_fail_a_call(tmp_path):
-    """If the file cannot grow, calls go on, the newest records are kept, and there is one warning per file."""
+    """If the file cannot grow, calls continue, the newest records are kept, and there is one warning per file."""
     for texts in ranks(2, on_a_full_disk, tmp_path):
         (text,) = texts
         assert "could not grow (File too large)" in text
@@ -333,7 +333,7 @@ def test_invalid_limits(tmp_path, nbytes):
 
 @pytest.mark.parametrize("directory", [None, "", "a\0b", b"a", 3])
 def test_invalid_directories(tmp_path, monkeypatch, directory):
-    """What is not the name of a directory is an error, and nothing is written."""
+    """A value that is not the name of a directory is an error, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match="not the name of a directory"):
         crossreduce.trace.start(directory)

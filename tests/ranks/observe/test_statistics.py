@@ -276,7 +276,7 @@ def counted(calls, group="g", rank=0):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_the_last_file_has_the_final_counters(tmp_path, hangs):
-    """If a group ends while the thread writes older counters, the file has the final ones in the end, and later
+    """If a group ends while the thread writes older counters, the file finally has the last ones, and later
     writes do not change it. The end of the group does not wait for a file system that hangs."""
     file, reading = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event()
     resume = threading.Event()

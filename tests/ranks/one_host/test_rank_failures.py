@@ -261,7 +261,7 @@ def slow_to_write(rendezvous, is_killed):
 
 
 def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """When a rank aborts the group, all ranks wait for its reason as long as it is alive, and raise the reason."""
+    """When a rank aborts the group, all ranks wait for its reason while it lives, and raise the reason."""
     assert ranks(3, slow_to_write, False) == ["the reason"] * 3
 
 

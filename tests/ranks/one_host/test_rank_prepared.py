@@ -196,7 +196,7 @@ def test_a_rank_that_dies_during_prepared_calls_is_named():
 
 
 def killed_after_its_part(rendezvous):
-    """Rank 0 stops while it reads; rank 1, which has read, is killed at the last barrier; then rank 0 goes on."""
+    """Rank 0 stops while it reads; rank 1, which has read, is killed at the last barrier; then rank 0 continues."""
     group, _ = group_of(rendezvous)
     big = np.ones((2, 1 << 24), np.float32)
     pids = group.communicator.peers

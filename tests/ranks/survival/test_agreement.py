@@ -109,7 +109,7 @@ def test_a_host_with_a_quorum_asks_nobody(monkeypatch):
 @pytest.mark.parametrize("silent_from_s", [0.0, 0.7])
 def test_a_silent_host_is_waited_for_once(monkeypatch, late_s, silent_from_s):
     """A host that does not answer delays a decision by a fixed time after its last answer, whether or not ranks of
-    another host are late meanwhile. Its ranks are no members, although they had arrived."""
+    another host are late meanwhile. Its ranks are not members, although they had arrived."""
 
     def behaviour(host, request, now):
         if host == 2 and now >= silent_from_s:
@@ -199,7 +199,7 @@ def test_a_host_that_is_told_is_waited_for(monkeypatch):
 
 
 def test_ranks_of_a_silent_host_are_lost(monkeypatch):
-    """While ranks do something else together, a host that falls silent is lost after a fixed time. Nobody waits."""
+    """A host that falls silent outside of agreements is lost after a fixed time. No rank waits for it."""
     case = Answering(monkeypatch, lambda host, request, now: None if host == 2 and now > 1 else arrived(late=[host]))
     case.group.status = lambda *_: arrived(late=[0])
     watch, lost_at = Watch(case.group, (0, 1, 2)), None
@@ -298,7 +298,7 @@ class Relaying:
 
 
 def test_relays_are_members_of_third_hosts(monkeypatch):
-    """One of each host comes first. Hosts of ranks that are no members, and the two hosts themselves, have none."""
+    """One of each host comes first. The two hosts themselves, and hosts of ranks that are not members, lack one."""
     group = Relaying(monkeypatch).group
     assert [peer.rank for peer in group.relays(0, range(6))] == [4, 5]
     assert [peer.rank for peer in group.relays(2, (1, 2, 4))] == [1]

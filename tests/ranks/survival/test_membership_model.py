@@ -19,7 +19,7 @@ from crossreduce.ranks.intra_host.registers import Registers
 SURVIVORS = Scenario((2, 1, 1), ((0, 0), (2, 0), (3, 0)), most=2, crashes=1, power=True)
 EQUALS = Scenario((1, 1, 1), rounds((0, 1, 2), 1), most=2)
 TWO = Scenario((1, 1), rounds((0, 1), 1), most=2)
-LEADERS = Scenario((2, 2), rounds((2, 3), 1), most=2)  # two ranks of the host that is no quorum
+LEADERS = Scenario((2, 2), rounds((2, 3), 1), most=2)  # two ranks of the host without a quorum
 THEN = Scenario((2, 1, 1), ((0, 0), (2, 0)), most=3, crashes=1, power=True, numbers=2, proposals="all")
 
 
@@ -242,11 +242,11 @@ BROKEN = {
     "other hosts accept before the own one": (
         LEADERS, "a ballot has one decision", {"own_first": lambda _, what: what != "accept"},
     ),
-    "ranks that are no members vote": (
+    "ranks that are not members vote": (
         Scenario((1, 1, 1), ((0, 0),), most=2, late=(2,), numbers=2, proposals="all"),
         "progress", {"electors": lambda model, _: tuple(range(model.size))},
     ),
-    "a rank goes on that is no member": (
+    "a rank that is not a member continues": (
         TWO._replace(numbers=2, most=3, late=(1,)), "validity", {"goes_on": lambda *_: True},
     ),
 }  # fmt: skip

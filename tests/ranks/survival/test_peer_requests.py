@@ -36,7 +36,7 @@ def place():
 
 @pytest.mark.parametrize("what", ["result", "status"])
 def test_it_answers_with_the_decision_that_formed_the_next_group(place, what):
-    """Ranks of other hosts, which ask for the status, and processes that join, which ask for the result, learn the
+    """Ranks of other hosts that request the status, and joining processes that request the result, receive the
     decision in the form in which a rank of the group would return it, however often the process has moved since."""
     answer = Peer(place).ask("first", {"what": what, "number": 4})
     assert read_decided(answer["decided"]) == DECIDED
@@ -81,7 +81,7 @@ def test_a_program_that_sends_slowly_is_not_waited_for(place, monkeypatch):
 @pytest.mark.parametrize("answer", ["random", "reflected", "recorded"])
 def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
     """A program that listens where a process has ended gets no request, such as one with the key of a process that
-    joins, also if it returns what it is sent, or has recorded the proof of the process."""
+    joins, also if it returns the received bytes, or has recorded the proof of the process."""
     number = bytes(16)
     with socket.create_connection(("127.0.0.1", place.port), 5) as recorder:
         recorder.sendall(number)
@@ -232,7 +232,7 @@ def test_a_relay_that_reaches_nobody_says_so(place, relay, address, known):
 
 
 def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
-    """The process may be alive: if it were taken for ended, two groups could go on. The relay is not used any more."""
+    """The process may be alive: if it were taken for ended, two groups could continue. The relay is not used again."""
     target, passed_on = Peer(place, rank=2), relay[0]
     assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
     passed_on.place = passed_on.place._replace(port=closed_port())

@@ -21,7 +21,7 @@ KEY = b"of the tests    "
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_does_not_end_the_store_of_its_parent():
-    """When the store is deleted in a forked process, as at its exit, the parent's connections and its server go on."""
+    """If a forked process deletes the store, as at its exit, the parent's connections and server keep running."""
     served = PeerStore(KEY)
     connected = PeerStore(KEY, "127.0.0.1", served.port)
     connected.set("first", b"1")
@@ -36,7 +36,7 @@ def test_a_forked_child_does_not_end_the_store_of_its_parent():
 
 
 def test_compare_set_returns_the_value_as_a_tcp_store_does():
-    """If there is no value and one was expected, the expected one is returned, and nothing is stored."""
+    """If a key has no value and one was expected, the expected one is returned, and nothing is stored."""
     stores = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), PeerStore(KEY)
     for store in (dist.PrefixStore("prefix", each) for each in stores):
         found = [store.compare_set("key", *pair) for pair in (("a", "b"), ("", "c"), ("d", "e"), ("c", "f"))]

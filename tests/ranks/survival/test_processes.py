@@ -1,4 +1,4 @@
-"""NumPy arrays in groups of crossreduce.processes: the collectives, how ranks meet, and how groups go on."""
+"""NumPy arrays in groups of crossreduce.processes: the collectives, the rendezvous, and survival."""
 
 import logging
 import re
@@ -115,7 +115,7 @@ def test_roots_that_are_not_integers():
             assert call(np.int64(0)).sum() == 2
 
 
-# Groups that go on
+# Groups that continue after failures
 
 
 def shrinks(rendezvous, address):
@@ -172,7 +172,7 @@ def commits(rendezvous, address):
 
 
 def test_a_step_is_repeated_until_all_who_are_left_have_done_it(address):
-    """If ranks die in a step, and in what is called before its repetition, the others repeat it, each the same step."""
+    """If ranks die in a step, and in the callback before its repetition, the others repeat it, each the same step."""
     found = ranks(5, commits, address, check=False)
     assert [one for one in found if not isinstance(one, Died)] == [
         ([150, 150, 60, 60, 60], [(0, 2, 3, 4), (0, 2, 3)], 3)
@@ -343,7 +343,7 @@ def agrees_in_two_threads(rendezvous, address):
 
 
 def test_one_thread_at_a_time_agrees(address):
-    """A second thread that calls agree, shrink or grow gets an error, and that of the first one goes on."""
+    """A second thread that calls agree, shrink or grow gets an error, and the call of the first one continues."""
     assert ranks(2, agrees_in_two_threads, address) == [True, True]
 
 

@@ -114,7 +114,7 @@ def test_under_torchrun(tmp_path):
     ],
 )
 def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, message):
-    """What is missing or invalid is named, with what was given and what to do, before this waits for anything."""
+    """A missing or invalid argument is named, with the given value and a remedy, before any wait."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=message):
@@ -237,7 +237,7 @@ def late(rendezvous, address, folder):
 
 
 def test_a_process_that_comes_too_late_does_not_end_the_group(address, tmp_path):
-    """A process that joins as a rank of a group that was made already gets an error, and the group goes on."""
+    """A process that joins as a rank of a group that was made already gets an error, and the group continues."""
     assert ranks(3, late, address, tmp_path) == [30, 30, None]
 
 
@@ -251,7 +251,7 @@ def test_missing_ranks_are_named(address):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
 def test_an_address_at_which_nothing_listens(host):
-    """If rank 0 does not come, or its host has no address, the error after the timeout shows the address and why."""
+    """If rank 0 does not start, or its host has no address, the error after the timeout shows the address and why."""
     port = free_port()
     with pytest.raises(CollectiveTimeout, match=f"rank 1 did not reach rank 0 at {host}:{port} within 0.5 s") as caught:
         processes.join(1, 2, f"{host}:{port}", timeout_s=0.5)
@@ -403,7 +403,7 @@ def forms_slowly(rendezvous, address, folder):
 
 def test_a_process_that_joins_waits_for_a_limited_time(address, tmp_path):
     """join_invited returns after its timeout and the time for forming the group, whatever the timeout of the group is.
-    The ranks then go on without that process."""
+    The ranks then continue without that process."""
     assert ranks(2, forms_slowly, address, tmp_path) == [(None, 10), None]
 
 

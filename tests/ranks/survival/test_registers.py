@@ -1,4 +1,4 @@
-"""Registers and ballots: what is written once stays, whichever threads and processes write at the same time."""
+"""Registers and ballots: a written value stays, whichever threads and processes write at the same time."""
 
 import mmap
 import os
@@ -264,8 +264,8 @@ def check_seen(seen):
         if call == "accept" and accepted is not None:
             for later in range(ballot + 1, 64):
                 for promised in results.get(("promise", number, later, frozenset()), ()):
-                    assert promised is not None, "a promise has not seen what was accepted"
-                    assert promised[0] >= ballot, "a promise has not seen what was accepted"
+                    assert promised is not None, "a promise does not include an accepted proposal"
+                    assert promised[0] >= ballot, "a promise does not include an accepted proposal"
 
 
 def test_threads_of_one_rank():

@@ -1,4 +1,4 @@
-"""A request to other hosts is repeated until they answer; a silent host delays nobody."""
+"""A request to other hosts is repeated until they answer; a silent host does not delay the others."""
 
 import pytest
 from simulated_hosts import SimulatedHosts
@@ -152,7 +152,7 @@ def test_late_answers_do_not_replace_newer_ones(begun):
 
 
 def test_a_host_with_other_electors_has_not_answered(begun):
-    """It may learn soon who they are, so it is asked again soon."""
+    """It may soon receive the right electors, so the request is repeated soon."""
     simulated, inquiry = begun(lambda name, request, now: SOON if now > 0.2 else (0.001, {"otherwise": True}), {1: "a"})
     assert [host for host, _ in read_until(simulated, inquiry, 1)] == [1]
     assert 5 < len(simulated.asked) < 20

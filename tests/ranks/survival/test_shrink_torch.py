@@ -95,7 +95,7 @@ def shrinks_a_part(rendezvous, folder):
 
 
 def test_a_sub_group_shrinks(tmp_path):
-    """shrink of a sub-group leaves the default group as it is; its ranks keep their numbers in the world."""
+    """shrink of a sub-group does not change the default group; its ranks keep their numbers in the world."""
     found = ranks(4, shrinks_a_part, tmp_path, check=False)
     assert isinstance(found.pop(2), Died)
     assert found == [None, 60, 60], found
@@ -222,7 +222,7 @@ def grow_often(rendezvous, folder):
 
 
 def test_calls_of_grow_leave_nothing_behind(tmp_path):
-    """A rank that calls grow again and again while no process joins keeps only what it published for the last call."""
+    """A rank that calls grow again and again while no process joins keeps only data of the last call."""
     assert ranks(2, grow_often, tmp_path) == [1, 0]
 
 

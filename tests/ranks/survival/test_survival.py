@@ -141,7 +141,7 @@ def on_hosts(rendezvous, kind, place):
 
 @KINDS
 def test_a_host_is_lost(tmp_path, kind):
-    """If all ranks of a host die, the one that serves the store included, those of the other hosts go on."""
+    """If all ranks of a host die, the one that serves the store included, those of the other hosts continue."""
     environment = [{"CROSSREDUCE_HOST": host} for host in "aabbc"]
     found = ranks(5, on_hosts, kind, place_of(kind, tmp_path), environment=environment, check=False)
     assert found[2:] == [((2, 3, 4), 60, 2)] * 3, found

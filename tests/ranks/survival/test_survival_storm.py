@@ -1,4 +1,4 @@
-"""Random failures of ranks of the torch backend, and of NumPy ranks, after which the others go on.
+"""Random failures of ranks of the torch backend, and of NumPy ranks, after which the others continue.
 
 CROSSREDUCE_STORM=200 in the environment runs 200 storms instead of a few. The default set has one of each kind.
 """
@@ -120,11 +120,11 @@ def storm(case, shared, disturb=lambda: None):
             if not is_down(pids[each["who"]]):  # it was not in the call in which it was to fail
                 os.kill(pids[each["who"]], SIGNALS[each["how"]])
         wait_until(lambda: all(is_down(pids[victim]) for victim in victims), "victims are alive")
-        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off go on")
+        wait_until(lambda: all(is_down(pids[each]) for each in case["excluded"]), "ranks that are cut off continue")
         counts = [shared[process] for process in others]
         wait_until(
             lambda: all(shared[process] > count for process, count in zip(others, counts, strict=True)),
-            f"the others do not go on: {counts}",
+            f"the others do not continue: {counts}",
         )
         if go_on(pids):
             time.sleep(0.2)
@@ -142,7 +142,7 @@ def storm(case, shared, disturb=lambda: None):
 
 
 def check(case, found):
-    """Require that all who are left have gone on, with the same results; return them."""
+    """Require that all survivors have continued, with the same results; return them."""
     note = json.dumps(case)
     victims = {each["who"]: each["how"] for each in case["failures"]}
     ends = {"exit": (SystemExit, Failure), "exception": (SystemExit, Failure), "kill": Died}
@@ -171,7 +171,7 @@ def check(case, found):
 
 
 def run(kind, case, disturb=lambda: None):
-    """Run a storm, and require that all who are left have gone on."""
+    """Run a storm, and require that all survivors have continued."""
     shared, total = Shared(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
@@ -186,7 +186,7 @@ def run(kind, case, disturb=lambda: None):
 @KINDS
 @seeds(12, 0)
 def test_the_others_go_on(tmp_path, kind, seed):
-    """Whichever ranks die, stop or raise, wherever: the others go on with the same results on all of them, none of
+    """Whichever ranks die, stop or raise, wherever: the others continue with the same results on all of them, none of
     them hangs, and a rank that was stopped is excluded, or still in the group."""
     run(kind, drawn(seed, tmp_path))
 
@@ -269,8 +269,8 @@ def on_hosts(seed, folder, bed, hosts, failures):
 @KINDS
 @seeds(6, 2)
 def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
-    """Whichever ranks or hosts are lost: the others go on. If a host loses its links, the part that has the majority of
-    the ranks, or half of them with the lowest one, goes on, and the other part raises ExcludedError.
+    """Whichever ranks or hosts are lost: the others continue. If a host loses its links, the part with the majority of
+    the ranks, or half of them with the lowest one, continues, and the other part raises ExcludedError.
 
     A host that was lost comes back by an invitation.
     """
@@ -300,7 +300,7 @@ def lost_link(seed, folder, bed, hosts, pair, victims):
 @KINDS
 @seeds(2, 0)
 def test_nobody_is_excluded_for_a_lost_link(tmp_path, bed, kind, seed):
-    """If two hosts lose the link between them, all ranks go on, over other hosts, except one that is killed then."""
+    """If two hosts lose the link between them, all ranks continue, over other hosts, except one that is killed then."""
     draw, count = random.Random(seed), len(bed.addresses)
     hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
     pair = draw.sample(range(count), 2)
@@ -314,7 +314,7 @@ def test_nobody_is_excluded_for_a_lost_link(tmp_path, bed, kind, seed):
 @KINDS
 def test_two_parts_never_go_on_without_the_host_between_them(tmp_path, bed, kind):
     """If the only third host is lost as well, the hosts cannot tell whether the other one lives: the part with a quorum
-    goes on, the other one does not. With four hosts there is another way, and both go on."""
+    continues, the other one does not. With four hosts another path exists, and both continue."""
     count, pair = len(bed.addresses), (0, 2)
     case = lost_link(90, tmp_path, bed, [0, 0, 1, 2, 3][: count + 1], pair, [2])
     case["excluded"] = [3] if count == 3 else []

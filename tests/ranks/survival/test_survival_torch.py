@@ -1,4 +1,4 @@
-"""Training goes on in the same processes after ranks have died: plain loops, DDP, FSDP2, and groups of some ranks.
+"""Training continues in the same processes after ranks have died: plain loops, DDP, FSDP2, and groups of some ranks.
 
 A group also splits and merges, and grows and shrinks at once, as torchcomms tests it.
 """

@@ -1,4 +1,4 @@
-"""Under torchrun, one agent per rank: an agent and its rank are killed, the others go on, and a new torchrun joins."""
+"""Under torchrun, one agent per rank: an agent and its rank are killed, the others continue, a new torchrun joins."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def processes(folder):
 @pytest.mark.parametrize(("rendezvous", "victim"), [("c10d", "a later one"), ("static", "the first one")])
 def test_an_agent_is_killed_and_another_joins(tmp_path, rendezvous, victim):
     """Three agents run a rank each. One agent is killed with its rank; with static rendezvous the first one, which runs
-    the store. The others go on as two ranks, until a process of a new agent joins them by an invitation."""
+    the store. The others continue as two ranks, until a process of a new agent joins them by an invitation."""
     port, deadline, agents = free_port(), time.monotonic() + SECONDS, []
     for node in range(3):
         options = ["--nnodes", "3", "--node-rank", str(node)]

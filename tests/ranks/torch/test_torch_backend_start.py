@@ -228,7 +228,7 @@ class Store(dist.Store):
 
 
 def test_a_store_that_is_written_in_python():
-    """A store without a second connection, such as a user's own, is used as it is."""
+    """A store without a second connection, such as a user's own, is used directly."""
     store, found = Store({}), [None, None]
 
     def meet(rank):

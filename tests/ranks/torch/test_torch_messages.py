@@ -166,7 +166,7 @@ def without_waits(rendezvous, store):
         while not all([work.is_completed() for work in works]):  # noqa: C419 - each of them makes progress
             assert time.monotonic() < deadline
         assert torch.equal(got, torch.full_like(got, 2.0 + other))
-        # A message whose work nobody keeps arrives, and its memory is released afterwards.
+        # A message arrives although its work was dropped, and its memory is released afterwards.
         dropped = torch.full((1 << 20,), 5.0 + rank)
         alive = weakref.ref(dropped)
         dist.isend(dropped, other, group)
@@ -308,7 +308,7 @@ def full_rings(rendezvous, store):
                 assert work.wait()
             else:
                 time.sleep(0.2)
-                for _ in range(16):  # they fill the ring, so there is no room for the reply that the message was read
+                for _ in range(16):  # they fill the ring, which leaves no room for the reply that the message was read
                     dist.send(torch.ones(4064, dtype=torch.uint8), 0, group)
                 got = torch.zeros(size)
                 with nullcontext() if size == 1 << 20 else pytest.raises(MismatchError, match="bytes"):

@@ -38,7 +38,7 @@ def ranks(request, tmp_path_factory):
 @examples(600)
 @given(data=st.data())
 def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
-    """Each collective gives what it gives on copies; if results share memory, all ranks raise before any writes."""
+    """Each collective gives the same as on copies; if results share memory, all ranks raise before any writes."""
     fleet, n = ranks
     case = data.draw(cases(n, FORMS))
     check(case, fleet.run(case))
@@ -62,7 +62,7 @@ def exchanged_in_place(rendezvous, store):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_large_all_to_alls_in_place(tmp_path, n):
-    """Ranks that read each other's memory do not read a row that its rank has already overwritten."""
+    """Ranks that read each other's memory do not read a row into which its rank has already written a result."""
     forked(n, exchanged_in_place, tmp_path / "store")
 
 

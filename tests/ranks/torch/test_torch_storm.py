@@ -250,7 +250,7 @@ def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_link_that_fails(tmp_path, store):
     """If the link between two hosts fails, all ranks raise a CollectiveTimeout soon after the timeout. If all reach the
-    store, they raise the same one, which names nobody; if not, each host names ranks of the other one."""
+    store, they raise the same one, which names no rank; if not, each host names ranks of the other one."""
     with namespaces.hosts(2) as bed:
         case = {"how": "link", "port": None, "timeout_s": TIMEOUT_S, "seed": 5}
         if store == "tcp":

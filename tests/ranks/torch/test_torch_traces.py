@@ -34,7 +34,7 @@ def calls(rendezvous, store):
 
 def test_ops_wait_in_the_queue(tmp_path, crossreduce):
     """An asynchronous call has the time from the call until it began; behind a late one it is at least as long as the
-    delay. A synchronous call has none. gloo's work is a phase of its own."""
+    delay. A synchronous call has no such time. gloo's work is a phase of its own."""
     ranks(2, calls, str(tmp_path / "store"), environment=[{"CROSSREDUCE_TRACE": str(tmp_path / "trace")}] * 2)
     (groups,) = read_directory(tmp_path / "trace").runs
     world = next(group for group in groups if len(group.ranks[0].calls) > 2)

@@ -280,7 +280,7 @@ def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
 
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 def test_arrays_of_unknown_size_are_not_cut(algorithm):
-    """If the size is None, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk, and refuses
+    """Without a size, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk, and refuses
     schedules of several, since it cannot cut the arrays."""
     for shape in ((), (2, 3), (0,)):
         xs = [np.full(shape, 6.0**k) for k in range(5)]

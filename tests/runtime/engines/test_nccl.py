@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def cuda(path, monkeypatch, torch_):
-    """Yield the stand-ins; in the end, nothing may have been misused, and no communicator may be left."""
+    """Yield the stand-ins; after the test, nothing may have been misused, and no communicator may be left."""
     memory = fake_nccl.install(monkeypatch, path)
     yield memory
     library = nccl_library.library()

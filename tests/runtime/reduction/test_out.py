@@ -93,7 +93,7 @@ def test_any_batch_into_any_arrays(writable):
     indirect=["writable"],
 )
 def test_large_values_in_place(arrays, op, dtype, monkeypatch):
-    """Large values, reduced by several threads, are read before they are overwritten."""
+    """Large values, reduced by several threads, are read before results are written into them."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "3")
     xs = [x + (np.arange(500_001) % 7).astype(dtype) for x in small(dtype, (500_001,), 3)]
     value = arrays.value(xs)

@@ -208,7 +208,7 @@ class Case:
         self.compile()
 
     def compile(self):
-        """Compile all layouts anew."""
+        """Compile all layouts again."""
         self.executables = [self.engine.compile(layout, self.numbers, self.inplace) for layout in self.layouts]
 
     def run(self, draw, check=True, finish=True):
@@ -252,7 +252,7 @@ class Case:
                 memory.on(device)
                 assert lib.cuStreamWaitEvent(stream, event[0], 0) == 0
             before = memory.is_quiet
-            memory.is_quiet = True  # what the allocator's other owners do is no part of the graph
+            memory.is_quiet = True  # work of the allocator's other owners is not in the graph
             results = executable.run(operands, arrays[1])
             memory.is_quiet = before
             if beside:

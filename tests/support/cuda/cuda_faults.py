@@ -28,7 +28,7 @@ MOVES, MOVES_DROPPED = ("none", "draws", 98), ("none", "dropped", 24)
 
 
 class Fault(NamedTuple):
-    """A fault: the file, what is there, what is put there, and the peers, check and count that find it."""
+    """A fault: the file, the old and the new text, and the peers, check and count that detect it."""
 
     file: str
     old: str

@@ -76,7 +76,7 @@ def on_host(rows, op, ops, destinations=None):
 
 
 def reduced(xla, devices, rows, op, ops, destinations=None):
-    """Reduce drawn values on devices; return for each tensor its results, and what was read of each."""
+    """Reduce drawn values on devices; return for each tensor its results, and the values read from each."""
     places = [parse(name).index for name in devices]
     given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
     pairs = []
@@ -338,7 +338,7 @@ def check_calls(xla):
                [np.full(9, 15, "float32")] * 4)  # fmt: skip
 
         direct = cr.AllReduceCrossDeviceOps("direct")
-        # Results that nobody reads: their memory is free at once. One that is donated does not change the others.
+        # The memory of results that are not read is free at once. One that is donated does not change the others.
         results = cr.all_reduce(elsewhere(), devices=four, cross_device_ops=direct)
         for x in results:
             xla.free(x.unsafe_buffer_pointer(), x.nbytes, number(x.device))

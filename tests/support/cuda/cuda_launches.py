@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
 
 
 def head_of(addresses, sizes, size):
-    """Return how many units precede the first at which all addresses are multiples of a vector; None: there is none."""
+    """Return how many units precede the first at which all addresses are multiples of a vector, or None."""
     for head in range(VECTOR):
         if all((at + head * nbytes) % VECTOR == 0 for at, nbytes in zip(addresses, sizes, strict=True)):
             return head if head < size else None

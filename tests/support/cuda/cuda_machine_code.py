@@ -63,7 +63,7 @@ def resources(cubin: bytes) -> dict[str, dict[str, int]]:
 
 
 def nvdisasm() -> str | None:
-    """Return the program nvdisasm of its wheel or of a CUDA toolkit; None: there is none."""
+    """Return the program nvdisasm of its wheel or of a CUDA toolkit, or None."""
     namespace = importlib.util.find_spec("nvidia")  # of NVIDIA's wheels
     folders = (namespace.submodule_search_locations if namespace else None) or ()
     found = [str(path) for each in folders for path in Path(each).glob("*/bin/nvdisasm")]

@@ -11,7 +11,7 @@ NAME = re.compile(r"\((op\d+)\)")
 
 
 class Caller:
-    """Calls the fake driver, on some devices, and holds what it made."""
+    """Calls the fake driver, on some devices, and keeps the objects that it made."""
 
     def __init__(self, driver, devices):
         self.driver, self.made = driver, {}
@@ -70,7 +70,7 @@ class Caller:
 
 
 class Program:
-    """A random program of copies over streams of two devices, and an independent account of what it orders.
+    """A random program of copies over streams of two devices, and an independent computation of its order.
 
     A place is a bit mask: the operations that are complete once it is reached.
     """
@@ -91,7 +91,7 @@ class Program:
         self.operations, self.is_captured = [], is_captured
 
     def reach(self, s):
-        """Update the place of a stream by what it implicitly waits for."""
+        """Update the place of a stream by its implicit waits."""
         device, flags, handle = self.streams[s]
         self.places[s] |= self.host
         for other, (its_device, its_flags, its_handle) in enumerate(self.streams):

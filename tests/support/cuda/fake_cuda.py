@@ -73,7 +73,7 @@ def ran(name, *arguments, package=PACKAGE.parent, timeout=550, **environment):
 
 
 def printed(name, *arguments):
-    """Run a program of the tests, which must succeed and report nothing; return what it printed."""
+    """Run a program of the tests, which must succeed and report nothing; return its output."""
     done = ran(name, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
@@ -94,7 +94,7 @@ def peer_matrix(peers, devices):
 
 
 class FakeDriver:
-    """The fake driver in this process, started anew with some devices. There is one for each library file.
+    """The fake driver in this process, restarted with some devices. There is one for each library file.
 
     ``lib`` has the driver's functions (``lib.cuStreamCreate(...)``), which return result codes.
     """
@@ -130,7 +130,7 @@ class FakeDriver:
         self.reset(devices, peers, seed)
 
     def reset(self, devices=8, peers="full", seed=0):
-        """Start anew: all handles and addresses become invalid. What ``cuInit`` did stays."""
+        """Restart: all handles and addresses become invalid. What ``cuInit`` did stays."""
         self.devices = devices
         rows = peer_matrix(peers, devices)
         self.lib.fake_reset(devices, bytes(each for row in rows for each in row), seed)

@@ -79,7 +79,7 @@ bool exchange(Connections &connections, int rank, uint64_t tag, unsigned seed) {
             pending.push_back(std::move(one));
         }
         if (draw() % 3 == 0) (void)connections.progress();
-        all = settle(4 * RANKS + draw() % 8) && all; // a rank expects messages before it waits for what it sends
+        all = settle(4 * RANKS + draw() % 8) && all; // a rank expects messages before it waits for its own sends
     }
     return settle(0) && all;
 }

@@ -1,5 +1,5 @@
 // The body of the CUDA kernels on the host: a loop over blocks and threads, for tests. Each kernel of a device has a
-// function of the same name here: name(parameters, blocks). name_traits() has what the fake CUDA driver must know of it: the
+// function of the same name here: name(parameters, blocks). name_traits() has its facts for the fake CUDA driver: the
 // bytes of a unit of sources, values and results; the units of a thread; the sources (0: any number); the step; whether it
 // is mixed; the bytes of its parameters.
 #include <cstdint>

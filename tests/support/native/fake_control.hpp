@@ -30,7 +30,7 @@ template <class Body> int control(const char *name, Body body) {
 
 } // namespace fake
 
-// Start anew with `devices` devices. peers[a * devices + b]: device a can access memory of device b. All handles and
+// Restart with `devices` devices. peers[a * devices + b]: device a can access memory of device b. All handles and
 // addresses become invalid. cuInit counts once for the process, as in the real driver.
 CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
@@ -79,7 +79,7 @@ CONTROL const char *fake_operations() {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     return fake::kept(fake::lines(fake::state->log));
 }
-// What was made and not released: a line for each kind. What the framework and the test have is left out.
+// The objects not released: a line for each kind. Those of the framework and of the test are left out.
 CONTROL const char *fake_live() {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     const fake::State &s = *fake::state;
@@ -98,7 +98,7 @@ CONTROL const char *fake_live() {
     return fake::kept(made);
 }
 
-// Execute everything that is queued; the host knows that it is complete, as if it had synchronised with all streams.
+// Execute everything that is queued; for the host it is complete, as if it had synchronised with all streams.
 CONTROL void fake_run() {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     fake::state->execute_all();

@@ -28,7 +28,7 @@ inline thread_local std::string label;
 
 inline uint64_t new_handle() { return next_handle += 16; }
 
-// Run the body of a driver's function: count the call, fail or drop it if a test wants that, and report its mistakes.
+// Run the body of a driver's function: count the call, fail or drop it on a test's request, and report its mistakes.
 template <class Body> int call(const char *name, Body body, bool needs_init = true) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     Faults &of = faults[name];

@@ -80,7 +80,7 @@ class Memory {
     void own(uint64_t begin, uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
         allocations_[begin] = {begin, nbytes, device, context, is_foreign, true};
     }
-    // Return the allocation that begins at an address or contains it; null: there is none.
+    // Return the allocation that begins at an address or contains it, or null.
     Allocation *find(uint64_t address) {
         auto it = allocations_.upper_bound(address);
         if (it == allocations_.begin()) return nullptr;
@@ -136,7 +136,7 @@ class Shadow {
             for (const Entry &each : entries)
                 if (each.operation != operation && (each.writes || access.writes) && !each.epoch.precedes(clock))
                     note(conflicts, {each.operation, each.writes, access.writes, at, it->second.end});
-            // What is ordered before this access cannot conflict with a later one unless this access does, too.
+            // An access ordered before this one cannot conflict with a later one unless this access does, too.
             entries.erase(std::remove_if(entries.begin(), entries.end(),
                                          [&](const Entry &each) {
                                              return each.operation != operation && (access.writes || !each.writes) &&

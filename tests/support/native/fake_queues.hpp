@@ -154,7 +154,7 @@ template <class T> using Table = std::map<uint64_t, std::shared_ptr<T>>;
 struct State {
     explicit State(int count, const uint8_t *given, uint64_t seed)
         : devices(count), memory(count), random(static_cast<std::mt19937::result_type>(seed)) {
-        const double choices[] = {0, 0.1, 0.3, 0.7}; // rather late than early: late work shows what does not wait for it
+        const double choices[] = {0, 0.1, 0.3, 0.7}; // rather late than early: late work reveals missing waits
         eagerness = choices[random() % 4];
         peers.assign(given, given + count * count);
     }
@@ -255,7 +255,7 @@ struct State {
     }
     void report(const std::string &text) { reports.push_back(text); }
 
-    // Make a stream's place include what it implicitly waits for: the legacy default stream and the blocking streams of
+    // Make a stream's place include its implicit waits: the legacy default stream and the blocking streams of
     // its context wait for each other.
     void catch_up(Stream &stream) {
         fake::join(stream.clock, host_clock);

@@ -35,7 +35,7 @@ struct Block { // allocated with its exact size, so that a sanitizer reports an 
     }
 };
 
-// Bytes of at most 0x3f are finite positive numbers of every dtype, whose results are no NaNs with payloads.
+// Bytes of at most 0x3f are finite positive numbers of every dtype, whose results are not NaNs with payloads.
 void fill(Random &random, Block &block, DType dtype) {
     for (size_t i = 0; i < block.size; i++) block.at()[i] = static_cast<char>(random() & (dtype == BOOL ? 1 : 0x3f));
 }
@@ -105,7 +105,7 @@ bool one_case(Random &random, const std::vector<const InstructionSet *> &sets) {
     const auto item = static_cast<int64_t>(ITEMSIZES[kernel.dtype]);
     std::vector<Block> memory, copies;
     std::vector<std::unique_ptr<Strided>> shapes;
-    std::vector<Source> sources, plain; // as they are, and in C order
+    std::vector<Source> sources, plain; // with their own strides, and in C order
     for (const int64_t size : kernel.sizes)
         for (int s = 0; s < kernel.sources; s++) {
             const auto nbytes = static_cast<size_t>(size * item);

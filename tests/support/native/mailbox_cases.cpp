@@ -1,5 +1,5 @@
 // Ranks as threads that exchange random messages through mailboxes in one memory: sizes, tags, any source, several
-// threads per rank, messages for which nobody waits, and receives that are withdrawn. A thread sanitizer can check
+// threads per rank, messages without a waiting thread, and receives that are withdrawn. A thread sanitizer can check
 // threads, but not processes. It runs without Python, like kernel_cases.cpp.
 //
 //   mailbox_cases [messages] [seed] [ranks]

@@ -1,10 +1,10 @@
-"""A model of how ranks agree on who is left: all runs of a small group, with crashes and with lost or late messages.
+"""A model of agreements on the surviving ranks: all runs of a small group, with crashes and with lost or late messages.
 
 ``Model(scenario).check()`` visits every state that a scenario can reach. It raises ``Violation``, with the shortest run
 that leads there, for the first state that breaks a property. The registers, ballots and quorums are the library's; each
 call is computed once for each content of a host's memory. The driver, the network and the failures are a model:
 
-- A message stays for ever: it may be received late, several times, after later ones, or never (lost, or a partition).
+- A message is never deleted: it may be received late, several times, after later ones, or never (lost, or a partition).
 - An answer stays with the leader that waits for it, also when the host that sent it has ended.
 - A leader that proposes ranks has seen their arrivals at some time before. They may have ended since.
 - A rank ends between any two steps. A host has ended when all its electors have.
@@ -14,7 +14,7 @@ call is computed once for each content of a host's memory. The driver, the netwo
 Properties of every state:
 
 - agreement: hosts with living ranks know one decision of each agreement.
-- validity: its members are electors that have arrived, and the rest follows from what they brought.
+- validity: its members are electors that have arrived, and the rest follows from their contributions.
 - one group: of two living ranks with decisions of which they are members, one decision has both.
 - progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with
   all others. One more ballot, in a round of its own, checks this from every state.
@@ -40,7 +40,7 @@ IDLE = -1  # instead of a ballot or an answer
 
 
 class Scenario(NamedTuple):
-    """What may happen.
+    """The events that may occur.
 
     Args:
       hosts: the number of ranks on each host.
@@ -100,7 +100,7 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state: the memory of each host, the ranks (``None``: ended), the requests so far, and what may still happen."""
+    """A state: the memory of each host, the ranks (``None``: ended), the requests so far, and the remaining events."""
 
     memories: tuple[int, ...]
     ranks: tuple[Rank | None, ...]
@@ -139,7 +139,7 @@ class Model:
         self._ballot_of: list[Ballot] = []
         self._calls: dict[Any, tuple[int, Any]] = {}
         self._checked: set[Any] = set()  # states, as far as properties depend on them
-        self._agreed: set[Any] = set()  # the same for the properties of what is known
+        self._agreed: set[Any] = set()  # the same for the properties of known decisions
         self._views: dict[tuple[int, int], Any] = {}
 
     # The search
@@ -174,7 +174,7 @@ class Model:
         """Take these steps; each is the beginning of the step's text.
 
         Raises:
-          Violation: a state on the way does not have the properties.
+          Violation: a state of the path does not have the properties.
         """
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             state = self._first()
@@ -188,7 +188,7 @@ class Model:
         """Take random steps from the first state, several times.
 
         Raises:
-          Violation: a state on the way does not have the properties.
+          Violation: a state of the path does not have the properties.
         """
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             for _ in range(walks):
@@ -205,7 +205,7 @@ class Model:
                     raise Violation("\n".join([*taken, f"-> {error}"])) from error
 
     def _told(self, error, state, step, came_from) -> str:
-        """Return the steps to the successor ``step`` of a state, and what is wrong there."""
+        """Return the steps to the successor ``step`` of a state, and the error there."""
         told = [f"-> {error}", step]
         while state is not None and came_from[state] is not None:
             state, step = came_from[state]
@@ -260,7 +260,7 @@ class Model:
         return tuple(range(self.size)) if previous is None else previous[1].members
 
     def proofs(self, own: int, ended: frozenset[int]) -> list[frozenset[int]]:
-        """Return what a leader on host ``own`` may know of hosts that have ended."""
+        """Return the sets of ended hosts that a leader on host ``own`` may have noticed."""
         return [frozenset(), ended] if ended else [ended]
 
     def follows(self, state_memory: int, host: int, request: Request) -> tuple[int, bool]:
@@ -385,7 +385,7 @@ class Model:
         return [host for host in self.hosts if host != self.host_of[request.leader] or not self.own_first(request.what)]
 
     def own_first(self, what: str) -> bool:
-        """Return whether a leader does on its own host first what it asks of others."""
+        """Return whether a leader executes a request on its own host before it sends it to others."""
         return True
 
     def _executed(self, host: int, memory: int, bit: int) -> tuple[int, int]:
@@ -506,7 +506,7 @@ class Model:
             raise Violation(f"validity: number {number} has the decision {decision}")
 
     def _progress(self, state: State) -> None:
-        """Let hosts that are a quorum do what is left, one after the other, without failures."""
+        """Let hosts that are a quorum finish their work, one after the other, without failures."""
         living = [host for host in self.hosts if self._living(state.ranks, host, range(self.size))]
         for count in range(1, len(living) + 1):
             for reachable in combinations(living, count):

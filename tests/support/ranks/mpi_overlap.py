@@ -26,7 +26,7 @@ peer_memory.LEAST_BYTES = peer_memory.LEAST_BYTES_OF_TWO_RANKS = peer_memory.PIE
 
 
 def array(made, views):
-    """Return the view of the buffer, or ``None`` if there is none."""
+    """Return the view of the buffer, or ``None``."""
     if not views:
         return None
     ((offset, shape, strides),) = views

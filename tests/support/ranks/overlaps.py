@@ -1,4 +1,4 @@
-"""Collectives on overlapping arrays: hypothesis draws them, and an oracle computes on copies what they must give.
+"""Collectives on overlapping arrays: hypothesis draws them, and an oracle computes the expected results on copies.
 
 A case is a JSON value. On each rank all arrays are views of one buffer, whose content depends only on the rank. A view
 is ``[offset, shape, strides]``, in elements. ``ops`` are the collectives of a coalesced call, or a single one:

@@ -23,7 +23,7 @@ class Torch:
     places = dict.fromkeys(("agree", "shrink", "grow", "join"), elastic)  # what a storm may let fail, and where it is
 
     def __init__(self, rendezvous, folder, timeout_s=LONG_S):
-        """Make the group of all ranks, or none if there is no rendezvous."""
+        """Make the group of all ranks, or none without a rendezvous."""
         torch.set_num_threads(1)
         if rendezvous is not None:
             rank, size = rendezvous.rank, rendezvous.size
@@ -89,7 +89,7 @@ class Numpy:
     places = dict.fromkeys(("agree", "shrink", "grow"), processes.RankGroup) | {"join_invited": processes}
 
     def __init__(self, rendezvous, where, timeout_s=LONG_S):
-        """Make the group of all ranks, or none if there is no rendezvous."""
+        """Make the group of all ranks, or none without a rendezvous."""
         self.group = rendezvous and processes.join(rendezvous.rank, rendezvous.size, where, timeout_s=timeout_s)
 
     rank = property(lambda self: self.group.rank)

@@ -1,7 +1,7 @@
 """One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
 
 A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep what they have committed. ``Shared`` is memory that the processes and the test share.
+keep the committed values. ``Shared`` is memory that the processes and the test share.
 """
 
 from __future__ import annotations

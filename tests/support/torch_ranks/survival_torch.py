@@ -1,4 +1,4 @@
-"""The program of test_survival_torch.py: ranks die, and the others go on in the same processes.
+"""The program of test_survival_torch.py: ranks die, and the others continue in the same processes.
 
 For its arguments and reports see ``forked_torch``.
 
@@ -114,7 +114,7 @@ class Hsdp(Plain):
         self.shard(Model(), {})
 
     def shard(self, model, momentum):
-        """Shard a model that is the same on all ranks, and the momentum of its optimizer; {}: there is none yet."""
+        """Shard a model that is the same on all ranks, and the momentum of its optimizer ({} at first)."""
         size = dist.get_world_size()
         self.parts = self.shards if size % self.shards == 0 else size
         mesh = dist.init_device_mesh("cpu", (size // self.parts, self.parts), mesh_dim_names=("replicate", "shard"))
@@ -195,7 +195,7 @@ def ddp(_):
 
 @CASES.add(4, killed=(3,))
 def hsdp(_):
-    """A rank of the second of two replicas of FSDP2 dies; its neighbour and the whole replica go on as three shards."""
+    """A rank of the second of two replicas of FSDP2 dies; its neighbour and the other replica form three shards."""
     train(Hsdp, (3,))
 
 
@@ -224,7 +224,7 @@ def subgroups(_):
 
 @CASES.add(4, killed=(1,))
 def waits_in_a_subgroup(_):
-    """Ranks that wait in a sub-group for one that has noticed the loss in another group go on with it, at once."""
+    """Ranks that wait in a sub-group for one that has noticed the loss in another group continue with it, at once."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [2, 3])]
     begun = time.monotonic()
 
@@ -292,7 +292,7 @@ def merge_after_a_split(c):
 
 @CASES.add(4, killed=(0,), joining=1)
 def both_at_once(c):
-    """One call of grow leaves a dead rank out and lets a new process in; the dead one is rank 0, who has invited it."""
+    """One call of grow removes a dead rank and admits a new process; the dead one is rank 0, which has invited it."""
     if c.number == 3:
         crossreduce.torch.join(c.read("invitation"))
     else:

@@ -196,7 +196,7 @@ def _finding(state: RankState, last: int, text: str, because: str, in_message: b
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, the innermost first; internal ones only if there are no others."""
+    """Return the main thread's innermost functions, the innermost first; internal ones only if all are internal."""
     frames = list(threads[0].stack) if threads else []
     external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
     shown = reversed((external or frames)[-_MAX_FRAMES:])

@@ -249,7 +249,7 @@ class _Builder:
         direct = targets[0] if not many or not step.destinations else self._temporary(step.device, size, part)
         moved = _Making(home, key + 1)
         _, first, last = part.segments[-1]
-        nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # with what is between segments
+        nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # including gaps between segments
         moved.copy = Copy(home, step.device, value.places[0], direct[0], nbytes)
         moved.after |= before
         self._made.append(moved)

@@ -21,7 +21,7 @@ LARGE_NBYTES: Final = 32760
 HEADER_NBYTES: Final = 32
 ORDER_NBYTES: Final = 32
 PART_NBYTES: Final = 16
-"""The sizes of the parameters of a launch, and of what they consist of (``native/reduce.cuh``)."""
+"""The sizes of the parameters of a launch, and of their components (``native/reduce.cuh``)."""
 
 _SHORT: Final = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "bool": "bool"} | {
     name: name.replace("uint", "u").replace("int", "i") for name in INTEGERS

@@ -83,7 +83,7 @@ class DeviceMemory(Protocol):
         """Return the addresses of a user's arrays, which results will be written into; ``devices`` as for ``operands``.
 
         Raises:
-          BufferError: an array cannot be written into as it is.
+          BufferError: an array cannot be written in place.
         """
 
     def is_peer_readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Operations on the streams of CUDA devices, each with what it waits for: plain values that ``native/plan.cpp`` runs.
+"""Operations on the streams of CUDA devices, each with its dependencies: plain values that ``native/plan.cpp`` runs.
 
 Addresses are rows of a table and offsets in bytes. The rows are the sources of each tensor, then the results of each
 tensor, then the temporary memory of each device.
@@ -61,7 +61,7 @@ class Operations(NamedTuple):
     """What runs for a layout.
 
     Before an operation touches the memory of a device, the work that was queued in the caller's current stream of that
-    device must have ended; and work that is queued there later begins after the operation. What is needed for that goes
+    device must have ended; and work that is queued there later begins after the operation. The waits for that go
     through the first stream: with n streams these are 2 n waits instead of n * n.
 
     Args:
@@ -111,7 +111,7 @@ class StreamOrder:
             if self.streams[before] != stream and ended.get(self.streams[before], BEGIN - 1) < before:
                 needed.append(before)
                 self._join(ended, self._at[before])
-        # After an operation in a caller's stream has ended, so has what was queued there before.
+        # When an operation in a caller's stream has ended, all work queued there before has ended.
         foreign = {device for device in touched - {stream} if device not in ended}
         self.begins |= foreign - {0}
         if foreign and 0 not in ended:

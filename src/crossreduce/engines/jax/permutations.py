@@ -3,7 +3,7 @@
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
 without arrays. In one permutation a device sends to at most one other device and receives from at most one, so the
 number of a round's permutations is the largest number of devices that any device sends to, or receives from. A row of
-an array holds a value of a chunk. Which rows a device reads depends on its position, so tables list them, with one
+an array holds a value of a chunk. A device's position determines the rows that it reads, so tables list them, with one
 column per device; if all columns are equal, the position is not needed.
 
 Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does

@@ -31,7 +31,7 @@ class Contributions(NamedTuple):
 
     @property
     def lone_rank(self) -> int:
-        """The rank of the last contribution; 0: there is none."""
+        """The rank of the last contribution; 0 without contributions."""
         return max(0, self.once.bit_length() - 1)
 
 

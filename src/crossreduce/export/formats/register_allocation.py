@@ -56,7 +56,7 @@ class MemoryPlacement:
         return self._put(rank, b, value, self.spare(rank, b))
 
     def move(self, rank: int, b: int, value: int, location: Location) -> None:
-        """Record that a value is stored in other memory than ``store`` chose: memory that ``spare`` returned."""
+        """Record that a value is stored at a location other than the one from ``store``: one from ``spare``."""
         self._put(rank, b, value, location)
 
     def spare(self, rank: int, b: int) -> Location:

@@ -57,7 +57,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 class CuPy(NumPy):
-    """The ``Framework`` of CuPy arrays; what is the same in NumPy is NumPy's."""
+    """The ``Framework`` of CuPy arrays; inherits all functions that are equal in NumPy."""
 
     name = "cupy"
 

@@ -2,7 +2,7 @@
 // Python object or frame per array.
 //
 // It only recognises: the first call of its kind takes the path in Python, which checks, plans and explains, and then
-// adds what it prepared. A later call runs here if all that the first one depended on is the same: op, options,
+// adds a prepared call. A later call runs here if everything that the first one depended on is the same: op, options,
 // devices, and of every array its class, dtype, sizes, C order and place in host memory. Otherwise, also if results
 // share memory with other arrays, this returns None, and the path in Python handles the call.
 #include "cuda_api.hpp"

@@ -33,7 +33,7 @@ class Calls {
     PyObject *tables = nullptr; // by key (see `key_of`): the number of a map
 
     ~Calls() { Py_XDECREF(tables); }
-    // Return a prepared call; null if there is none. An error may be set: the key cannot be hashed.
+    // Return a prepared call, or null. An error may be set: the key cannot be hashed.
     std::shared_ptr<Prepared> find(PyObject *key, const std::vector<int64_t> &signature);
     // Add a call. If there are very many, forget all others. Return false with an error set if that fails.
     bool add(PyObject *key, std::shared_ptr<Prepared> prepared);

@@ -2,7 +2,7 @@
 //
 // A pass runs a fused program on a few cache lines of the results at a time. It reads the sources, combines them in
 // registers and writes all results, so that reading and writing overlap. Whole lines can be written with streaming
-// stores; the processor then does not read the lines before they are overwritten. Operands are combined in the listed
+// stores; the processor then does not read the lines before it writes them. Operands are combined in the listed
 // order, left to right. If several terms of a sum are NaN, the result has the first one's payload if GCC compiled it for
 // x86-64 (FIRST_PAYLOAD in module.cpp). The minimum or maximum of equal numbers (0 and -0) is the first of them.
 #pragma once

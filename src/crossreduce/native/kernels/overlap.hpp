@@ -33,7 +33,7 @@ inline void sort_by_start(std::vector<Extent> &extents, std::vector<Extent> &scr
     }
 }
 
-// Return a result that shares memory with another result, or with a source; null if there is none. Sorts the extents. A
+// Return a result that shares memory with another result, or with a source, or null. Sorts the extents. A
 // source that is also a result of its tensor must be listed only once, as that result. `scratch` is only memory.
 inline const Extent *find_overlap(std::vector<Extent> &extents, std::vector<Extent> &scratch) {
     sort_by_start(extents, scratch);

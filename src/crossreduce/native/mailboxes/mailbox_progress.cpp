@@ -48,7 +48,7 @@ void Mailboxes::end_reading(const Shared &message) {
     unread.store(static_cast<int>(reads.size()));
 }
 
-// Read a piece of an offer without the lock; other threads may read others. Return false if there is none.
+// Read a piece of an offer without the lock; other threads may read others. Return false if no piece is left.
 bool Mailboxes::read_some(Lock &lock) {
     if (reads.empty()) return false;
     const Shared message = reads.front();
@@ -209,7 +209,7 @@ bool Mailboxes::withdraw(uint64_t id) {
     const auto is_its = [&](const Outgoing &one) { return one.message == message; };
     std::deque<Outgoing> none, &records = message->source == ANY_RANK ? none : outgoing[static_cast<size_t>(message->source)];
     const auto record = std::find_if(records.begin(), records.end(), is_its);
-    if (message->sends && record == records.end()) { // the other rank knows of it
+    if (message->sends && record == records.end()) { // its offer was sent
         message->withdrawn = true;
         auto &parts = streams[static_cast<size_t>(message->peer)];
         parts.erase(std::remove(parts.begin(), parts.end(), message), parts.end());

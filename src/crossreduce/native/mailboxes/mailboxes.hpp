@@ -4,14 +4,14 @@
 //   data   a message of few bytes, with its tag; its send is complete
 //   offer  a message of more bytes: its tag, its size and its address in the sender's process
 //   done   the other rank has read the message of an offer
-//   pull   the other rank cannot read the sender's memory (process_vm_readv), and asks for the parts of an offer
+//   pull   the other rank cannot read the sender's memory (process_vm_readv), and requests the parts of an offer
 //   part   some bytes of a message that was pulled
 // Messages and receives are matched by source and tag, in their orders. A message that came before its receive is kept
 // in memory of the receiving process; beyond CROWDED_NBYTES a sender only makes offers.
 //
 // Whichever thread waits for a message does all work of its rank. If no thread waits, a rank that waits for this one
 // wakes its helper, a thread that otherwise sleeps: so a receive that has begun completes a send, and a send that did
-// not fit into a ring goes on, also while their rank computes or is in a collective.
+// not fit into a ring continues, also while their rank computes or is in a collective.
 #pragma once
 
 #include <atomic>
@@ -65,7 +65,7 @@ struct Message { // a send or receive of this rank
     int64_t tag;
     char *memory;
     uint64_t nbytes;
-    bool forgotten = false; // nobody will ask for its result
+    bool forgotten = false; // no call will request its result
     std::atomic<MessageStatus> status{MessageStatus::waiting};
     // Of a receive: the matching message. Of a send, `source` is the peer.
     int source = ANY_RANK;

@@ -45,7 +45,7 @@ void release_owner(MailboxesObject *self, uint64_t id) {
     Py_DECREF(owner); // last, since this may run any code
 }
 
-// Release what belonged to messages that nobody waits for and that are complete now.
+// Release the objects of forgotten messages that are complete now.
 void release_completed(MailboxesObject *self, Mailboxes &boxes) {
     for (const uint64_t id : boxes.completed()) release_owner(self, id);
 }

@@ -1,4 +1,4 @@
-// The one place in which a rank records its calls. What it writes has three readers: the flight recorder reads the facts
+// The one place in which a rank records its calls. The log has three readers: the flight recorder reads the facts
 // of the last calls, the counters are sums over the calls of a kind, and a trace has each call with its phases.
 //
 // The records and the counters are in memory that the ranks share. Only the rank itself writes them; other ranks, and
@@ -21,7 +21,7 @@ struct CallRecord { // the facts of one call
     std::atomic<uint64_t> number;              // the call's number, from 1; 0: the record is empty or being written
     std::atomic<int64_t> started_ns, ended_ns; // by the monotonic clock; ended_ns is 0 until the call ends
     std::atomic<uint32_t> length;
-    // Another rank may read the signature while it is overwritten; `read` then returns false.
+    // Another rank may read the signature while its rank writes it; `read` then returns false.
     std::atomic<uint64_t> signature[SIGNATURE_WORDS];
 
     void write(uint64_t number, const std::string &signature, int64_t started_ns);
@@ -72,7 +72,7 @@ class CallLog {
     // Trace what this rank has done since the last record of the current call. `other`: for a wait, the last rank.
     void trace(Phase phase, size_t stage, int other = 0);
     void trace_open_wait(int other, size_t stage);
-    // End the trace of the current call, which was aborted; its record and counters stay as they are.
+    // End the trace of the current call, which was aborted; its record and counters do not change.
     void abort_trace(int outcome);
 
     int64_t queued_ns = 0; // since when the next call has waited in a queue, for a trace; 0: it did not

@@ -244,7 +244,7 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
 }
 
 // Whether all ranks have the same signature for the current op. All ranks have begun it, and none can be so far ahead
-// that it has overwritten the digest.
+// that it has replaced the digest.
 bool SharedMemory::signatures_match() const {
     const auto digest = [&](int of) { return states[of].digests[number % 2].load(std::memory_order_relaxed); };
     for (int of = 0; of < ranks; of++)

@@ -238,7 +238,7 @@ const char *compile(CallSite &site, const CallFrame &frame) {
     return nullptr;
 }
 
-// Ask for huge pages for the memory of a large result, which XLA may have allocated for this run: page faults would take
+// Request huge pages for the memory of a large result. XLA may have allocated it for this run: page faults would take
 // longer than the reduction.
 void advise([[maybe_unused]] char *result, [[maybe_unused]] size_t nbytes) {
 #ifdef MADV_HUGEPAGE

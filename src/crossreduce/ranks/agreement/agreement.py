@@ -2,10 +2,10 @@
 
 Input: the memory of this rank's host, and where ranks of other hosts listen (``peer_requests``). Output: decisions, the
 same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
-lowest rank of a host that has arrived speaks for it. When all electors have arrived, have ended, or are too late, a
+lowest rank of a host that has arrived is its speaker. When all electors have arrived, have ended, or are too late, a
 speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
 
-Two groups that both go on are impossible: a decision needs a quorum of hosts, and a rank that is not among its members
+At most one group continues: a decision needs a quorum of hosts, and a rank that is not among its members
 never gets one again. A rank that cannot reach a quorum raises an error instead of going on.
 """
 
@@ -149,10 +149,10 @@ class Agreements:
         except Overtaken:
             raise self._excluded() from None
         except RuntimeError:  # too many threads
-            _LOG.warning("a decision was not passed on, for want of threads")
+            _LOG.warning("a decision was not forwarded, because no thread could be started")
 
     def _speaks(self, number: int, electors: Sequence[int]) -> bool:
-        """Return whether this rank speaks for its host: no lower one that has arrived can."""
+        """Return whether this rank is the speaker of its host: no lower rank has arrived and is running."""
         for rank in self.hosts[self.own_host]:
             if rank == self.rank:
                 return True
@@ -269,7 +269,7 @@ class Agreements:
     def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
         """Return the error that says that this rank reaches too few ranks."""
         own = self._global_ranks[self.rank]
-        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to go on: others may go on without it.'
+        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue: the others may do so.'
         hosts = Counter(self._host_of[rank] for rank in electors)
         given = f"waited {timeout_s:g} s; this host has {hosts[self.own_host]} of the {len(electors)} ranks"
         remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
@@ -340,7 +340,7 @@ class _Speaker:
     def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
         """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
 
-        What a host has answered before it fell silent does not count: its ranks could not go on with the others.
+        Earlier answers of a host that fell silent do not count: its ranks could not continue with the others.
         """
         self._read(statuses)
         if self._is_decided():
@@ -406,7 +406,7 @@ class _Speaker:
     ) -> Iterator[tuple[int, dict[str, Json]]]:
         """Yield the answers of other hosts to a vote, until there are enough: a host may not answer at all.
 
-        A rank that has gone on already tells only those that ask for the status what was decided.
+        A rank that has left this agreement sends the decision only in answers to requests for the status.
         """
         others = [host for host in self._others if host not in self._ended]
         if is_enough() or not others:

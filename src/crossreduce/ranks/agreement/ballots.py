@@ -39,7 +39,7 @@ class Ballot:
     """A ballot of host ``own`` for ``decision``, unless hosts have accepted another one before.
 
     The caller asks host ``own`` and after it the others to promise (unless ``accepting``), then in the same order to
-    accept, passes on their answers, and asks no more when this is ``final`` or ``refused``.
+    accept, passes on their answers, and sends no further requests when the result is ``final`` or ``refused``.
 
     Args:
       number: see ``Registers``. A rank uses each number once.

@@ -3,7 +3,7 @@
 Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a random number; the
 one that listens answers with another random number and a proof; the one that connects checks it, and answers with a
 proof. These proofs and those of messages depend on both numbers, on who sends, and on the position in the connection.
-So what was recorded earlier proves nothing, and no message is sent to a program that does not know the key. Nothing is
+So recorded data cannot be replayed, and no message is sent to a program that does not have the key. Nothing is
 encrypted.
 """
 
@@ -64,12 +64,12 @@ class AuthenticatedChannel:
         return content
 
     def next_proof(self, body: bytes = b"") -> bytes:
-        """Return the proof that belongs to what is sent next."""
+        """Return the proof of the next message that is sent."""
         self._sent += 1
         return self._proof(self._own, self._sent, body)
 
     def is_next(self, proof: bytes, body: bytes = b"") -> bool:
-        """Return whether a proof belongs to what is received next."""
+        """Return whether a proof is that of the next message that is received."""
         self._received += 1
         return secrets.compare_digest(proof, self._proof(self._other, self._received, body))
 

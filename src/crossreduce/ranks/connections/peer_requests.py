@@ -208,7 +208,7 @@ class Peer:
     """A process that this one asks.
 
     ``known``: an address at which its host was reached; others may be other hosts'. ``rank``: its number in the group,
-    by which a relay finds it; -1: it has none. ``relay``: the process through which a process of its host has answered,
+    by which a relay finds it, or -1. ``relay``: the process through which a process of its host has answered,
     if none has answered directly since. ``reached_at``: when it has last answered directly. ``refused``: whether
     nothing listened at any of its addresses when it was last asked.
     """
@@ -282,7 +282,7 @@ class Peer:
         """Return a connection to another port of the process, through its relay if that is one of ``relays``.
 
         Raises:
-          OSError: there is none in time.
+          OSError: no connection was made in time.
         """
         relay = self.relay
         if relay is None or relay.rank not in relays:
@@ -299,7 +299,7 @@ class Peer:
 
         Raises:
           Ended: the relay says that nothing listens there.
-          OSError, ValueError, EOFError: there is none in time.
+          OSError, ValueError, EOFError: no connection was made in time.
         """
         made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:

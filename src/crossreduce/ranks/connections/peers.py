@@ -1,6 +1,6 @@
-"""``Membership``: which ranks a group has, on which hosts, and what each of them has sent to all others.
+"""``Membership``: the ranks of a group, their hosts, and the data that each of them has sent to all others.
 
-Plain values, which never change. What has become of the ranks since is found out by ``failure_detector``.
+Plain values, which never change. ``failure_detector`` finds ranks that have failed since.
 """
 
 from __future__ import annotations

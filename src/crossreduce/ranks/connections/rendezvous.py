@@ -216,7 +216,7 @@ class StoreRendezvous:
 
 
 class Origin(NamedTuple):
-    """What is known of the ranks of a group that is formed of another one.
+    """Facts about the ranks of a group that is formed from another one.
 
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
     ``is_beyond``: whether a rank answers only through a third host, so that the link to it is lost; ``None``: this rank

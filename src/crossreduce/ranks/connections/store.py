@@ -108,9 +108,9 @@ class _Store:
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: there is none), and return the value.
+        """Store ``desired`` if the value is ``expected`` (empty: no value), and return the value.
 
-        As a ``TCPStore`` does, return ``expected`` if there is no value.
+        As a ``TCPStore`` does, return ``expected`` if the key has no value.
         """
         found = self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]
         return expected if found is None else str(found).encode(_TEXT)
@@ -157,7 +157,7 @@ class StoreClient(_Store):
     ) -> None:
         """Serve a store at a port (0: a free one) of ``serve_at``, empty: of all addresses of this host.
 
-        With an address, connect to a store there; with a connection to a store, use it, and close it in the end. For
+        With an address, connect to a store there; with a connection to a store, use it, and close it at the end. For
         ``watch`` see ``_Store``. ``ranks``: how many processes may connect at once, besides ``MOST_UNKNOWN`` unknown
         programs.
 

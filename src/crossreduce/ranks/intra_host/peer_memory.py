@@ -2,7 +2,7 @@
 
 Input: a collective, its size, and how values are computed. Output: the stages of one rank. Instead of copying its array
 to the shared memory, from which other ranks copy it, a rank waits until the others have made the call, and then reads
-theirs. All leave when nobody reads their arrays any more. Measured on 2 cores, as the time over that with slots: two
+theirs. A rank waits until its array is read. Measured on 2 cores, as the time over that with slots: two
 ranks from 8 KiB on 0.5 to 0.8; all-to-alls of 4 and 8 ranks from 32 KiB for each pair on 0.55 to 0.75. Not used where
 it takes longer: all-reduces, and collectives in which several ranks read the same array.
 """

@@ -2,7 +2,7 @@
 
 Input: memory that the ranks of a host share. Output: for each agreement of the group (see ``agreement``) the arrivals
 of the host's ranks, the host's promises and accepted decisions, and the decision that is final. No rank waits for
-another one here, so a rank that dies or is stopped at any moment blocks nobody.
+another one here, so a rank that dies or is stopped at any moment does not block others.
 
 A host is one acceptor. For each ballot of an agreement it has a register that is written once: with "nothing", which
 rules out that the host accepts a decision in this ballot, or with an accepted decision. So a promise of Paxos is: write
@@ -33,7 +33,7 @@ _WORD: Final = 8  # bytes
 
 
 class Contribution(NamedTuple):
-    """What one rank brings to an agreement.
+    """The input of one rank to an agreement.
 
     ``number``: of the agreement, from 1; 0: this rank has arrived at none. ``kind``: what the rank wants to agree on; a
     small number. ``progress``: a number of which the least one is agreed on.

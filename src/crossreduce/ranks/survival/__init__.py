@@ -1,1 +1,1 @@
-"""Groups that go on without lost ranks, or with new ones."""
+"""Groups that continue without lost ranks, or with new ones."""

@@ -59,7 +59,7 @@ class GroupKind(Generic[Group]):
       name: a process can join a group of its own kind only.
       new_store: serves a store, or connects to one; its arguments are those of ``StoreClient``.
       new_group: returns a group of ranks that meet at a store, or raises a ``ReductionError``. Its arguments: the
-        store, the rank, the size, the settings, and what is known of the ranks.
+        store, the rank, the size, the settings, and the facts about the ranks.
     """
 
     name: str

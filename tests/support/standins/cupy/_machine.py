@@ -15,7 +15,7 @@ faults = []
 checks_order = True  # False if a driver orders work by means that the stand-in does not know
 _lock = threading.RLock()
 _blocks = {}
-# A clock counts the work of each stream. A stream's own clock has what is certainly done before its next work.
+# A clock counts the work of each stream. A stream's own clock has the work that is certainly done before its next work.
 _clocks = {}
 _host = {}
 _waits = []  # the host's; for each stream, how many of them its clock has

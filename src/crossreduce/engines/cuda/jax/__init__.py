@@ -98,7 +98,7 @@ class JaxExecutable:
         self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
         loop = LOOP.compile(layout, numbers, False)
 
-        # As a program of its own, so that the loop sees only arrays without a device, and does not move them.
+        # A separate program: the loop gets only arrays without a device, and does not move them.
         def by_loop(*xs: Array) -> list[Array]:
             return [x for row in loop.run(self._rows(xs, len(self._sources)), None) for x in row]
 

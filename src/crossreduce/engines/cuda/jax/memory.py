@@ -1,6 +1,6 @@
 """The memory of eager JAX arrays on the CUDA devices of this process.
 
-XLA queues its programs on a stream of its own per device, the compute stream, which it does not show. What it shows are
+XLA queues its programs on one internal stream per device, the compute stream, which it does not expose. It exposes only
 the streams that it uses for DLPack. One of them per device is the current stream of this file; a plan runs on it.
 
 - **Inputs**: ``x.__dlpack__(stream=...)`` lets the stream wait until ``x`` is ready, and returns a capsule that keeps
@@ -16,7 +16,7 @@ the streams that it uses for DLPack. One of them per device is the current strea
   current stream, but runs after the program that reads the small array. So inputs and temporary memory are kept until
   that one is queued, on every device of the plan.
 
-All threads use the same stream of a device. It waits only for what was queued before, so no call blocks another one for
+All threads use the same stream of a device. It waits only for work queued before, so no call blocks another one for
 ever. Source: PjRtStreamExecutorClient and LocalDeviceState in xla/pjrt of OpenXLA; DLPack's specification for Python.
 """
 
@@ -127,7 +127,7 @@ class JaxDeviceMemory(DeviceMemory):
             yield finished
 
     def _pass_on(self, device: int, results: list[list[_Block]], finished: list[list[Array]]) -> None:
-        """Let later programs of XLA on a device run after what is in the current stream; finish its results."""
+        """Make later programs of XLA on a device wait for the work in the current stream; finish its results."""
         small = _imported(self._exported(_small(device), device))
         places = [
             (j, k)
@@ -168,7 +168,7 @@ class _Exported:
 
 
 def _is_plain_mode() -> bool:
-    """Return whether JAX runs what is called now, and does not look at the content of arrays."""
+    """Return whether JAX executes calls immediately (no tracing), and does not check the content of arrays."""
     config = jax.config
     return _state() == _EAGER and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 

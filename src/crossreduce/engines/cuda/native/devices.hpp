@@ -39,7 +39,7 @@ bool is_capturing(Device &device, CUstream stream);
 // Let kernels on `device` read and write the memory of `other`. Returns whether the devices can do that.
 bool enable_peer(Device &device, Device &other);
 
-// Let work that is queued later in `stream` run after what is in `after`. Throws DriverFault; then nothing in `after` is
+// Make work queued later in `stream` wait for the work in `after`. Throws DriverFault; then nothing in `after` is
 // still running.
 void follow(Device &device, CUstream stream, CUstream after);
 

@@ -64,7 +64,7 @@ struct DriverFault {
     CUresult code;
 };
 
-// Return the driver, or null; then `why` says what is missing, or which call of the driver failed.
+// Return the driver, or null; then `why` names the missing part, or the call of the driver that failed.
 const Driver *driver(std::string &why);
 
 // Throw a DriverFault unless a call succeeded.

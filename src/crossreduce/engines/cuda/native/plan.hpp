@@ -46,7 +46,7 @@ struct Operating {
     bool is_copy;
     size_t number;          // in `launches` or `copies`
     int stream;
-    std::vector<int> waits; // for events; BEGIN: for what was queued before
+    std::vector<int> waits; // for events; BEGIN: for work queued before
     int event;              // that is recorded after it; -1: none
 };
 

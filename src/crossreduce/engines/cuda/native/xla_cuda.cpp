@@ -137,7 +137,7 @@ Error *execute(CallFrame *frame) {
     }
 }
 
-// A call that leaves its results as they are. XLA refuses to capture a call that queues nothing.
+// A call that does not write its results. XLA refuses to capture a call that queues nothing.
 Error *leave_empty(CallFrame *frame) {
     is_metadata_call(*frame, 0, {0});
     return nullptr;

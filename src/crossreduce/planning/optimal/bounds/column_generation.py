@@ -289,7 +289,7 @@ class TreeProgram:
         return islice(cycle(chosen), count)
 
     def _cost(self, k: int, root: int) -> float:
-        """Return the price of the cheapest tree of a demand out of a root; infinite: it has none."""
+        """Return the price of the cheapest tree of a demand out of a root; infinite if no tree is known."""
         return (2 if self.paired else 1) * sum(self.trees[key].cost(root) for key in self._keys(k))
 
     def _prune(self) -> None:
@@ -308,7 +308,7 @@ class TreeProgram:
     def _costs(self, prices: Sequence[float]) -> list[dict[int, float]]:
         """Set the prices, and return for each demand the price of the cheapest tree of each root that has one.
 
-        A demand whose trees are perhaps not the cheapest has none.
+        If the trees of a demand may not be the cheapest, its dictionary is empty.
         """
         for trees in self.trees.values():
             trees.price(prices)

@@ -200,7 +200,7 @@ class CutProgram:
         return list(found)
 
     def fits(self, values: Sequence[Fraction]) -> bool:
-        """Return whether a solution keeps to the bandwidths, and switches that only forward send what they receive."""
+        """Return whether a solution keeps to the bandwidths, and forwarding switches send as much as they receive."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)

@@ -30,8 +30,8 @@ class MixedTree(NamedTuple):
 
     root: int
     weight: Fraction  # in GB/s
-    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes on the way to the parent
-    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
+    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes passed before the parent
+    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes passed after the parent
 
 
 def too_uneven(sizes: Iterable[Fraction]) -> bool:

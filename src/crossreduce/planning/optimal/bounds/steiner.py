@@ -21,7 +21,7 @@ FEW: Final = 1 << 19
 MANY: Final = 1 << 24
 
 Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
-Parent = tuple[int, int, Through]  # (node, its parent, the nodes on the way from the parent)
+Parent = tuple[int, int, Through]  # (node, its parent, the nodes passed after the parent)
 
 
 def few_enough(terminals: int, joints: int, limit: int = FEW) -> bool:
@@ -61,7 +61,7 @@ class CheapestTrees:
         size = len(self._joints)
         reach, towards = self._hops(prices), np.tile(np.arange(size), (size, 1))
         np.fill_diagonal(reach, 0.0)
-        for k in range(size):  # Floyd & Warshall; ``towards``: the next joint on the way
+        for k in range(size):  # Floyd & Warshall; ``towards``: the next joint of the path
             across = reach[:, k, None] + reach[None, k, :]
             better = across < reach
             reach = np.where(better, across, reach)

@@ -55,7 +55,7 @@ class NearTrees:
     def _grow(self, root: int) -> tuple[float, list[Parent]]:
         """Return the price and the tree, which grows from the root like Dijkstra's tree of cheapest ways.
 
-        When the nearest terminal is found, the joints on the way to it become part of the tree: their distance is 0.
+        When the nearest terminal is found, the joints of the path to it become part of the tree: their distance is 0.
         """
         inside = {root}
         missing = len(self._terminals - inside)

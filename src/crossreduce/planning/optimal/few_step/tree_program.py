@@ -1,6 +1,6 @@
 """The linear program that shares a buffer among trees of limited depth.
 
-Input: a topology, what is to be planned, the number of steps. Output: trees with shares, and the time that they need.
+Input: a topology, the collective, the number of steps. Output: trees with shares, and the time that they need.
 
 Variables: x_c, the amount of column c, a tree (for an all-reduce a tree into a root and one out of it) whose hops each
 have a step; t_s, the time of step s. Minimise the sum of t_s such that the amounts of each root add up to its part of

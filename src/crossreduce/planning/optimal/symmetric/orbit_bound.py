@@ -228,7 +228,7 @@ class _Program:
         for orbit, width in enumerate(quotient.width):
             here = [price[way][orbit] for way in self.ways]
             if quotient.paired and self.weights is None:
-                # Half of a price is for broadcasts, half for reductions on the way back.
+                # Half of a price is for broadcasts, half for reductions in the reverse direction.
                 there = price[True][quotient.back[orbit]]
                 total += width * max(Fraction(0), here[0], there) / 2
             else:

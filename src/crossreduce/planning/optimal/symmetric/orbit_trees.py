@@ -37,8 +37,8 @@ class OrbitTree(NamedTuple):
 
     root: int
     share: Fraction
-    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes on the way to the parent
-    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes on the way from the parent
+    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes passed before the parent
+    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes passed after the parent
 
 
 class _TreeColumn(NamedTuple):
@@ -124,7 +124,7 @@ class _TreeSearch:
         return found
 
     def single_tree(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
-        """Return a tree that reaches the bound alone, of the root with the fewest images; ``None``: there is none."""
+        """Return a tree that reaches the bound alone, of the root with the fewest images, or ``None``."""
         if len(self.roots) > 1 and self.weights is not None:
             return None
         quotient = self.quotient
