@@ -79,6 +79,8 @@ class Communicator:
         listen_at: str = "",
     ) -> None:
         joined, connected = join(rendezvous, transport, name, timeout_s, global_ranks, listen_at)
+        self._own_transport = connected if callable(transport) else None
+        self._watched: WatchedTransport | None = None
         try:
             self.rendezvous, self.listen_at, self.memory = rendezvous, listen_at, joined.memory
             self.agreements, self.links = joined.agreements, joined.links
@@ -89,8 +91,7 @@ class Communicator:
             self.successor: peer_requests.Successor | None = None  # the later form of this group
             self.traced: Path | None = None  # the file to which the calls are written
             self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
-            self.transport, self._own_transport = connected, connected if callable(transport) else None
-            self._watched: WatchedTransport | None = None
+            self.transport = connected
             self._engine: OneHostEngine | MultiHostEngine
             self.detector = FailureDetector(members, self.memory, rendezvous, connected, timeout_s)
             self._abort = GroupAbort(members, self.memory, rendezvous, connected, self.detector)
@@ -103,13 +104,17 @@ class Communicator:
                 self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
             else:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)
-            self.calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)
-            self.lock = self.calls.lock
+            calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)
+            self.lock = calls.lock
             self.statistics = Statistics(members, self.memory)
-            tracing.register(self)
+            self.calls = calls  # last: without it, ``close`` and ``__del__`` release nothing
         except BaseException:  # such as Ctrl-C
             joined.leave()
+            for part in (self._own_transport, self._watched):
+                if part is not None:
+                    part.close()
             raise
+        tracing.register(self)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, members.global_hosts())
 
     # The collectives

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from ranks import SocketTransport, ranks
 
 from crossreduce.errors import ContextError
 from crossreduce.ops import ReduceOp
+from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.connections import peer_requests
 from crossreduce.ranks.inter_host import one_host
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
@@ -123,3 +126,32 @@ def test_a_communicator_is_freed_with_its_last_reference(hosts):
     """A communicator is not in a reference cycle, so its transport's connections close with its last reference."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     assert ranks(2, dropped, len(set(hosts)) > 1, environment=environment) == [True, True]
+
+
+def unfinished(rendezvous, several_hosts):
+    made = []
+
+    def connect(cancelled, hosts):
+        made.append(SocketTransport(rendezvous))
+        return made[-1]
+
+    def fail(*_):
+        raise MemoryError
+
+    communicator.Statistics = fail
+    peer_requests.listen()  # as another group of this process that is being made
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=20.0)
+    except MemoryError as error:
+        error.__traceback__ = None
+    gc.collect()
+    (joining,) = (contact.joining for contact in peer_requests._open.values())
+    return joining, len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
+    """It closes the transport that it connected, and leaves the listener to the other groups of the process."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2
