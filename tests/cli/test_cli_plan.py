@@ -191,6 +191,7 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("topology dgx-1v --export a.xml", "--export must be a .json file, not a.xml."),
         ("export dgx-1v a.yaml", "a.yaml must end in .xml, .json, .trace.json, .html, .svg, .png, or --format must be"),
         ("export dgx-1v a.xml --format yaml", "--format must be one of chakra, msccl, mscclpp, nccl-graph,"),
+        ("export dgx-1v . --format msccl", "FILE . is a folder: name a file in it."),
         ("export dgx-1v no/a.svg", "FILE no/a.svg cannot be written: there is no folder /"),
         ("export dgx-1v file/a.xml", "FILE file/a.xml cannot be written: there is no folder /"),
         ("export dgx-1v /dev/null --format trace", "FILE /dev/null cannot be written: it is not a regular"),

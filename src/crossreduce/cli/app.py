@@ -38,8 +38,8 @@ MOVED: Final = {
         "--weights": "crossreduce groups MACHINE GROUPS --weights",
         "--measured": "crossreduce calibrate MACHINE RESULTS",
         "--measured-algorithm": "crossreduce calibrate MACHINE RESULTS --assume",
-        "--speeds": _TOPOLOGY_FILE.format("--speeds"),
-        "--nics": _TOPOLOGY_FILE.format("--nics"),
+        "--speeds": _TOPOLOGY_FILE.format("--speeds effective"),
+        "--nics": _TOPOLOGY_FILE.format("--nics NETWORK"),
     },
     "topology": {
         "--measured": "crossreduce calibrate MACHINE RESULTS",

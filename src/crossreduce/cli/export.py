@@ -114,6 +114,8 @@ def export(
 
 def _format(file: Path, given: str | None) -> str:
     """Return the name of an exporter, or the suffix of a page or a picture."""
+    if not file.name:
+        raise ArgumentError(f"FILE {file} is a folder: name a file in it.")
     if given is not None:
         return one_of(EXPORTERS, "--format", given)
     suffix = file.suffix.lower()

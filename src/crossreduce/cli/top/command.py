@@ -46,7 +46,7 @@ def top(
 ) -> None:
     """Watch the ranks of this machine: calls, GB/s, waits, and the straggler.
 
-    It shows the groups of your own processes, and reads their memory columns_that_fit
+    It shows the groups of your own processes, and reads their memory without
     disturbing them. Press q to quit. With --once, the exit code is 1 if it
     finds no group.
     """

@@ -35,7 +35,7 @@ class NumPyAccess final : public ArrayAccess {
         Ref owner(nbytes < POOLED_NBYTES ? nullptr : kernel_api->new_memory(nbytes + offset, &memory));
         if (!owner && nbytes >= POOLED_NBYTES) return nullptr;
         PyObject *descriptor = reinterpret_cast<PyObject *>(dtype);
-        Py_IncRef(descriptor); // NewFromDescr steals it; why not Py_INCREF: see empty() in frameworks/native
+        Py_IncRef(descriptor); // NewFromDescr steals it; why not Py_INCREF: see empty() in native/arrays
         PyObject *made = PyArray_NewFromDescr(&PyArray_Type, reinterpret_cast<PyArray_Descr *>(descriptor), like.axes,
                                               sizes, nullptr, owner ? memory + offset : nullptr,
                                               owner ? NPY_ARRAY_CARRAY : 0, nullptr);

@@ -3,7 +3,7 @@
 Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
 Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program, and so is that of the others if a
 switch has not as much bandwidth in as out. If other devices help, perhaps no trees reach the rate of the cuts: then the
-bound is the optimum of a program over all trees (``mixture.py``).
+bound is the optimum of a program over all trees (``column_generation.py``).
 """
 
 from __future__ import annotations

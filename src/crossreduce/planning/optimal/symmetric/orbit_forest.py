@@ -1,4 +1,4 @@
-"""Forests and bounds of machines with symmetries: what ``forest.py`` and ``bounds/bound.py`` use for many devices."""
+"""Forests and bounds of machines with symmetries: what ``forest.py`` and ``bound.py`` use for many devices."""
 
 from __future__ import annotations
 
