@@ -1,8 +1,8 @@
 """Exact sums in Python's integers: the fallback where the extension was not built, and an oracle of compiled kernels.
 
 Input: NumPy arrays of terms. Output: for each element the real sum, perhaps divided by an integer, rounded once, to
-nearest even. ``native/kernels/exact.hpp`` defines the results for NaN, infinities and zeros. Floats are read and written as
-bits, so the result does not depend on the caller's rounding mode, or on whether it flushes subnormal numbers to zero.
+nearest even. ``native/kernels/exact.hpp`` defines the results for NaN, infinities and zeros. Floats are read and
+written as bits; the result depends neither on the caller's rounding mode, nor on whether it flushes subnormals.
 """
 
 from __future__ import annotations

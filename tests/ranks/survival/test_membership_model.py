@@ -10,7 +10,7 @@ import pytest
 from budget import SHARE
 from membership_model import SCENARIOS, Model, Scenario, Violation, rounds
 
-from crossreduce.ranks.agreement.agreement import ballots
+from crossreduce.ranks.agreement import ballots
 from crossreduce.ranks.agreement.ballots import Ballot, has_quorum
 from crossreduce.ranks.intra_host import registers
 from crossreduce.ranks.intra_host.registers import Registers

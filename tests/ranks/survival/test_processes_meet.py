@@ -21,7 +21,7 @@ from ranks import Died, ranks
 from crossreduce import processes
 from crossreduce.errors import ArgumentError, CollectiveTimeout, ContextError, MismatchError, PeerLostError, encoded
 from crossreduce.processes import meeting, rank_group
-from crossreduce.ranks.agreement.agreement import agreement
+from crossreduce.ranks.agreement import agreement
 from crossreduce.ranks.connections.rendezvous import MET, StoreRendezvous
 from crossreduce.ranks.connections.store import StoreClient, StorePart
 from crossreduce.ranks.survival import joiner

@@ -87,7 +87,7 @@ def torch_calls(fake):
     from crossreduce.engines.host import prepared
     from crossreduce.frameworks.torch import arrays as torch_framework
 
-    prepared.compiled().use_device_type(1)  # the CPU's
+    prepared.compiled_module().use_device_type(1)  # the CPU's
     assert fake.lib.fake_own(1 << 12, (1 << 47) - (1 << 13), 0) == 0
     places = {
         (torch_framework, "_place"): lambda device: torch.device("cpu"),

@@ -5,7 +5,7 @@ import itertools
 from queue import Empty
 from types import SimpleNamespace
 
-from crossreduce.ranks.agreement.agreement import agreement, lost_ranks
+from crossreduce.ranks.agreement import agreement, lost_ranks
 from crossreduce.ranks.connections import repeated_request
 from crossreduce.ranks.connections.peer_requests import Ended
 

@@ -1,8 +1,8 @@
 """Prepared calls: a call that was made before runs again in compiled code, without Python objects per array.
 
 Input: the jobs, executables and results of a call that has just taken the path in Python (``pipeline.py``). Output: a
-``Calls`` object of ``native/calls/calls.cpp``, which recognises later calls with arrays of the same dtypes and sizes. It only
-recognises: whatever differs from the first call takes the path in Python again, which checks and explains.
+``Calls`` object of ``native/calls/calls.cpp``, which recognises later calls with arrays of the same dtypes and sizes.
+It only recognises: whatever differs from the first call takes the path in Python again, which checks and explains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The greatest rates of several groups on shared links: first the least rate / weight, then the next, and so on.
 
 Input: a topology and the needs of groups. Output: the trees of each group, which together fit the links, and a
-``GroupsBound``. Level by level, one program (``column_generation.py``) has the trees of all groups: those of the groups
-that are fixed, at their rates, and those of the others at the greatest common rate. Groups whose trees have a price
-above 0 are fixed at it. Only rates are fixed: trees of all groups may change at each level.
+``GroupsBound``. Level by level, one program (``column_generation.py``) has the trees of all groups: those of fixed
+groups, at their rates, and those of the others at the greatest common rate. Groups whose trees have a price above 0 are
+fixed at it. Only rates are fixed: trees of all groups may change at each level.
 """
 
 from __future__ import annotations

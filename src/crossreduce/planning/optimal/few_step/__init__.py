@@ -1,9 +1,7 @@
 """Forests of few steps: trees of limited depth that share the links, for buffers of small and middle size.
 
 ``switch_routes.py``: which device reaches which in one step. ``shallow_trees.py``: trees of limited depth of the least
-<<<<<<< HEAD
-price. ``tree_program.py``: the linear program that shares the buffer among such trees. ``few_step_forests.py``: its
-solutions as schedules.
+price. ``tree_program.py``: the linear program that shares the buffer. ``few_step_forests.py``: schedules.
 =======
 price. ``tree_program.py``: the linear program that shares the buffer. ``few_step_forests.py``: schedules.
 >>>>>>> w-s
