@@ -143,9 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the threads of OpenMP would use the CPU between measurements
     ctypes.CDLL(str(fake_cuda.built(stub=True)), ctypes.RTLD_GLOBAL)
     memory = fake_cuda_torch.install()
-    prepared_calls.compiled_module().use_device_type(
-        1
-    )  # the CPU's: compiled code takes host tensors for those of cuda:0
+    prepared_calls.compiled_module().use_device_type(1)  # the CPU's: host tensors are taken for those of cuda:0
     kept = {}
     for name, job in JOBS.items():
         made = prepared(job, memory)

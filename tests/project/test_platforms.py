@@ -160,7 +160,7 @@ def test_import_without_the_functions_of_linux(platform):
     """Every module of the package that needs no framework can be imported, without opening a library."""
     imported, _ = run(platform, "")
     assert {
-        f"crossreduce.{each}" for each in ("cli.doctor.command", "mpi", "ranks.communicator", "transports.tcp")
+        f"crossreduce.{each}" for each in ("cli.doctor.command", "mpi", "ranks.communicator", "ranks.transports.tcp")
     } < set(imported)
 
 

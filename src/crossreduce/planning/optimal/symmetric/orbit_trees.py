@@ -3,13 +3,9 @@
 If every image of a tree carries the same part of the buffer, all links of an orbit carry the same load: the links of
 the orbit that the tree uses, times the rate, divided by the links of the orbit. So the best trees are the optimum of a
 linear program with one row for each orbit of links. Its solution gives each orbit a price, and the cheapest trees at
-these prices are added, as in ``bounds/column_generation.py``. Trees grow from the root, always over the cheapest route to a new
-device (Prim). Where a link and the link back cost the same, as in an all-reduce on equal links in both directions, no
-=======
 these prices are added, as in ``bounds/column_generation.py``. Trees grow from the root, always over the cheapest route
 to a new device (Prim). Where a link and the link back cost the same, as in an all-reduce on equal links both ways, no
 tree is cheaper; elsewhere there may be cheaper ones, and the rate may stay below the bound.
->>>>>>> w-s
 
 Source: Prim, Shortest connection networks and some generalizations, Bell System Technical J. 36(6), 1957; Gilmore &
 Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961.
