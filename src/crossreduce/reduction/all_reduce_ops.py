@@ -36,6 +36,7 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
       ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
 
     >>> import numpy as np
+    >>> from crossreduce import PerReplica
     >>> value = PerReplica([np.full(3, 2.0**k) for k in range(3)])
     >>> AllReduceCrossDeviceOps("ring", num_packs=2).reduce("sum", value, value)[2]
     array([7., 7., 7.])
@@ -103,6 +104,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       ArgumentError: ``num_packs`` is negative or not an integer.
 
     >>> import numpy as np
+    >>> from crossreduce import PerReplica
     >>> value = PerReplica([np.float32(2**k) for k in range(9)])
     >>> HierarchicalCopyAllReduce(num_packs=4).reduce("sum", value, "cpu:0")[0]
     array(511., dtype=float32)
