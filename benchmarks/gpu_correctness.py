@@ -190,7 +190,7 @@ def _check_call(gpus: Gpus, draw: np.random.Generator, dtype: str, op: str) -> b
                 again, first = _as_numpy(gpus.on_host(x), "uint8"), _as_numpy(y, "uint8")
                 assert again.tobytes() == first.tobytes(), "a second call has other bits"
     for layout, jobs, _ in found:
-        numbers = jobs[0][0].numbers
+        numbers = jobs[0][0].facts.numbers
         sources = [[_as_numpy(x, dtype) for x in given[tensor]] for tensor in layout.tensors]
         out_kind = _kind(numbers.result)
         right = [[np.empty(row[0].size, out_kind) for _ in layout.destinations] for row in sources]
