@@ -225,6 +225,7 @@ class TensorFlow(Framework):
 
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+        tf.config.list_logical_devices()  # from now on the devices cannot be changed, by a command in this process say
         tf.get_logger().setLevel("ERROR")
         self.tf, self.kind = tf, tf.Tensor
 
