@@ -36,15 +36,13 @@ nitpick_ignore_regex = [  # signatures name classes of other projects, whose sit
     ("py:class", r"(collections\.abc|datetime|fractions|numpy|os|torch)\..*"),
     ("py:class", "Fraction"),
     # and classes that the reference has in crossreduce.torch
-    ("py:class", r"(crossreduce\.ranks\.counters\.)?(CollectiveStats|WaitStats)"),
+    ("py:class", r"(crossreduce\.observe\.counters\.)?(CollectiveStats|WaitStats)"),
     # and classes of this library that are not public: arguments of constructors that users do not call
-    (
-        "py:class",
-        r"crossreduce\.planning\.(planners\.Request|bounds\.certificate\.Cut|bounds\.joint\.(GroupNeed|RateLevel))",
-    ),
+    ("py:class", r"crossreduce\.planning\.(requests\.Request|optimal\.bounds\.certificate\.Cut)"),
+    ("py:class", r"crossreduce\.planning\.groups\.groups_bound\.(GroupNeed|RateLevel)"),
     ("py:class", r"crossreduce\.(torch\.elastic|processes\.rank_group)\.Result"),
-    ("py:class", r"crossreduce\.ranks\.(communicator\.Communicator|rendezvous\.Origin|store\.StoreClient)"),
-    ("py:class", r"crossreduce\.transports\.mpi\.MpiTransport"),
+    ("py:class", r"crossreduce\.ranks\.(communicator\.Communicator|transports\.mpi\.MpiTransport)"),
+    ("py:class", r"crossreduce\.ranks\.connections\.(rendezvous\.Origin|store\.StoreClient)"),
     ("py:class", r"crossreduce\.strategy\.(base\.Strategy|extended\.Extended|replica_group\.ReplicaGroup)"),
     ("py:class", r"crossreduce\.values\.DistributedValues|Pair"),
 ]
