@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .observe.traces.format import DEFAULT_NBYTES
-from .ranks.tracing import start, stop
+from .observe.traces.recording import start, stop
 
 __all__ = ["recording", "start", "stop"]
 

@@ -15,8 +15,8 @@ from ranks import ranks
 import crossreduce as cr
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.flight_recorder import History, Op
+from crossreduce.observe.liveness import LEFT
 from crossreduce.ranks.communicator import ArrayView, Communicator
-from crossreduce.ranks.intra_host.shared_memory import LEFT
 
 GOLDEN = SUPPORT / "dumps"
 

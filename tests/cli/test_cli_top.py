@@ -17,9 +17,9 @@ from members import Resources, member, memory, starter
 from ranks import Died, SocketTransport, ranks
 
 from crossreduce.errors import PeerLostError
+from crossreduce.observe.observer import Observer
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.observer import Observer
 
 
 @pytest.fixture

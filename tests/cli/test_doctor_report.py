@@ -17,7 +17,7 @@ from crossreduce.cli.doctor.timeline import Axis, CallBar, RankRow
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.diagnostics import CallSignature, timeout_text
 from crossreduce.observe.flight_recorder import Frame, History, Op, Thread
-from crossreduce.ranks.intra_host.shared_memory import LEFT
+from crossreduce.observe.liveness import LEFT
 
 GOLDEN = SUPPORT / "dumps"
 VOID = {"meta", "link", "br"}

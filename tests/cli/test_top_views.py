@@ -9,7 +9,7 @@ from crossreduce.cli.top import group_rates
 from crossreduce.cli.top.command import _print
 from crossreduce.observe.counters import CollectiveStats, WaitStats
 from crossreduce.observe.flight_recorder import Op
-from crossreduce.ranks.observer import GroupView, RankView
+from crossreduce.observe.observer import GroupView, RankView
 
 
 def view(now_s, *states, waits, calls=10, between=(0.0, 0.0, 0.0)):

@@ -23,36 +23,18 @@ from ..schedule.schedule import many
 from ..topology.measurements import LARGEST, Measurement, read_measurements
 from .support.arguments import one_of
 from .support.output import atomic_file, progress, rate_json
-from .support.plans import (
-    NBYTES,
-    Algorithm,
-    Collective,
-    CostsOption,
-    Nbytes,
-    OperationUs,
-    plan_json,
-    plan_text,
-    read_plan_request,
-)
-from .support.topologies import Devices, Hosts, InNetwork, Json, Machine, WithoutLink, select
+from .support.plans import PlanRequest, plan_json, plan_options, plan_text
+from .support.topologies import Json
 
 _RESULTS = "Results: JSON of nccl-tests (-J) or of crossreduce bench (--json), for example of one host and of two."
 
 
+@plan_options("root", "packs", "participants")
 def calibrate(
-    machine: Machine,
+    request: PlanRequest,
     results: Annotated[list[Path], Argument(metavar="RESULTS...", help=_RESULTS)],
     assume: Annotated[str, Option(help="Algorithm of results that name none, as NCCL's.")] = ASSUMED,
     export: Annotated[Path | None, Option(help="Write the fitted topology to this .json file.")] = None,
-    collective: Collective = "all_reduce",
-    nbytes: Nbytes = NBYTES,
-    algorithm: Algorithm = "auto",
-    devices: Devices = None,
-    without_link: WithoutLink = None,
-    hosts: Hosts = 1,
-    in_network: InNetwork = False,
-    costs: CostsOption = None,
-    operation_us: OperationUs = None,
     json: Json = False,
 ) -> None:
     """Fit the speeds of links to results, and plan a collective on them.
@@ -62,27 +44,15 @@ def calibrate(
     one_of(ALGORITHMS, "--assume", assume)
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export must be a .json file, not {export}.")
-    request = read_plan_request(
-        machine,
-        collective=collective,
-        nbytes=nbytes,
-        algorithm=algorithm,
-        devices=devices,
-        without_link=without_link,
-        hosts=hosts,
-        in_network=in_network,
-        costs=costs,
-        operation_us=operation_us,
-    )
     with atomic_file("--export", export) as exported:
         fit = fit_links(results, request.complete, assume)
-        topology = select(fit.topology, devices, without_link)
+        topology = request.part_of(fit.topology)
         with progress("planning", 2) as advance:
             plan = request._replace(topology=topology).plan()
             advance("comparing")
             if json:
                 measured = {"seconds": fit.interval(plan.seconds)} | calibration_json(fit, assume)
-                text = json_module.dumps(plan_json(machine, plan) | {"measured": measured}, indent=2)
+                text = json_module.dumps(plan_json(request.machine, plan) | {"measured": measured}, indent=2)
             else:
                 lines = [*calibration_lines(fit, assume), "", plan_text(plan, plan_lines(fit, plan.seconds))]
                 text = "\n".join(lines)

@@ -7,7 +7,6 @@ Input: the options of ``crossreduce plan``, and a file. Output: the explanation 
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,24 +21,8 @@ from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
 from .support.arguments import one_of
 from .support.output import atomic_file, check_folder, draw, print_files, progress, write_explorer, write_folder
-from .support.plans import (
-    NBYTES,
-    Algorithm,
-    Collective,
-    CostsOption,
-    Granularity,
-    Nbytes,
-    OperationUs,
-    Packs,
-    Participants,
-    PlanRequest,
-    Root,
-    plan_json,
-    plan_text,
-    read_granularity,
-    read_plan_request,
-)
-from .support.topologies import PICTURE_SUFFIXES, Devices, Hosts, InNetwork, Json, Machine, WithoutLink
+from .support.plans import Granularity, PlanRequest, plan_json, plan_options, plan_text, read_granularity
+from .support.topologies import PICTURE_SUFFIXES, Json
 
 PAGE_SUFFIX: Final = ".html"
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
@@ -47,8 +30,9 @@ ONE_RANK: Final = tuple(name for name, exporter in EXPORTERS.items() if exporter
 _FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .svg, .png: a picture; or --format."
 
 
+@plan_options()
 def export(
-    machine: Machine,
+    request: PlanRequest,
     file: Annotated[Path, Argument(metavar="FILE|DIR", help=_FILE)],
     format: Annotated[  # noqa: A002 - the option's name
         str | None, Option(help=f"{', '.join(EXPORTERS)}. Default: by the suffix of the file.")
@@ -57,18 +41,6 @@ def export(
         int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
     ] = None,
     granularity: Granularity = None,
-    collective: Collective = "all_reduce",
-    nbytes: Nbytes = NBYTES,
-    algorithm: Algorithm = "auto",
-    root: Root = None,
-    packs: Packs = 1,
-    participants: Participants = None,
-    devices: Devices = None,
-    without_link: WithoutLink = None,
-    hosts: Hosts = 1,
-    in_network: InNetwork = False,
-    costs: CostsOption = None,
-    operation_us: OperationUs = None,
     json: Json = False,
 ) -> None:
     """Plan a collective, and write the plan into a file for another program.
@@ -83,30 +55,15 @@ def export(
     by_rank = exporter is not None and exporter.by_rank
     is_folder = exporter is not None and exporter.is_folder
     part = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)
-    request = read_plan_request(
-        machine,
-        collective=collective,
-        nbytes=nbytes,
-        algorithm=algorithm,
-        root=root,
-        packs=packs,
-        participants=participants,
-        devices=devices,
-        without_link=without_link,
-        hosts=hosts,
-        in_network=in_network,
-        costs=costs,
-        operation_us=operation_us,
-    )
-    check_exportable(kind, request.topology, collective)
-    if exporter is not None and exporter.runs_elsewhere and request.costs.operation_s is None:
-        request = request._replace(costs=replace(request.costs, operation_s=0))
+    check_exportable(kind, request.topology, request.collective)
+    if exporter is not None and exporter.runs_elsewhere:
+        request = request.for_one_kernel()
     if exporter is None:
-        text = _write_drawn(machine, file, kind, request, part, as_json=json)
+        text = _write_drawn(file, kind, request, part, as_json=json)
     else:
         options: dict[str, Any] = {} if rank is None else {"rank": rank}
         write = _write_folder if is_folder else _write_file
-        text = write(machine, file, exporter, request, part, options, as_json=json)
+        text = write(file, exporter, request, part, options, as_json=json)
     print(text)
     if exporter is None and not json:
         print_files(file)
@@ -128,15 +85,13 @@ def _format(file: Path, given: str | None) -> str:
     return kind
 
 
-def _write_drawn(
-    machine: str, file: Path, suffix: str, request: PlanRequest, granularity: float, *, as_json: bool
-) -> str:
+def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: float, *, as_json: bool) -> str:
     """Write a page for a browser or a picture, and return what the command prints."""
     with atomic_file("FILE", file) as target:
         with progress("planning", 2) as advance:
             plan = request.plan(granularity=granularity)
             advance("comparing")
-            text = _report(machine, plan, {}, {}, as_json=as_json)
+            text = _report(request.machine, plan, {}, {}, as_json=as_json)
         if suffix == PAGE_SUFFIX:
             write_explorer(plan, target)
         else:
@@ -145,7 +100,6 @@ def _write_drawn(
 
 
 def _write_file(
-    machine: str,
     file: Path,
     exporter: Exporter,
     request: PlanRequest,
@@ -179,13 +133,12 @@ def _write_file(
             about |= {f"{exporter.counts}_multiple_of": multiple}
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
-        text = _report(machine, plan, facts, lines, as_json=as_json)
+        text = _report(request.machine, plan, facts, lines, as_json=as_json)
         target.write_text(content, "utf-8")
     return text
 
 
 def _write_folder(
-    machine: str,
     folder: Path,
     exporter: Exporter,
     request: PlanRequest,
@@ -203,7 +156,9 @@ def _write_folder(
         assert isinstance(files, dict)
         advance("comparing")
         remarks = exporter.remarks_on(plan, files)
-        text = _report(machine, plan, {"remarks": remarks}, _ranks_line(plan, exporter) | remarks, as_json=as_json)
+        text = _report(
+            request.machine, plan, {"remarks": remarks}, _ranks_line(plan, exporter) | remarks, as_json=as_json
+        )
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
         write_folder("DIR", folder, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text

@@ -17,50 +17,30 @@ from .. import GroupsPlan, Topology, __version__, mesh_groups, plan_groups
 from ..errors import ArgumentError
 from .support.arguments import read_subset
 from .support.output import progress, rate_json
-from .support.plans import NBYTES, Collective, CostsOption, Nbytes, OperationUs, read_plan_request
-from .support.topologies import Devices, Hosts, InNetwork, Json, Machine, WithoutLink
+from .support.plans import PlanRequest, plan_options
+from .support.topologies import Json
 
 _GROUPS = 'Groups such as "0-3;4-7", or a mesh such as 2x8: the lines along each dimension, as in a DeviceMesh.'
 
 
+@plan_options("algorithm", "root", "packs", "participants")
 def groups(
-    machine: Machine,
+    request: PlanRequest,
     listed: Annotated[str, Argument(metavar="GROUPS|MESH", help=_GROUPS)],
     weights: Annotated[
         str | None, Option(help="A number per group, such as 1,2.5; rates are in proportion. Default: 1.")
     ] = None,
-    collective: Collective = "all_reduce",
-    nbytes: Nbytes = NBYTES,
-    devices: Devices = None,
-    without_link: WithoutLink = None,
-    hosts: Hosts = 1,
-    in_network: InNetwork = False,
-    costs: CostsOption = None,
-    operation_us: OperationUs = None,
     json: Json = False,
 ) -> None:
     """Plan groups that run at the same time: one plan for all on their links."""
-    request = read_plan_request(
-        machine,
-        collective=collective,
-        nbytes=nbytes,
-        devices=devices,
-        without_link=without_link,
-        hosts=hosts,
-        in_network=in_network,
-        costs=costs,
-        operation_us=operation_us,
-    )
     chosen = read_groups(listed, request.topology)
     shares = read_weights(weights, len(chosen))
     with progress("planning", 2) as advance:
         plans = plan_groups(
-            request.topology, chosen, shares, collective=collective, nbytes=request.nbytes, costs=request.costs
+            request.topology, chosen, shares, collective=request.collective, nbytes=request.nbytes, costs=request.costs
         )
         advance("comparing")
-        text = (
-            json_module.dumps(_json(machine, plans, collective, request.nbytes), indent=2) if json else plans.explain()
-        )
+        text = json_module.dumps(_json(request, plans), indent=2) if json else plans.explain()
     print(text)
 
 
@@ -93,7 +73,7 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
     return [Fraction(part) for part in parts]
 
 
-def _json(machine: str, found: GroupsPlan, collective: str, nbytes: int) -> dict[str, Any]:
+def _json(request: PlanRequest, found: GroupsPlan) -> dict[str, Any]:
     separate, own = found.separate, found.separate_without_helpers
     groups = [
         {
@@ -127,9 +107,9 @@ def _json(machine: str, found: GroupsPlan, collective: str, nbytes: int) -> dict
     ]
     return {
         "crossreduce": __version__,
-        "machine": machine,
-        "collective": collective,
-        "nbytes": nbytes,
+        "machine": request.machine,
+        "collective": request.collective,
+        "nbytes": request.nbytes,
         "ratio": {"exact": str(found.ratio), "value": float(found.ratio)},
         "groups": groups,
         "levels": levels,

@@ -107,8 +107,9 @@ class GeneratedProgram(Program):
         known: dict[Any, FusedProgram] = {}
         return [made(chunk, kept[chunk.sources], kept[chunk.destinations], known) for chunk in self.base.chunks]
 
-    def _part(self, device: int) -> DeviceProgram:
-        symmetry, events = self.schedule.symmetry, self.base._events
+    def part(self, device: int) -> DeviceProgram:
+        """Compute the program of one device."""
+        symmetry, events = self.schedule.symmetry, self.base.chunk_events
         origins = list(symmetry.origins(device))
         parts = [
             PartInChunk(events[chunk], origins[element], partial(symmetry.image, element))

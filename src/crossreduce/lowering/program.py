@@ -130,11 +130,13 @@ class Program:
         return dict.fromkeys(range(len(self.devices)), 1)
 
     @cached_property
-    def _events(self) -> list[ChunkEvents]:
+    def chunk_events(self) -> list[ChunkEvents]:
+        """What happens to the values of each chunk, on every device."""
         return [ChunkEvents(chunk) for chunk in self.chunks]
 
-    def _part(self, device: int) -> DeviceProgram:
-        parts = [PartInChunk(events, device, lambda other: other) for events in self._events]
+    def part(self, device: int) -> DeviceProgram:
+        """Compute the program of one device; ``device_program`` caches it."""
+        parts = [PartInChunk(events, device, lambda other: other) for events in self.chunk_events]
         return device_program(self.round_count, parts)
 
     @property
@@ -171,7 +173,7 @@ class Program:
 
 @lru_cache(maxsize=1024)
 def _on(program: Program, device: int) -> DeviceProgram:
-    return program._part(device)
+    return program.part(device)
 
 
 @lru_cache(maxsize=4096)

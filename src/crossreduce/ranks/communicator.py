@@ -15,9 +15,10 @@ from typing import Final
 from ..errors import ReductionError, UnsupportedError
 from ..observe.counters import Stats
 from ..observe.diagnostics import call_text, op_text, planned_text
+from ..observe.statistics import Statistics
+from ..observe.traces import recording
 from ..ops import COMPLEX, ReduceOp, copy_numbers
 from ..topology import Topology
-from . import tracing
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
 from .connections import peer_requests
@@ -31,7 +32,6 @@ from .inter_host.two_level import same_speeds
 from .intra_host.instructions import reduction_numbers
 from .intra_host.registers import Decision
 from .membership import Connect, join
-from .statistics import Statistics
 from .transports.base import Rendezvous, RunningCollective, Transport
 from .transports.tcp import TcpTransport
 
@@ -106,7 +106,8 @@ class Communicator:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)
             calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)
             self.lock = calls.lock
-            self.statistics = Statistics(members, self.memory)
+            host = tuple(self.global_ranks[rank] for rank in self.host)
+            self.statistics = Statistics(name, members.own, self.size, host, self.memory.counts)
             self.calls = calls  # last: without it, ``close`` and ``__del__`` release nothing
         except BaseException:  # such as Ctrl-C
             joined.leave()
@@ -114,7 +115,7 @@ class Communicator:
                 if part is not None:
                     part.close()
             raise
-        tracing.register(self)
+        recording.register(self)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, members.global_hosts())
 
     # The collectives
@@ -277,7 +278,7 @@ class Communicator:
             with self.lock:
                 engine.topology = topology
                 self.calls.executables.clear()
-                tracing.write_topology(self)
+                recording.write_topology(self)
         self.plan_digest = digest.hex()
         return changed
 
@@ -400,7 +401,7 @@ class Communicator:
             self.statistics.close()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:
                 self.rendezvous.record_leaving()
-            tracing.close(self)
+            recording.close(self)
             self.memory.record_leaving()
             self.memory.close()
             if self._own_transport is not None:

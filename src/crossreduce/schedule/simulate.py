@@ -21,19 +21,18 @@ Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel C
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, PlanError, shown
 from ..progress import steps
-from ..topology import Topology, TopologyLike, topology_of
+from ..topology import Topology, TopologyLike, byte_count, topology_of
+from ..topology.topology_like import MOST_BYTES
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
 from .generated_schedule import GeneratedSchedule
@@ -49,18 +48,12 @@ LEAST_PIECE: Final = 1024
 # 1 + (R - 1) / p times as long as the busiest link needs for all its data.
 MOST_PIECES: Final = 1 << 16
 
-# The largest buffer that is simulated: an exbibyte, more memory than any machine has.
-MOST_BYTES: Final = 1 << 60
-
 # How much longer than the least time a schedule may take whose operations are queued, if it has fewer pieces: near the
 # least time, each piece saves little, and its operations keep the host busy.
 LONGER: Final = 1.005
 
 _FACTORS: Final = (1.5, 1.15)  # by which numbers of pieces that are tried one after another differ
 _EQUAL: Final = 1e-9
-
-_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -74,24 +67,6 @@ class Simulation:
     operations: int = 0  # in all ticks: one per tick, device and number of operands
     # For each limit, by its name, the part of the time in which it is busy; the greatest first.
     limits: tuple[tuple[str, float], ...] = ()
-
-
-def byte_count(given: object) -> int:
-    """Return a number of bytes: an int from 0 to ``MOST_BYTES``, or text in which K, M and G are powers of 1024.
-
-    Raises:
-      ArgumentError: it is neither.
-
-    >>> byte_count("64M") == byte_count("65536 KiB") == byte_count(64 << 20)
-    True
-    """
-    number = given
-    if isinstance(given, str) and (match := _NBYTES.fullmatch(given.strip())) is not None:
-        number = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MOST_BYTES:
-        return number
-    problem = f'nbytes must be an integer from 0 to {MOST_BYTES}, or text such as "64K" or "128M".'
-    raise ArgumentError.of(problem, f"nbytes={shown(given)}", "nbytes=1 << 20")
 
 
 def simulate(

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..topology import TopologyLike, topology_of
+from ..topology import TopologyLike, byte_count, topology_of
 from .clock import EventClock
 from .costs import Costs, Pair, costs_of
 from .generated_schedule import GeneratedSchedule
 from .schedule import Schedule
-from .simulate import byte_count, loads_of
+from .simulate import loads_of
 from .traffic import Read
 
 

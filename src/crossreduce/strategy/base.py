@@ -15,7 +15,7 @@ from ..values import DistributedValues
 class Strategy:
     """Base class of ``MirroredStrategy``: the members that can be used in every context, also inside replicas."""
 
-    _is_default = False
+    is_default = False
     """Whether this is the strategy of calls outside all strategies."""
 
     def __init__(self, devices: tuple[str, ...], ops: CrossDeviceOps) -> None:

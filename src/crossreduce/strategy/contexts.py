@@ -60,7 +60,7 @@ def enter(context: Current) -> Iterator[None]:
 def has_strategy() -> bool:
     """Return whether this call is inside the ``scope`` or ``run`` of a strategy other than the default one."""
     here = current()
-    return here is not None and not here.strategy._is_default
+    return here is not None and not here.strategy.is_default
 
 
 def in_cross_replica_context() -> bool:
@@ -222,7 +222,7 @@ class ReplicaContext:
 
         key = ("all_reduce", op, structure, hints, recorded)
         call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
-        results: list[Any] = self._rendezvous(call)
+        results: list[Any] = self.rendezvous(call)
         if backward:
 
             def gradient(grads: Sequence[Array]) -> list[Array]:
@@ -267,7 +267,7 @@ class ReplicaContext:
 
         key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
         call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
-        results, sizes = self._rendezvous(call)
+        results, sizes = self.rendezvous(call)
         for k, x in enumerate(leaves):
             if recorded[k]:
                 start = sum(others[k] for others in sizes[: self._replica])
@@ -327,9 +327,9 @@ class ReplicaContext:
 
         key = ("merge_call", _code(merge_fn), len(args))
         call = CollectiveCall(key, lambda: f"merge_call of {name}", (merge_fn, args, kwargs or {}), merge)
-        return self._rendezvous(call)
+        return self.rendezvous(call)
 
-    def _rendezvous(self, call: CollectiveCall) -> Any:
+    def rendezvous(self, call: CollectiveCall) -> Any:
         """Make a call together with all replicas, in the cross-replica context; return this replica's result."""
         if self._group is not None:
             return self._group.rendezvous(self._replica, call)

@@ -322,7 +322,7 @@ def get_replica_context() -> ReplicaContext | None:
 @cache
 def _default_strategy() -> MirroredStrategy:
     strategy = MirroredStrategy(1)
-    strategy._is_default = True
+    strategy.is_default = True
     return strategy
 
 

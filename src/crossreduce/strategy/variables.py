@@ -262,7 +262,7 @@ class Variable(_Assignable, DistributedVariable):
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
         value = value.value() if isinstance(value, Variable) else localize(value, k, n)
         if not mirrored:
-            self._store_component(k, self._new_component(how, k, value))
+            self.assign_component(how, k, value)
             return self
         self._require_aggregation(f"{how} of {self} in {here.replica}")
 
@@ -270,7 +270,7 @@ class Variable(_Assignable, DistributedVariable):
             self._put_all(how, self._combine(values))
             return [None] * n
 
-        here.replica._rendezvous(CollectiveCall((how, id(self)), lambda: f"{how} of {self}", value, merge))
+        here.replica.rendezvous(CollectiveCall((how, id(self)), lambda: f"{how} of {self}", value, merge))
         return self
 
     def _assign_all(self, how: str, value: Any, mirrored: bool) -> None:
@@ -348,6 +348,10 @@ class Variable(_Assignable, DistributedVariable):
             for k, new in enumerate(changed):
                 self._store_component(k, new)
 
+    def assign_component(self, how: str, k: int, value: Any) -> None:
+        """Assign to the component of replica ``k``; ``how`` is the method for which this is done."""
+        self._store_component(k, self._new_component(how, k, value))
+
     def _store_component(self, k: int, new: Array) -> None:
         self._components[k] = self._framework.variable_value(self._components[k], new, self._devices[k])
 
@@ -372,7 +376,7 @@ class Component(_Assignable):
         return self._variable[self._replica]
 
     def _assign(self, how: str, value: Any) -> Self:
-        self._variable._store_component(self._replica, self._variable._new_component(how, self._replica, value))
+        self._variable.assign_component(how, self._replica, value)
         return self
 
 

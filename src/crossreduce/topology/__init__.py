@@ -9,6 +9,6 @@ I/O.
 from .links import Link, Switch
 from .symmetry import Symmetry, SymmetryGenerator
 from .topology import Topology
-from .topology_like import TopologyLike, topology_of
+from .topology_like import TopologyLike, byte_count, topology_of
 
-__all__ = ["Link", "Switch", "Symmetry", "SymmetryGenerator", "Topology", "TopologyLike", "topology_of"]
+__all__ = ["Link", "Switch", "Symmetry", "SymmetryGenerator", "Topology", "TopologyLike", "byte_count", "topology_of"]

@@ -1,8 +1,10 @@
-"""Topologies as callers give them: a ``Topology``, the name of a machine, or the path of a file."""
+"""Arguments that callers give in one of several forms: a topology, and a number of bytes."""
 
 from __future__ import annotations
 
 import os
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +13,12 @@ from .topology import Topology
 
 TopologyLike = Topology | str | os.PathLike[str]
 
+# The largest buffer that is simulated: an exbibyte, more memory than any machine has.
+MOST_BYTES: Final = 1 << 60
+
 _SUFFIXES: Final = (".json", ".xml", ".txt")
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 
 def topology_of(given: object) -> Topology:
@@ -50,3 +57,21 @@ def is_path(given: str | os.PathLike[str]) -> bool:
     except ArgumentError:
         return True
     return False
+
+
+def byte_count(given: object) -> int:
+    """Return a number of bytes: an int from 0 to ``MOST_BYTES``, or text in which K, M and G are powers of 1024.
+
+    Raises:
+      ArgumentError: it is neither.
+
+    >>> byte_count("64M") == byte_count("65536 KiB") == byte_count(64 << 20)
+    True
+    """
+    number = given
+    if isinstance(given, str) and (match := _NBYTES.fullmatch(given.strip())) is not None:
+        number = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MOST_BYTES:
+        return number
+    problem = f'nbytes must be an integer from 0 to {MOST_BYTES}, or text such as "64K" or "128M".'
+    raise ArgumentError.of(problem, f"nbytes={shown(given)}", "nbytes=1 << 20")

@@ -18,9 +18,10 @@ import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, direct, hierarchical_copy, one_device, ring
-from crossreduce.schedule import Costs, byte_count, fastest_of, fluid_rate, pipelined
+from crossreduce.schedule import Costs, fastest_of, fluid_rate, pipelined
 from crossreduce.schedule.lock_step import Loads, LockStep
 from crossreduce.schedule.traffic import traffic
+from crossreduce.topology import byte_count
 
 GB = 10**9
 ONE = Fraction(1)

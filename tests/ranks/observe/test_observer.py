@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from crossreduce import kernels
-from crossreduce.ranks.observer import Observer
+from crossreduce.observe.observer import Observer
 
 
 def top(*args):

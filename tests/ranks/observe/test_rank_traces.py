@@ -17,13 +17,12 @@ from traced_ranks import CALLS, LATE_S, array_group, in_threads, only_group, tra
 
 import crossreduce.trace
 from crossreduce import ArgumentError, ReductionError
-from crossreduce.observe.traces import calls as trace_calls
+from crossreduce.observe.traces import recording as tracing
 from crossreduce.observe.traces.calls import read_directory
 from crossreduce.observe.traces.clocks import align
 from crossreduce.observe.traces.format import Phase
 from crossreduce.observe.traces.summary import summarize
-from crossreduce.ranks import tracing
-from crossreduce.ranks.intra_host.shared_memory import BROKEN, LEFT
+from crossreduce.ranks.intra_host.shared_memory import BROKEN
 
 WORK = {Phase.COPY_IN, Phase.REDUCE, Phase.COPY_OUT}
 
@@ -380,8 +379,3 @@ def test_start_in_an_unwritable_directory(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="a trace cannot be written to"):
         crossreduce.trace.start(tmp_path / "file" / "trace")
-
-
-def test_the_reader_and_the_writer_agree_on_texts():
-    """The reader leaves out the op that a rank writes when it leaves the group."""
-    assert trace_calls.LEFT == LEFT

@@ -16,9 +16,9 @@ from ranks import SocketTransport, ranks
 
 from crossreduce import kernels
 from crossreduce.errors import ContextError, MismatchError
+from crossreduce.observe import metrics
 from crossreduce.observe.counters import KINDS, CollectiveStats, Stats, WaitStats
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import metrics
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.prepared import new_calls, prepare
 

@@ -15,12 +15,12 @@ import pytest
 from crossreduce import kernels
 from crossreduce.errors import CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
+from crossreduce.observe.liveness import LEFT
 from crossreduce.ranks.array_views import encoded_text
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.intra_host.programs import TURN_BYTES
 from crossreduce.ranks.intra_host.shared_memory import (
     DONE,
-    LEFT,
     MAX_CAUSE_BYTES,
     MAX_TEXT_BYTES,
     MISMATCH,

@@ -16,7 +16,7 @@ from typing import Final
 from ...errors import rank_list
 from ...observe.diagnostics import DOCTOR
 from ...observe.flight_recorder import Dump, History, Thread
-from ...ranks.intra_host.shared_memory import LEFT
+from ...observe.liveness import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3

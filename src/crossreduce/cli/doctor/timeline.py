@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ...observe.flight_recorder import Dump, History
-from ...ranks.intra_host.shared_memory import LEFT
+from ...observe.liveness import LEFT
 
 _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?([+-]\d{4})?")
 _SHORTENED: Final = 0.3  # a shortened pause is as long as this share of all shorter ones together

@@ -15,8 +15,7 @@ from ... import Costs, Topology
 from ...devices import canonical, parse
 from ...errors import ArgumentError
 from ...options import ALGORITHMS
-from ...schedule import byte_count
-from ...topology import topology_of
+from ...topology import byte_count, topology_of
 from ...topology.link_kinds import SPEEDS
 from ...topology.topology_like import is_path
 from ...values import host_devices, read_devices

@@ -1,13 +1,17 @@
 """Options that describe one plan, the same in every command that plans, and the plan that they describe.
 
-Input: the values of the options. Output: a ``PlanRequest``; its plan as text or JSON.
+Input: a command, and the names of options that it lacks. Output: the command with these options, which gets a
+``PlanRequest``; its plan as text or JSON.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Final, NamedTuple
+from functools import wraps
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 from typer import Option
 
@@ -20,7 +24,7 @@ from ...planning.explain import shape
 from ...planning.optimal.bounds import COLLECTIVES
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .output import bound_json, rate_json
-from .topologies import select
+from .topologies import Devices, Hosts, InNetwork, Machine, WithoutLink, select
 
 NBYTES: Final = "64M"
 
@@ -54,9 +58,29 @@ Granularity = Annotated[
 ]
 
 
+_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of each, in the order of --help
+    "collective": (Collective, "all_reduce"),
+    "nbytes": (Nbytes, NBYTES),
+    "algorithm": (Algorithm, "auto"),
+    "root": (Root, None),
+    "packs": (Packs, 1),
+    "participants": (Participants, None),
+    "devices": (Devices, None),
+    "without_link": (WithoutLink, None),
+    "hosts": (Hosts, 1),
+    "in_network": (InNetwork, False),
+    "costs": (CostsOption, None),
+    "operation_us": (OperationUs, None),
+}
+
+
 class PlanRequest(NamedTuple):
     """A plan that was requested, and the topology for it."""
 
+    machine: str
+    hosts: int
+    devices: str | None
+    without_link: list[str] | None
     complete: Topology  # before devices and links were removed: numbers of devices are positions in it
     topology: Topology
     collective: str
@@ -66,6 +90,20 @@ class PlanRequest(NamedTuple):
     participants: tuple[str, ...] | None
     packs: int
     costs: Costs
+
+    @property
+    def label(self) -> str:
+        """The machine, the number of hosts, and whether some devices or links were removed."""
+        label = f"{self.machine}, {self.hosts} hosts" if self.hosts > 1 else self.machine
+        return label + ("" if self.topology == self.complete else ", with changes (only a part)")
+
+    def part_of(self, complete: Topology) -> Topology:
+        """Return the part of a topology that ``--devices`` and ``--without-link`` leave."""
+        return select(complete, self.devices, self.without_link)
+
+    def for_one_kernel(self) -> PlanRequest:
+        """Return the request for a plan that runs as one kernel: operations are queued in no time, unless given."""
+        return self if self.costs.operation_s is not None else self._replace(costs=replace(self.costs, operation_s=0))
 
     def plan(self, *, granularity: float = 0.0, costs: Costs | None = None) -> Plan:
         """Return the plan; ``costs``: instead of those of the request."""
@@ -80,6 +118,37 @@ class PlanRequest(NamedTuple):
             costs=self.costs if costs is None else costs,
             granularity=granularity,
         )
+
+
+def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command the machine and the options of a plan, except those of ``without``.
+
+    The command's first parameter gets the ``PlanRequest``. The machine becomes the first argument, and the options come
+    before the command's last one, ``--json``.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        shared = {name: option for name, option in _OPTIONS.items() if name not in without}
+
+        @wraps(command)
+        def run(machine: str, **values: Any) -> None:
+            request = read_plan_request(machine, **{name: values.pop(name) for name in shared})
+            command(request, **values)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        types = get_type_hints(command, include_extras=True)
+        _, *own, last = (
+            each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()
+        )
+        added = [
+            inspect.Parameter(name, kind, annotation=type_, default=value) for name, (type_, value) in shared.items()
+        ]
+        parameters = [inspect.Parameter("machine", kind, annotation=Machine), *own, *added, last]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorated
 
 
 def read_plan_request(
@@ -114,7 +183,21 @@ def read_plan_request(
     stated = read_costs(costs, machine, hosts)
     if operation_us is not None:
         stated = replace(stated, operation_s=operation_us / 1e6)
-    return PlanRequest(complete, topology, collective, size, algorithm, main, members, packs, stated)
+    return PlanRequest(
+        machine,
+        hosts,
+        devices,
+        without_link,
+        complete,
+        topology,
+        collective,
+        size,
+        algorithm,
+        main,
+        members,
+        packs,
+        stated,
+    )
 
 
 def read_granularity(percent: float | None, default: float) -> float:

@@ -22,7 +22,7 @@ from rich.text import Text
 from typer import Exit, Option
 
 from ...errors import ArgumentError, shown
-from ...ranks.observer import GroupView, Observer
+from ...observe.observer import GroupView, Observer
 from ..support.output import printable, terminal
 from ..support.tables import TableColumn, can_fit, columns_that_fit, fitted_table
 from .group_rates import GroupRates, compare, percent_text, state_words

@@ -1,6 +1,6 @@
 """What a group of ranks did between two snapshots: calls and bytes per second, waits, and the straggler.
 
-Input: two snapshots of ``ranks.observer``. Output: rates per rank, and who kept the others waiting.
+Input: two snapshots of ``observe.observer``. Output: rates per rank, and who kept the others waiting.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ...errors import rank_list
-from ...ranks.observer import GroupView, RankView
+from ...observe.observer import GroupView, RankView
 
 NOTEWORTHY: Final = 0.1  # of their time: below this share of waiting, no rank is called a straggler
 

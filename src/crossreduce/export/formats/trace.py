@@ -15,9 +15,9 @@ from typing import Final
 
 from ...chrome_trace import Event, TraceRow, trace_json
 from ...lowering import lower
-from ...schedule import Schedule, TimedTransfer, byte_count, simulate, timeline
+from ...schedule import Schedule, TimedTransfer, simulate, timeline
 from ...schedule.costs import Pair
-from ...topology import Topology, TopologyLike, topology_of
+from ...topology import Topology, TopologyLike, byte_count, topology_of
 from .ranks import one_rank
 
 # The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first

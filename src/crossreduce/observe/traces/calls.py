@@ -16,9 +16,9 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
+from ..liveness import LEFT
 from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
 
-LEFT: Final = "left the group"  # the text of an op that is not a call, as in ``ranks.intra_host.shared_memory``
 CALL_TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
 )

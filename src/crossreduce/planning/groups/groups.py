@@ -16,10 +16,10 @@ from numbers import Rational, Real
 from typing import Any
 
 from ...errors import ArgumentError, PlanError, ReductionError, shown
-from ...schedule import Costs, SharedLimit, byte_count, costs_of, link_shares, pipelined, verify
+from ...schedule import Costs, SharedLimit, costs_of, link_shares, pipelined, verify
 from ...schedule.costs import Pair
 from ...schedule.schedule import many
-from ...topology import Link, Topology, TopologyLike, topology_of
+from ...topology import Link, Topology, TopologyLike, byte_count, topology_of
 from ..forest import forest_of_trees
 from ..optimal.bound import bound_of_members
 from ..optimal.bounds.certificate import COLLECTIVES

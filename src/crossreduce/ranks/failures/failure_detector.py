@@ -15,8 +15,9 @@ from typing import Final
 from ...errors import CollectiveTimeout, ContextError, PeerLostError, ReductionError, decoded, message
 from ...observe import diagnostics
 from ...observe.diagnostics import DOCTOR, UNUSABLE, CallSignature
+from ...observe.liveness import LEFT, is_stopped
 from ..connections.peers import Membership
-from ..intra_host.shared_memory import LEFT, SLICE_S, GroupAborted, RankMemory, WaitTimer, is_stopped
+from ..intra_host.shared_memory import SLICE_S, GroupAborted, RankMemory, WaitTimer
 from ..intra_host.slot_words import is_waiting_for_hosts
 from ..transports.base import Rendezvous, RunningCollective, Transport
 from .peer_errors import InnerFailure, PeerDisconnected, PeerError

@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from ... import kernels
 from ...errors import ReductionError, UnsupportedError, decoded, encoded
 from ...observe.diagnostics import CallSignature
+from ...observe.liveness import LEFT, is_stopped, lock_holder
 from .registers import Registers
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
@@ -32,10 +31,8 @@ SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time
 EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank is not blamed
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
-LEFT: Final = "left the group"
 READS_PEERS: Final = True  # whether messages are read from the memory of another rank's process where that is allowed
 _PAGE: Final = 1 << 16  # the largest page of any system
-_LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
 """Outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
@@ -234,24 +231,6 @@ def _registers_offset(ranks: int, slot: int) -> int:
     """Return where the registers begin, behind the mailboxes: at a page."""
     end = _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
     return -(-end // _PAGE) * _PAGE
-
-
-def lock_holder(fd: int, place: int) -> int | None:
-    """Return the process that holds the lock of a rank, which the system releases when it ends; ``None``: no other one.
-
-    ``fd``: the memory, which may be open for reading only. ``place``: the rank's position among those of its host.
-    """
-    query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-    kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
-    return None if kind == fcntl.F_UNLCK else pid
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process exists but was stopped by a signal, as far as the system can tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
 
 
 class WaitTimer:

@@ -31,10 +31,10 @@ from typing import Any, Final, NamedTuple
 
 from ....errors import PlanError
 from ....lowering import GeneratedProgram, Program, lower
-from ....schedule import Schedule, byte_count
+from ....schedule import Schedule
 from ....schedule.costs import Pair
 from ....schedule.traffic import NO_COSTS, orbits_of, route_links
-from ....topology import Topology, TopologyLike, topology_of
+from ....topology import Topology, TopologyLike, byte_count, topology_of
 from ..ranks import one_rank
 from .format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Final
 
 from ....errors import ArgumentError, PlanError, ScheduleError, shown
-from ....schedule import Schedule, byte_count, fluid_rate
-from ....topology import Topology, TopologyLike, topology_of
+from ....schedule import Schedule, fluid_rate
+from ....topology import Topology, TopologyLike, byte_count, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, collective, require_integers
 from .arrangement import MOST_SINGLE, Arrangement, cut, pipeline_arrangement, plain, shared_arrangement

@@ -19,8 +19,8 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from .....errors import ArgumentError, PlanError, shown
-from .....schedule import Schedule, byte_count
-from .....topology import Topology, TopologyLike, topology_of
+from .....schedule import Schedule
+from .....topology import Topology, TopologyLike, byte_count, topology_of
 from ...channels import parts_of_chunks
 from ...collective import Collective, collective, require_integers
 from ..limits import MULTIPROCESSORS, resident

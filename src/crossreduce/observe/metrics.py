@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ..observe.counters import Stats
-from .failures.watchdog import PeriodicChecks
+from .counters import Stats
+from .periodic_checks import PeriodicChecks
 
 _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0

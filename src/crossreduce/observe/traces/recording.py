@@ -17,13 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import ArgumentError, message, shown
-from ..observe.flight_recorder import version
-from ..observe.traces.format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
-from ..schedule import byte_count
-from ..topology import Topology
-from .connections.peers import PeerInfo
-from .intra_host.shared_memory import RankMemory
+from ...errors import ArgumentError, message, shown
+from ...topology import Topology, byte_count
+from ..flight_recorder import version
+from .format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 
 _LOG: Final = logging.getLogger("crossreduce")
 _MOST_TEXT: Final = 100
@@ -31,16 +28,16 @@ _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group t
 
 
 class TracedGroup(Protocol):
-    """What this module needs of a ``Communicator``."""
+    """What this module needs of a ``Communicator``; ``memory`` is its ``RankMemory``, ``peers`` have ``PeerInfo``."""
 
     lock: threading.Lock
-    memory: RankMemory
+    memory: Any
     name: str
     token: str
     rank: int
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
-    peers: tuple[PeerInfo, ...]
+    peers: tuple[Any, ...]
     traced: Path | None
 
     @property

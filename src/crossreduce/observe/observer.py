@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 
 from .. import kernels
 from ..errors import BackendError, decoded
-from ..observe.counters import CollectiveStats, WaitStats, rank_counts, total_of
-from ..observe.flight_recorder import Op, version
-from .intra_host.shared_memory import LEFT, is_stopped, lock_holder
+from .counters import CollectiveStats, WaitStats, rank_counts, total_of
+from .flight_recorder import Op, version
+from .liveness import LEFT, is_stopped, lock_holder
 
 _LINK: Final = "/memfd:crossreduce"
 _UNDESCRIBED: Final = errno.EAGAIN  # the ranks are still making the group

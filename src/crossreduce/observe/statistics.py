@@ -6,22 +6,31 @@ Input: the counters in shared memory. Output: ``Stats``, also after the group is
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from ..errors import ContextError
-from ..observe.counters import Stats, rank_counts
 from . import metrics
-from .connections.peers import Membership
-from .intra_host.shared_memory import RankMemory
+from .counters import Stats, rank_counts
 
 
 class Statistics:
-    """The statistics of one rank, which any thread may read."""
+    """The statistics of one rank, which any thread may read.
 
-    def __init__(self, members: Membership, memory: RankMemory) -> None:
-        self._members, self._memory, self._pid = members, memory, os.getpid()
+    Args:
+      group: the group's name.
+      rank: the rank's number in messages.
+      size: the number of ranks in the group.
+      host: the numbers of the ranks of its host, in the order of their places in shared memory.
+      counts: returns the counters in shared memory, for ``rank_counts``; raises ``ValueError`` if it is closed.
+    """
+
+    def __init__(self, group: str, rank: int, size: int, host: tuple[int, ...], counts: Callable[[], Any]) -> None:
+        self._group, self._rank, self._size, self._host, self._counts = group, rank, size, host, counts
+        self._pid = os.getpid()
         self._final: Stats | None = None  # the statistics when the group was closed
-        self._file = metrics.metrics_file(members.name, members.own)
+        self._file = metrics.metrics_file(group, rank)
         self._writer = None if self._file is None else metrics.writers.add(self._write)
 
     def read(self) -> Stats:
@@ -30,15 +39,14 @@ class Statistics:
         Raises:
           ContextError: this process was forked from the rank's.
         """
-        members = self._members
         if os.getpid() != self._pid:
-            problem = f'group "{members.name}" belongs to process {self._pid}, from which this process was forked.'
+            problem = f'group "{self._group}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "call stats() in the rank's process")
         with suppress(ValueError):  # another thread has closed the memory, and stored the final statistics before
             if self._final is None:
-                counts = rank_counts(self._memory.counts())
-                waits = {members.global_ranks[members.host[place]]: wait for place, wait in counts.waits.items()}
-                return Stats(members.name, members.own, members.size, counts.collectives, waits)
+                counts = rank_counts(self._counts())
+                waits = {self._host[place]: wait for place, wait in counts.waits.items()}
+                return Stats(self._group, self._rank, self._size, counts.collectives, waits)
         assert self._final is not None
         return self._final
 

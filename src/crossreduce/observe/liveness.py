@@ -1,0 +1,36 @@
+"""Whether the process of a rank runs, was stopped, or has ended, from its lock on the group's memory.
+
+Input: the memory's file descriptor and a rank's position among those of its host. Output: a process, or its state.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
+LEFT: Final = "left the group"  # the text of the last op of a rank that has left
+_LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+
+
+def lock_holder(fd: int, place: int) -> int | None:
+    """Return the process that holds the lock of a rank, which the system releases when it ends; ``None``: no other one.
+
+    ``fd``: the memory, which may be open for reading only. ``place``: the rank's position among those of its host.
+    """
+    query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else pid
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process exists but was stopped by a signal, as far as the system can tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

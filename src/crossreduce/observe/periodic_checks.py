@@ -1,0 +1,92 @@
+"""``PeriodicChecks``: a thread of this process that calls functions again and again, while there are any.
+
+Input: bound methods. Output: their calls, until they are removed or their objects are garbage collected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+from weakref import WeakMethod
+
+from ..threads import start_thread
+
+_LOG: Final = logging.getLogger("crossreduce")
+
+
+class PeriodicChecks:
+    """A thread of this process that calls functions every ``every_s`` seconds, while there are any.
+
+    ``name`` is the thread's. ``lost`` is the warning if the system cannot start it.
+    """
+
+    def __init__(self, name: str, every_s: float, lost: str) -> None:
+        self._name, self._every_s, self._lost = name, every_s, lost
+        self._keys = itertools.count()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without functions and thread: a forked process has neither the groups nor the thread of its parent."""
+        # A signal handler, or a finalizer, may close a transport while its thread adds or removes another one.
+        self._lock = threading.RLock()
+        self._checks: dict[int, WeakMethod[Callable[[], None]]] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()  # of the current thread
+
+    def add(self, check: Callable[[], None]) -> int:
+        """Call ``check`` until it is removed, or its object is garbage collected; return the key for ``remove``."""
+        with self._lock:
+            key = next(self._keys)
+            self._checks[key] = WeakMethod(check)
+            if self._thread is None:
+                self._closed = threading.Event()
+                target, arguments = self._check_repeatedly, (self._closed,)
+                self._thread = threading.Thread(target=target, args=arguments, name=self._name, daemon=True)
+                try:
+                    start_thread(self._thread)
+                except BaseException as error:
+                    self._closed.set()  # if it has started, it ends at once
+                    self._thread = None
+                    if not isinstance(error, RuntimeError):
+                        raise
+                    # The other ranks already expect this one, so it continues.
+                    _LOG.warning("%s: %s", self._lost, error)
+            return key
+
+    def remove(self, key: int) -> None:
+        """Stop calling a check. The thread ends with the last one."""
+        with self._lock:
+            self._checks.pop(key, None)
+            thread = None if self._checks else self._end()
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            # 1 s at most: if a signal handler calls this, the watchdog may wait for a log's lock that the caller holds.
+            thread.join(1)
+
+    def _end(self) -> threading.Thread | None:
+        """Make the thread end soon, and return it; the caller holds the lock."""
+        thread, self._thread = self._thread, None
+        self._closed.set()
+        return thread
+
+    def _check_repeatedly(self, closed: threading.Event) -> None:
+        while not closed.wait(self._every_s):
+            for key, method in list(self._checks.items()):
+                check = method()
+                if check is None:
+                    with self._lock:
+                        self._checks.pop(key, None)
+                        if not self._checks and not closed.is_set():
+                            self._end()
+                    continue
+                try:
+                    check()
+                except Exception:  # noqa: BLE001 - for example a log handler's: it is reported, and checking continues
+                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+                del check  # it would keep its object alive
