@@ -25,7 +25,7 @@ from ..topology import Topology
 from .algorithms import one_shot_schedule
 from .requests import Request
 
-MOST_SEARCHED: Final = 8
+MOST_SEARCHED: Final = 8  # with more devices, only the groups that hosts make are tried
 _MOST_TRIED: Final = 24  # ways to form groups of given sizes; those with fast hops come first
 
 Group = tuple[int, ...]  # devices that exchange, in the order in which their values are combined

@@ -26,9 +26,9 @@ from .inter_host.two_level import host_names
 from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
-_PINGS: Final = 9
+_PINGS: Final = 9  # round trips; the median of all but the first is the latency
 _FIRST_BYTES: Final = 1 << 20  # of the first stream, the least of any; a token bucket may let some pass at full speed
-_MESSAGES: Final = 8
+_MESSAGES: Final = 8  # of a stream, the first two are not timed
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _LONG_S: Final = 2.0  # a link on which the first stream takes longer, of less than 4 Mbit/s, has that speed
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
@@ -37,7 +37,7 @@ _SHARED: Final = (
     0.75  # a host's links share a cable if, all used at once, they have less than this share of their speed
 )
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
-_LOCAL_LATENCY_S: Final = 1e-6
+_LOCAL_LATENCY_S: Final = 1e-6  # assumed, not measured: between the ranks of a host
 
 
 class Speeds(NamedTuple):

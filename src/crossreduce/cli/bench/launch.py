@@ -21,8 +21,8 @@ from typing import IO, Any, Final
 from ..support.output import PROGRESS_FD
 
 _GRACE_S: Final = 1.0  # after one rank failed, the others have this time to end by themselves
-_TERMINATE_S: Final = 3.0
-_PAUSE_S: Final = 0.02
+_TERMINATE_S: Final = 3.0  # how long a rank has after SIGTERM until it is killed
+_PAUSE_S: Final = 0.02  # between two looks at whether ranks have ended
 _SHOWN_NBYTES: Final = 20_000  # the most bytes of a rank's standard error that are shown: its last ones
 
 

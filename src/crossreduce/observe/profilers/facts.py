@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from ...values import DistributedValues, IndexedSlices
 
-_MOST_LEAVES: Final = 10_000
-_DEEPEST: Final = 50
+_MOST_LEAVES: Final = 10_000  # of a pytree that are counted; a profiler must not take longer than the call
+_DEEPEST: Final = 50  # levels of a pytree; an object may contain itself
 
 
 class CallFacts(NamedTuple):

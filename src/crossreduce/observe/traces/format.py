@@ -24,9 +24,9 @@ RUNNING: Final = 255
 
 _MAGIC: Final = b"CRTRACE1"
 _HEADER: Final = struct.Struct("=8s6Qq6q")
-_MOST_RECORDS: Final = 1 << 36
-_AT_ONCE: Final = 1 << 15
-_MOST_BEFORE_RECORDS: Final = 1 << 26
+_MOST_RECORDS: Final = 1 << 36  # a file that claims more is damaged
+_AT_ONCE: Final = 1 << 15  # records that are read at a time, about a megabyte
+_MOST_BEFORE_RECORDS: Final = 1 << 26  # bytes of the header and texts; a file that claims more is damaged
 _DAY_NS: Final = 86_400 * 10**9
 
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, Final
 
-_NONCE: Final = 16
-_DIGEST: Final = 16
-_MOST_BYTES: Final = 1 << 20
+_NONCE: Final = 16  # bytes, 128 bits
+_DIGEST: Final = 16  # bytes, 128 bits
+_MOST_BYTES: Final = 1 << 20  # of a message; longer ones are refused before memory is reserved
 _LENGTH: Final = struct.Struct("<I")
 _CONNECTS, _LISTENS = b"connects", b"listens"
 

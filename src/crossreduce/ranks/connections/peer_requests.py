@@ -28,7 +28,7 @@ from .channel import AuthenticatedChannel, open_channel
 from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
-_DIGEST: Final = 16
+_DIGEST: Final = 16  # bytes, 128 bits
 _PART: Final = 1 << 16  # bytes that a relay passes on at a time
 
 Json = Any

@@ -27,7 +27,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 ROLL_CALL_S: Final = 0.7  # how long a rank waits for others to answer, or to publish why they aborted
 END_S: Final = 0.2  # how long the memory of a process that dies may stay open after its connections
 INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether another library has finished
-WARN_AFTER_S: Final = 30.0
+WARN_AFTER_S: Final = 30.0  # shorter waits are normal while a rank compiles or writes a checkpoint
 DECISION_S: Final = 5.0  # how long after the timeout a rank waits for one that decides which other host is late
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
 

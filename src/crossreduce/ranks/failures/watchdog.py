@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ...observe.periodic_checks import PeriodicChecks
 from ..transports.base import PendingMessage, Transport
 
-_EVERY_S: Final = 0.2
+_EVERY_S: Final = 0.2  # between two checks of the current wait
 
 
 class RemoteWait(NamedTuple):

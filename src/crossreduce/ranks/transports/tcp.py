@@ -36,7 +36,7 @@ PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a 
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
-_DIGEST: Final = 16
+_DIGEST: Final = 16  # bytes, 128 bits
 _HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
 # A host that does not answer for two minutes, while this rank waits for it, is lost: seconds, seconds, number.
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))

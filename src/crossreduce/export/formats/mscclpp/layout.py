@@ -30,7 +30,7 @@ from .format import MscclppPlan, PlanOperation, read_mscclpp_json
 
 WORD: Final = 16  # bytes; operations on data process such words, and wrongly handle what remains
 REUSED_SCRATCH: Final = 1 << 26  # PREDFINED_SCRATCH_SIZE, bytes
-MOST_SIZES: Final = 8
+MOST_SIZES: Final = 8  # how many sizes of chunks are verified; spread over all that fit
 
 Area = tuple[int, str]  # a GPU and one of its buffers: "i", "o", "s", or "io": input and output in place
 

@@ -29,7 +29,7 @@ from .steiner import MANY, CheapestTrees, few_enough
 from .steiner_heuristic import NearTrees
 from .tree_prices import least_price
 
-_MOST_ROUNDS: Final = 400
+_MOST_ROUNDS: Final = 400  # what is proved until then remains valid
 _MOST_ROOTS: Final = 8  # trees that a round adds to a demand, each of another root
 # Cheap trees of many members take much less time than a program, so a round adds many, of all demands together. After
 # each tree, the prices of the links that it uses are raised, that of the most loaded one by ``_RAISE``, so that the

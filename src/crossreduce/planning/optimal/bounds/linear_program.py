@@ -23,7 +23,7 @@ from .solver import Solution, refine, solve
 # Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
 # programs have small ones; HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
-_MOST_ROUNDS: Final = 500
+_MOST_ROUNDS: Final = 500  # of new cuts; with fewer cuts the bound is higher, and still holds
 # If none of ``DENOMINATORS`` gives a solution that is proved: the bits of the denominators to try next, and the gain
 # of each round of refinement. HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with
 # another.

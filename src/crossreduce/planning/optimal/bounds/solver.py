@@ -18,8 +18,8 @@ from math import frexp, gcd, inf, lcm
 from typing import Any, Final, NamedTuple
 
 _FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
-_LEAST_GAIN: Final = 4
-_MOST_ROUNDS: Final = 200
+_LEAST_GAIN: Final = 4  # the solver gives up if a correction with this factor fails, too
+_MOST_ROUNDS: Final = 200  # of corrections
 _PIVOTS: Final = 50  # of the simplex method per row and column; HiGHS may go in circles, and then never ends
 _TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 

@@ -190,7 +190,7 @@ def _cannot_help(rates: list[float], left: int, nbytes: int, goal: float) -> boo
     return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
 
-_FEW: Final = 4
+_FEW: Final = 4  # pieces; if fewer are best, most links carry data in one step only
 _QUEUE: Final = 32  # latencies below this part of the time to queue the operations of all devices do not matter
 _RAMP: Final = 0.9  # the least part of this time that forests take, measured: not every link is busy all the time
 _NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps

@@ -11,8 +11,8 @@ _LOSS: Final = 0.02  # the part of the time that rounding may cost
 _UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # into how many units each group's part is divided
 _COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
 _MOST_MOVED: Final = 16  # with more units, none are moved afterwards
-_MOST_PASSES: Final = 10
-_FINE: Final = 5040
+_MOST_PASSES: Final = 10  # over all units; a pass that moves none is the last one
+_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of its inverse
 
 
 def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:

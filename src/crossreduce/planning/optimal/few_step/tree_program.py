@@ -37,9 +37,9 @@ _WARM: Final = 12
 _WARM_GREEDY: Final = 5  # the same, if trees are not exact
 _WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree; 2, if it is not exact
 REFINED: Final = 0.95  # the part of the time after the first program that the later ones mostly end with
-_STEEP: Final = 8.0
+_STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the first trees
 _MOST_PROGRAMS: Final = 6  # 3, if trees are not exact
-_MIXES: Final = (1.0, 0.6, 0.3)
+_MIXES: Final = (1.0, 0.6, 0.3)  # parts of the new prices in those that find trees; the rest are the best so far
 _LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
 
 Edge = tuple[int, int, int, int]  # step, sender, receiver, route

@@ -24,7 +24,7 @@ from ..bounds.linear_program import DENOMINATORS
 from ..bounds.solver import Row, Rows, Solution, solve
 
 _FINE: Final = 1 << 28  # the rate in units of capacity, in the search for violated cuts: SciPy's flows have 32 bits
-_MOST_ROUNDS: Final = 200
+_MOST_ROUNDS: Final = 200  # of new cuts; then the bound is that of the cuts so far
 _LEAST: Final = 1e-11  # smaller weights of cuts, relative to the largest, are rounding errors
 
 Pair = tuple[str, str]

@@ -25,10 +25,10 @@ from ..bounds.solver import Row, Rows, Solution, solve
 from ..bounds.steiner import Parent
 from .orbit_bound import Quotient
 
-_MOST_ROUNDS: Final = 60
-_NEAR: Final = 1e-9
+_MOST_ROUNDS: Final = 60  # of new trees; then the rate is that of the trees so far
+_NEAR: Final = 1e-9  # the relative error of rates in floating point
 _LEAST: Final = 1e-9  # smaller rates, relative to the largest, are rounding errors
-_TIGHT: Final = 1e-7
+_TIGHT: Final = 1e-7  # an orbit of links with less room than this, relatively, limits the rate
 _STEPS: Final = 1 << 24  # the largest price of a link, as an integer; every link costs at least 1
 
 
