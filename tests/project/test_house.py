@@ -17,7 +17,7 @@ LARGE_FOLDERS: dict[str, int] = {}
 LARGE_FILES: dict[str, int] = {}
 # Folders among which a circle of imports is still to be removed.
 CIRCLES: set[frozenset[str]] = set()
-FOREIGN_READS = 15  # of private attributes of PyTorch, which has no public ones for these
+FOREIGN_READS = 16  # of private attributes of PyTorch, which has no public ones for these
 LIMITS = {"src": 68_700, "tests": 67_900, "benchmarks and scripts": 8_450}  # lines
 
 
