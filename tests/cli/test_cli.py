@@ -1,20 +1,24 @@
 """The command line as a whole: errors, interruptions, missing modules, versions, and ``crossreduce info``."""
 
+import importlib
 import json
 import os
+import pydoc
 import re
 import signal
-import subprocess
 import sys
 import time
+import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from command_line import expanded, in_terminal, run_python, run_without
+from command_line import expanded, forked, forked_command, run_python, run_without
 from hypothesis import given
 from hypothesis import strategies as st
 
 import crossreduce as cr
+from crossreduce.cli import main
 from crossreduce.cli.app import MOVED, app
 from crossreduce.cli.support.arguments import read_device_list, read_link, read_node, read_subset
 from crossreduce.cli.support.output import group_names, ranges
@@ -152,72 +156,26 @@ def test_ctrl_c_during_imports():
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "crossreduce: interrupted\n")
 
 
-# If a shell started the tests in the background, they and their children ignore SIGINT. So enable it explicitly.
-INTERRUPTIBLE = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-runpy.run_module("crossreduce", run_name="__main__", alter_sys=True)
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT cannot be sent to one process")
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_stops_a_command(tmp_path, name, code):
     """Ctrl-C or SIGTERM during training exits with the signal's code, without a traceback and without a file."""
-    line = ["train", "--epochs", "100000", "--json", str(tmp_path / "run.json")]
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        began = time.monotonic()
-        while not list(tmp_path.iterdir()) and time.monotonic() < began + 60:
-            time.sleep(0.05)
-        assert list(tmp_path.iterdir()), "the command did not start"
-        process.send_signal(signal.Signals[name])
-        try:
-            out, error = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == code
-    assert out == ""
-    assert error.count("crossreduce: interrupted\n") == (code == 130)
-    assert "Traceback" not in error
+
+    def begun(pid):
+        end = time.monotonic() + 60
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < end, "the command did not start"
+            time.sleep(0.02)
+        os.kill(pid, signal.Signals[name])
+
+    ran = forked_command("train", "--epochs", "100000", "--json", tmp_path / "run.json", begun=begun)
+    assert (ran.code, ran.out) == (code, "")
+    assert ran.error == ("crossreduce: interrupted\n" if code == 130 else "")
     assert list(tmp_path.iterdir()) == []
 
 
-# A command that receives a signal where the handler's exception is lost: in the callback of a weak reference, whose
-# exceptions Python drops, or in code that catches all exceptions.
-LOSING = """
-import os, signal, time, weakref
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and its children ignore it
-import crossreduce.cli.app
-from crossreduce.cli import main
-
 class Node:
-    pass
-
-def app(**_):
-    def arrive(_):
-        try:
-            os.kill(os.getpid(), signal.{})
-            [*range(9)]
-        finally:
-            print("raised")
-
-    if {}:
-        node = Node()
-        reference = weakref.ref(node, arrive)
-        del node
-    else:
-        try:
-            arrive(None)
-        except BaseException:
-            pass
-    time.sleep(60)
-
-crossreduce.cli.app.app = app
-main([])
-"""
+    """An object that can have weak references."""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -225,30 +183,63 @@ main([])
     ("name", "code", "in_callback"),
     [("SIGTERM", 143, True), ("SIGHUP", 129, False), ("SIGINT", 130, True), ("SIGINT", 130, False)],
 )
-def test_an_interruption_is_never_lost(name, code, in_callback):
-    """A signal that arrives where exceptions are dropped or caught still ends the command."""
-    ran = run_python(LOSING.format(name, in_callback))
-    assert (ran.returncode, ran.stdout) == (code, "raised\n")
-    assert ran.stderr == ("crossreduce: interrupted\n" if code == 130 else "")
+def test_an_interruption_is_never_lost(monkeypatch, name, code, in_callback):
+    """A signal still ends the command if it arrives in the callback of a weak reference, whose exceptions Python
+    drops, or in code that catches all exceptions."""
+
+    def app(**_):
+        def arrive(_):
+            try:
+                os.kill(os.getpid(), signal.Signals[name])
+                [*range(9)]
+            finally:
+                print("raised")
+
+        if in_callback:
+            node = Node()
+            reference = weakref.ref(node, arrive)
+            del node
+            assert reference() is None
+        else:
+            with suppress(BaseException):
+                arrive(None)
+        time.sleep(60)
+
+    def run(args):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and its children ignore it
+        main(args)
+
+    monkeypatch.setattr("crossreduce.cli.app.app", app)
+    ran = forked(run)
+    assert (ran.code, ran.out) == (code, "raised\n")
+    assert ran.error == ("crossreduce: interrupted\n" if code == 130 else "")
+
+
+TERMINAL = ("stdin", "stdout")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_tables_are_as_wide_as_columns(term):
     """On a terminal of any kind, tables have the width of COLUMNS."""
-    out = in_terminal("topology", COLUMNS="50", TERM=term)
-    assert {len(line) for line in out.splitlines() if line[:1] in "┏┃└"} == {50}
+    shown = forked_command("topology", terminal=TERMINAL, COLUMNS="50", TERM=term).shown
+    assert {len(line) for line in shown.splitlines() if line[:1] in "┏┃└"} == {50}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
 def test_steps_are_paged_on_a_terminal():
     """On a terminal ``plan --steps`` starts the user's pager, and ``plan`` does not."""
-    pager = {"PAGER": "sed s/^/paged:/", "TERM": "xterm"}
+
+    def run(args):
+        importlib.reload(pydoc)  # keeps the pager that it has used
+        main(args)
+
+    def shown(*args):
+        return forked(run, "plan", "ncv4", *args, terminal=TERMINAL, PAGER="sed s/^/paged:/").shown.strip().splitlines()
+
     plan = cr.plan("ncv4")
-    assert in_terminal("plan", "ncv4", "--steps", **pager).splitlines() == [
-        f"paged:{line}" for line in f"{plan.explain()}\n{plan.schedule}".splitlines()
-    ]
-    assert in_terminal("plan", "ncv4", **pager).strip().splitlines() == plan.explain().splitlines()
+    assert shown("--steps") == [f"paged:{line}" for line in f"{plan.explain()}\n{plan.schedule}".splitlines()]
+    assert shown() == plan.explain().splitlines()
 
 
 def test_signal_handlers_are_restored(crossreduce):

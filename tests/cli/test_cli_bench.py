@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from command_line import ROW
+from pairs import each
 
 import crossreduce as cr
 from crossreduce.cli.bench import exact
@@ -173,16 +174,14 @@ def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
     assert [row[place]["nwrong"] for row in report["results"] for place in ("out_of_place", "in_place")] == [4] * 4
 
 
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
-@pytest.mark.parametrize("datatype", ["int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double"])
-def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
-    """Every op on every type, by every algorithm, on odd and even numbers of devices, has no wrong element."""
-    for n in (2, 5):
-        code, out, error = crossreduce(
-            "bench", "-b", "600", "-e", "600", "-n", "1", "-w", "0", "-g", n, "-o", op, "-d", datatype, "-A", "all"
-        )
-        assert (code, error) == (0, "")
-        assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
+TYPES = ["int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double"]
+
+
+@pytest.mark.parametrize(("datatype", "op", "n"), each(TYPES, ["sum", "prod", "min", "max", "avg"], [2, 5]))
+def test_bench_is_right_for_every_op_and_type(printed, datatype, op, n):
+    """Every op, and every type, by every algorithm, on odd and even numbers of devices, has no wrong element."""
+    out = printed(*f"bench -b 600 -e 600 -n 1 -w 0 -g {n} -o {op} -d {datatype} -A all".split())
+    assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
 
 
 @pytest.fixture

@@ -10,10 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from bench_launcher import LIMIT_S, launching
 from command_line import ROW
+from free_port import free_port
+from ranks import ranks as forked_ranks
 
-from crossreduce.cli.bench import exact, nccl_tests, ranks
+from crossreduce.cli.bench import contest, exact, nccl_tests, ranks
 from crossreduce.cli.bench.request import BenchRequest, Row, Timing
 
 
@@ -26,7 +29,6 @@ def request_for(collective="all_reduce", op="sum", dtype="float32", size=4000, n
     )  # fmt: skip
 
 
-# The measuring loop, on a fake backend in this process.
 class FakeBackend:
     """A backend whose ``gather`` returns fixed times of three ranks; this process is rank 0."""
 
@@ -99,7 +101,7 @@ def test_peers_are_compared_by_their_medians():
     assert nccl_tests.ratio_lines(found)[-1].split() == ["#", "8", "-1", "3.00x"]
 
 
-# Real ranks: one group of three ranks runs every case over every backend, and rank 0 prints the rows of the results.
+# Real ranks: one group of three ranks runs every case over every backend, and rank 0 returns the rows of the results.
 CASES = [
     ("all_reduce", "sum", "float32", (-1,)),
     ("all_reduce", "mean", "bfloat16", (-1,)),
@@ -109,36 +111,47 @@ CASES = [
     ("all_gather", "sum", "float32", (-1,)),
     ("reduce_scatter", "min", "float32", (-1,)),
 ]
-RANK = """
-import json, sys
-from dataclasses import asdict
-import torch.distributed as dist
-from crossreduce.cli.bench import ranks
-from crossreduce.cli.bench.ranks import TorchBackend
-from crossreduce.cli.bench.request import BenchRequest
-import crossreduce.torch
 
-class Faulty(TorchBackend):
+
+class Faulty(ranks.TorchBackend):
     def numpy(self, x):
         found = super().numpy(x).copy()
         if self.rank == 1:
             found[7] += 1
         return found
 
-def measure():  # a function: all groups must be freed at its end, as gloo's threads would abort the interpreter's exit
-    control = dist.new_group(backend="gloo")
-    backends = {"crossreduce": TorchBackend(dist.group.WORLD, control), "gloo": TorchBackend(control, control)}
-    backends["faulty"] = Faulty(dist.group.WORLD, control)
-    for k, text in enumerate(json.loads(sys.argv[1])):
-        for name, backend in backends.items():
-            for row in ranks.rows(backend, BenchRequest.from_json(text), name):
-                if dist.get_rank() == 0:
-                    print(json.dumps({"case": k, **asdict(row)}), flush=True)
 
-dist.init_process_group("crossreduce")
-measure()
-dist.destroy_process_group()
-"""
+def measured_cases(rendezvous, folder):
+    """Return the rows of each case, with the case's number, as one of three ranks."""
+    dist.init_process_group("crossreduce", f"file://{folder}/store", rank=rendezvous.rank, world_size=3)
+    control = dist.new_group(backend="gloo")
+    backends = {
+        "crossreduce": ranks.TorchBackend(dist.group.WORLD, control),
+        "gloo": ranks.TorchBackend(control, control),
+    }
+    backends["faulty"] = Faulty(dist.group.WORLD, control)
+    return [
+        (k, row)
+        for k, case in enumerate(CASES)
+        for name, backend in backends.items()
+        for row in ranks.rows(backend, request_for(*case[:3], roots=case[3]), name)
+    ]
+
+
+def test_every_collective_is_right_on_real_ranks(tmp_path):
+    """Every element of every rank's result is right, for each root, in each measured form (out of place, in place). A
+    wrong element of rank 1 is counted once; not for a reduce in which rank 1 is not a root and has no result."""
+    measured, *_ = forked_ranks(3, measured_cases, str(tmp_path))
+    for k, (collective, _, dtype, roots) in enumerate(CASES):
+        for backend in ("crossreduce", "gloo", "faulty"):
+            found = [row for case, row in measured if (case, row.algorithm) == (k, backend)]
+            assert [(row.root, row.type) for row in found] == [(root, dtype) for root in roots]
+            wrong = int(backend == "faulty" and collective != "reduce")
+            for row in found:
+                forms = [form for form in (row.out_of_place, row.in_place) if form is not None]
+                assert len(forms) == (2 if collective in ("all_reduce", "reduce") else 1)
+                assert [form.nwrong for form in forms] == [wrong] * len(forms), (collective, backend)
+                assert all(len(form.times_s) == 2 and min(form.times_s) > 0 for form in forms)
 
 
 # PyTorch's process groups join their threads when they are freed; destroy_process_group only drops references to them.
@@ -168,37 +181,6 @@ def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path, fails):
     assert not [name for name in left if "gloo" in name]
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """Return the rows of all cases, measured by one group of ranks."""
-    written = json.dumps([request_for(*case[:3], roots=case[3]).to_json() for case in CASES])
-    ran = subprocess.run(launching(3, RANK, written), capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("case", CASES, ids=[" ".join(case[:3]) for case in CASES])
-@pytest.mark.parametrize("backend", ["crossreduce", "gloo"])
-def test_every_collective_is_right_on_real_ranks(measured, backend, case):
-    """Every element of every rank's result is right, for each root, in each measured form (out of place, in place)."""
-    collective, _, dtype, roots = case
-    found = [row for row in measured if (row["case"], row["algorithm"]) == (CASES.index(case), backend)]
-    assert [(row["root"], row["type"]) for row in found] == [(root, dtype) for root in roots]
-    for row in found:
-        forms = [form for form in (row["out_of_place"], row["in_place"]) if form is not None]
-        assert len(forms) == (2 if collective in ("all_reduce", "reduce") else 1)
-        assert [form["nwrong"] for form in forms] == [0] * len(forms)
-        assert all(len(form["times_s"]) == 2 and min(form["times_s"]) > 0 for form in forms)
-
-
-def test_a_wrong_element_of_one_rank_is_counted(measured):
-    """A wrong element of rank 1 is counted once; not for a reduce in which rank 1 is not a root and has no result."""
-    for row in measured:
-        if row["algorithm"] == "faulty":
-            due = 0 if CASES[row["case"]][0] == "reduce" else 1
-            assert row["out_of_place"]["nwrong"] == due, row
-
-
 def bench(*args, environment=None, program=("-m", "crossreduce")):
     command = [sys.executable, *program, "bench", "-c", "1", "-n", "3", "-b", "1K", "-e", "64K", "-f", "8", *args]
     return subprocess.run(
@@ -206,18 +188,12 @@ def bench(*args, environment=None, program=("-m", "crossreduce")):
     )
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    """Return the output and the JSON of one run of ``bench --launch 2 --peers gloo``."""
-    path = tmp_path_factory.mktemp("bench") / "b.json"
-    ran = bench("--launch", "2", "--peers", "gloo", "-J", str(path))
+def test_ranks_have_the_table_and_the_json_of_nccl_tests(tmp_path):
+    """The header has the version, the test's name and every rank's process; no row of a table has wrong elements, that
+    of MPI included. The JSON has crossreduce's results, those of the peers, and ratios that agree with both."""
+    ran = bench("--launch", "2", "--peers", "gloo,mpi", "-J", str(tmp_path / "b.json"))
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout, json.loads(path.read_text())
-
-
-def test_ranks_have_the_table_of_nccl_tests(table):
-    """The header has the version, the test's name and every rank's process; no row of a table has wrong elements."""
-    out, _ = table
+    out, report = ran.stdout, json.loads((tmp_path / "b.json").read_text())
     assert re.match(
         r"# crossreduce version \S+ framework=torch-\S+ transport=ranks on 1 host\n# Collective test st", out
     )
@@ -226,10 +202,9 @@ def test_ranks_have_the_table_of_nccl_tests(table):
     pids = re.findall(r"^#  Rank +(\d) Group  0 Pid +(\d+) on +\S+ device  0 \[cpu:0\] host memory$", out, re.MULTILINE)
     assert [rank for rank, _ in pids] == ["0", "1"]
     assert len({pid for _, pid in pids}) == 2
-    ours, gloo = out.split("# Backend: ")[1:]
-    assert ours.startswith("crossreduce\n")
-    assert gloo.startswith("gloo\n")
-    for each in (ours, gloo):
+    tables = out.split("# Backend: ")[1:]
+    assert [each.partition("\n")[0] for each in tables] == ["crossreduce", "gloo", "mpi"]
+    for each in tables:
         rows = [row.groupdict() for row in ROW.finditer(each)]
         assert [int(row["size"]) for row in rows] == [1 << 10, 1 << 13, 1 << 16]
         assert all(row["wrong"] == row["wrong_in"] == "0" for row in rows)
@@ -237,43 +212,37 @@ def test_ranks_have_the_table_of_nccl_tests(table):
     assert out.count("# Avg bus bandwidth") == 1
     assert out.endswith("#\n# Collective test concluded: all_reduce_perf\n")
 
-
-def test_the_json_of_ranks_has_the_peers_and_their_ratios(table):
-    """The JSON has crossreduce's results, those of the peers, and ratios that agree with both."""
-    out, report = table
     ours, peers = report["results"], report["crossreduce"]["peers"]
-    assert (len(ours), list(peers), len(peers["gloo"])) == (3, ["gloo"], 3)
+    assert (len(ours), {name: len(rows) for name, rows in peers.items()}) == (3, {"gloo": 3, "mpi": 3})
     assert report["env"] == {}
     assert [device["rank"] for device in report["devices"]] == [0, 1]
-    for row, peer, ratio in zip(ours, peers["gloo"], report["crossreduce"]["ratios"], strict=True):
-        due = peer["in_place_per_iter"]["p50_us"] / row["in_place_per_iter"]["p50_us"]
-        assert ratio["by_peer"]["gloo"] == pytest.approx(due)
-        assert re.search(rf"^# +{row['size']} +-1 +{due:.2f}x$", out, re.MULTILINE)
+    for k, (row, ratio) in enumerate(zip(ours, report["crossreduce"]["ratios"], strict=True)):
+        due = {
+            peer: rows[k]["in_place_per_iter"]["p50_us"] / row["in_place_per_iter"]["p50_us"]
+            for peer, rows in peers.items()
+        }
+        assert ratio["by_peer"] == pytest.approx(due)
+        assert re.search(rf"^# +{row['size']} +-1 +{due['gloo']:.2f}x +{due['mpi']:.2f}x$", out, re.MULTILINE)
 
 
-EXACT = """
-import sys
-import numpy as np
-from crossreduce.cli.bench import contest, exact, ranks
-exact.inputs = lambda *_: [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]
-exact.result = lambda *_: np.ones(exact.PERIOD, "float32")
-if sys.argv[1] == "contest":
-    contest.main(*sys.argv[2:])
-else:
-    sys.exit(ranks.main(sys.argv[2:]))
-"""
+def exact_rank(rendezvous, text, folder):
+    """Run one rank of the bench and then one of a contest with gloo, and return the exit code of the first."""
+    exact.inputs = lambda *_: [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]
+    exact.result = lambda *_: np.ones(exact.PERIOD, "float32")
+    code = ranks.main([text])
+    contest.main(text, "gloo", folder)
+    return code
 
 
-@pytest.mark.parametrize("is_exact", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_exact", [True, False])
 def test_ranks_compute_exact_sums(tmp_path, is_exact):
     """With ``exact`` the sums of crossreduce are exact, whatever CROSSREDUCE_EXACT says; gloo's are as always. The
     inputs cancel, so that additions in most orders lose the exact sum."""
     request = replace(request_for(size=400), exact=is_exact, json=str(tmp_path / "bench.json"))
-    environment = os.environ | {"CROSSREDUCE_EXACT": str(int(not is_exact))}
-    for arguments in (["ranks", request.to_json()], ["contest", request.to_json(), "gloo", str(tmp_path)]):
-        command = launching(3, EXACT, *arguments)
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
-        assert ran.returncode == (arguments[0] == "ranks" and not is_exact), ran.stderr
+    common = {"CROSSREDUCE_EXACT": str(int(not is_exact)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = [{**common, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
+    codes = forked_ranks(3, exact_rank, request.to_json(), str(tmp_path), environment=environment)
+    assert codes[0] == (not is_exact)
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["crossreduce"]["exact"] is is_exact
     (ours,), (theirs,) = report["results"], report["crossreduce"]["peers"]["gloo"]
@@ -281,6 +250,17 @@ def test_ranks_compute_exact_sums(tmp_path, is_exact):
     for wrong in (row["contenders"]["crossreduce"]["nwrong"], ours["in_place"]["nwrong"]):
         assert (wrong == 0) == is_exact
     assert min(row["contenders"]["gloo"]["nwrong"], theirs["in_place"]["nwrong"]) > 0
+
+
+def test_the_launched_command_runs_the_request(crossreduce, monkeypatch):
+    """``--launch N`` launches N times the module of ranks with the request, and exits with its exit code."""
+    launched = []
+    monkeypatch.setattr(ranks, "launch", lambda *given: launched.append(given) or 7)
+    assert crossreduce("bench", "--launch", 3, "-o", "avg", "--exact", "--peers", "gloo") == (7, "", "")
+    ((command, count),) = launched
+    request = BenchRequest.from_json(command[-1])
+    assert (command[1:3], count) == (["-m", "crossreduce.cli.bench.ranks"], 3)
+    assert (request.op, request.exact, request.backends) == ("mean", True, ("crossreduce", "gloo"))
 
 
 @pytest.mark.slow
@@ -291,22 +271,6 @@ def test_torchrun_can_start_the_ranks():
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("# Collective test concluded: all_gather_perf") == 1
     assert len(ROW.findall(ran.stdout)) == 3
-
-
-def test_a_rank_that_cannot_start_is_shown():
-    """The error of a rank that cannot start is shown, and the launcher's line; the exit code is not 0."""
-    ran = bench("--launch", "2", environment={"TORCH_DISTRIBUTED_DEBUG": "NONSENSE"})
-    assert ran.returncode != 0
-    assert "TORCH_DISTRIBUTED_DEBUG" in ran.stderr
-    assert re.search(r"crossreduce: rank \d ended with exit code \d+; the other ranks were terminated\.", ran.stderr)
-
-
-def test_mpi_is_measured_by_the_same_loop():
-    """``--peers mpi`` adds a table, none of whose rows has wrong elements."""
-    ran = bench("--launch", "2", "--peers", "mpi")
-    assert ran.returncode == 0, ran.stderr
-    rows = [row.groupdict() for row in ROW.finditer(ran.stdout.split("# Backend: mpi\n")[1])]
-    assert [(row["wrong"], row["wrong_in"]) for row in rows] == [("0", "0")] * 3
 
 
 def test_intel_mpi_is_found_by_its_root(tmp_path, monkeypatch):
