@@ -32,14 +32,10 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
     ("line", "words"),
     [
         ("train --devices 0", "--devices must be 1 or more, not 0."),
-        ("train --devices -3", "--devices must be 1 or more, not -3."),
         ("train --devices nowhere", '"nowhere": this device name cannot be parsed.'),
         ("train --devices cpu:0,CPU:0", "each device may be listed only once"),
         ("train --devices 1000000", "--devices must be at most 4096 devices, not 1000000."),
-        (
-            "train --devices cpu:999999999",
-            "--devices: the number of a device must be below 4096, unlike that of cpu:999999999.",
-        ),
+        ("train --devices cpu:999999999", "the number of a device must be below 4096, unlike that of cpu:999999999."),
         ("train --num-packs -1", "--num-packs must be 0 or more, not -1."),
         ("train --epochs 0", "--epochs must be 1 or more, not 0."),
         ("train --batch-size 0", "--batch-size must be 1 or more, not 0."),

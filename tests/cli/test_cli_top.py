@@ -113,24 +113,63 @@ def test_the_straggler_is_named(top, group_of):
     assert re.search(rf"│ +0 │ +{pids[0]} │ .* │ +\d+ % │ +2 │$", out, re.MULTILINE), out
 
 
-def test_nobody_is_named_without_cause(group_of):
-    """A group whose ranks do nothing has no straggler."""
-
-    def watch(pids):
-        return group_of("quiet")
-
-    _, found = watched(2, quiet, "quiet", watch=watch)
-    assert found["straggler"] is None
-    assert [one["state"] for one in found["ranks"]] == ["idle", "idle"]
-    assert [one["rates"]["calls_per_s"] for one in found["ranks"]] == [0, 0]
-
-
 def quiet(rendezvous, started, end, name):
     comm = member(rendezvous, 30, name)
     comm.barrier()
     started.ready()
     os.read(end, 1)
     comm.close()
+
+
+def as_another_user(function):
+    """Return what a function returns in a fork of this process that belongs to another user."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            os.write(writer, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        found = json.load(file)
+    os.waitpid(pid, 0)
+    return found
+
+
+def hidden_groups():
+    """Return the number of groups that an observer finds, that of processes of other users, and the problems."""
+    observer = Observer()
+    observer.search()
+    return [len(observer.snapshots()), observer.hidden, observer.problems]
+
+
+def test_a_quiet_group(group_of):
+    """A group whose ranks do nothing has no straggler, and an observer that is closed leaves no descriptor and no
+    mapping. Its name may be long, of characters that JSON escapes or that have many bytes. For another user, the
+    processes are counted, and not searched."""
+    name = "\N{GRINNING FACE}" * 50 + "\x01" * 50
+
+    def watch(pids):
+        before, observer = Resources(), Observer()
+        for _ in range(3):
+            observer.search()
+        found = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
+        during = Resources()
+        observer.close()
+        kept = during == before, Resources() == before
+        return found, kept, group_of(name), as_another_user(hidden_groups) if os.getuid() == 0 else [0, 2, []]
+
+    _, (names, kept, found, (count, hidden, problems)) = watched(2, quiet, name, watch=watch)
+    assert names == [name]
+    assert kept == (False, True)
+    assert found["straggler"] is None
+    assert [one["state"] for one in found["ranks"]] == ["idle", "idle"]
+    assert [one["rates"]["calls_per_s"] for one in found["ranks"]] == [0, 0]
+    assert (count, problems) == (0, [])
+    assert hidden >= 2
 
 
 @pytest.mark.system
@@ -215,51 +254,17 @@ def test_another_host_is_named(top):
 
 
 def test_no_group(top):
-    """Without a group the view says so, and ``--once`` has the exit code 1."""
+    """Without a group the view says so, and ``--once`` has the exit code 1. Intervals that are not 0.1 to 3600 s are
+    refused."""
     code, out, error = top("--interval", "0.1", "--group", "no such\x1b group")
     assert (code, error) == (1, "")
     assert out.startswith('No group of ranks of the name "no such? group" runs in your processes on this machine.\n')
     code, out, _ = top("--interval", "0.1", "--group", "no such group", "--json")
     assert (code, json.loads(out)["groups"]) == (1, [])
-
-
-@pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
-def test_invalid_intervals(top, interval):
-    """Intervals that are not 0.1 to 3600 s are refused."""
-    code, _, error = top("--interval", interval)
-    assert code == 2
-    assert error.startswith("crossreduce: --interval must be a number of seconds.")
-
-
-def test_processes_of_other_users():
-    """Processes of another user are counted, not searched, and their groups are not shown."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-
-    def watch(pids):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setgid(65534)
-                os.setuid(65534)
-                observer = Observer()
-                observer.search()
-                os.write(writer, json.dumps([len(observer.snapshots()), observer.hidden, observer.problems]).encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as file:
-            found = json.load(file)
-        os.waitpid(pid, 0)
-        return found
-
-    _, (count, hidden, problems) = watched(2, quiet, "private", watch=watch)
-    assert (count, problems) == (0, [])
-    assert hidden >= 2
-
-
-# The group does not notice
+    for interval in ("0", "-1", "nan", "1e9"):
+        code, _, error = top("--interval", interval)
+        assert code == 2
+        assert error.startswith("crossreduce: --interval must be a number of seconds.")
 
 
 @pytest.mark.system
@@ -314,48 +319,13 @@ def test_the_groups_of_the_own_process_are_left_out():
     assert found == [(False, [True, True])] * 2
 
 
-def test_an_observer_releases_everything():
-    """After an observer is closed, or its groups have ended, no descriptor and no mapping is left."""
-
-    def watch(pids):
-        before, observer = Resources(), Observer()
-        for _ in range(3):
-            observer.search()
-        names = {view.name for view in observer.snapshots()}
-        during = Resources()
-        observer.close()
-        return names, during == before, Resources() == before
-
-    _, (names, same, after) = watched(2, quiet, "released", watch=watch)
-    assert "released" in names
-    assert (same, after) == (False, True)
-
-
-def test_names_that_json_makes_longer():
-    """A group with a long name of characters that JSON escapes, or that have many bytes, is shown."""
-    name = "\N{GRINNING FACE}" * 50 + "\x01" * 50
-
-    def watch(pids):
-        observer = Observer()
-        observer.search()
-        found = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
-        observer.close()
-        return found
-
-    _, names = watched(2, quiet, name, watch=watch)
-    assert names == [name]
-
-
-# The live view
-
-
 def test_the_live_view_ends_with_q():
     """On a terminal the view is updated until q is pressed; other keys do nothing."""
 
     def watch(pids):
         ours, theirs = pty.openpty()
         environment = os.environ | {"COLUMNS": "120", "LINES": "40", "TERM": "xterm"}
-        command = [sys.executable, "-m", "crossreduce", "top", "--interval", "0.2", "--group", "live"]
+        command = [sys.executable, "-m", "crossreduce", "top", "--interval", "0.1", "--group", "live"]
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environment)
         os.close(theirs)
         out, deadline, typed = b"", time.monotonic() + 40, []

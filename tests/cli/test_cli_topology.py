@@ -124,14 +124,11 @@ def test_the_selection_is_that_of_the_library(printed, line, topology):
             assert entry["limited_by"] == limited_by(limit)
 
 
-def test_numbers_are_positions_in_the_complete_machine(printed):
-    """The output for a part of a machine shows the numbers by which the devices were selected."""
+def test_a_part_of_a_machine_is_shown(printed):
+    """The output for a part of a machine shows the numbers by which the devices were selected. For a disconnected part
+    it has the links and, instead of the bounds, the cut that no link leaves."""
     out = printed("topology", "dgx-1v", "--devices", "6,2,5")
     assert re.search(r"^ +6 +2 +5\n6 cuda:6 .*\n2 cuda:2 .*\n5 cuda:5 ", out, re.MULTILINE)
-
-
-def test_a_topology_in_pieces_is_shown(printed):
-    """For a disconnected topology the output has the links and, instead of the bounds, the cut that no link leaves."""
     out = printed("topology", "dgx-1v", "--devices", "0,5")
     assert "0 cuda:0  . ." in out
     first, *rest = out[out.index("│ all_reduce ") :].splitlines()
@@ -155,7 +152,8 @@ def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
 
 
 def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, monkeypatch):
-    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file."""
+    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file. Text in a
+    file's name that looks like markup or an emoji of rich is printed unchanged."""
     monkeypatch.chdir(tmp_path)
     for name in ("wiring", "dgx-1v"):
         Path(name).write_text(TOPO_M)
@@ -167,11 +165,6 @@ def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, 
     code, out, error = crossreduce("topology", "wirings")
     assert (code, out) == (2, "")
     assert "there is no machine of this name." in error
-
-
-def test_names_are_printed_unchanged(printed, tmp_path, monkeypatch):
-    """Text in a file's name that looks like markup or an emoji of rich is printed unchanged."""
-    monkeypatch.chdir(tmp_path)
     name = "[red]a:smile:.json"
     Path(name).write_text(DGX.to_json())
     assert printed("topology", name).splitlines()[0] == name
