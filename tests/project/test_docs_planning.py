@@ -29,11 +29,7 @@ PAGE = (DOCS / "planning.md").read_text()
 CODE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
 DATA = Path(cr.__file__).parent / "topology" / "data"
 KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())
-REPLANNED = json.loads((ROOT / "benchmarks" / "results" / "live_replan.json").read_text())
-
-BOX = cr.Topology.machine("dgx-1v")
-PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
-N = len(PART.devices)
+SCALE = json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())
 # For each row of the page's table of times, a pattern of the stored results of which the row shows the slowest.
 TIMES = {
     "cut bound, up to 16 devices": r"(all_gather|reduce_scatter|broadcast|reduce) bound, up to 16 devices",
@@ -89,10 +85,10 @@ MESHES = (
 )  # fmt: skip
 
 
-def groups_table():
-    """Return the page's table of the rates of groups."""
-    lines = ["| machine | mesh | together | separately | without helpers |", "|---|---|---|---|---|"]
-    for name, hosts, shape in MESHES:
+def groups_rows(meshes):
+    """Return rows of the page's table of the rates of groups."""
+    lines = []
+    for name, hosts, shape in meshes:
         topology = cr.Topology.machine(name, hosts)
         job = cr.plan_groups(topology, cr.mesh_groups(topology.devices, shape))
         assert job.ratio == 1
@@ -102,15 +98,6 @@ def groups_table():
         machine = f"{name}, {hosts} hosts" if hosts > 1 else name
         lines.append("| " + " | ".join([machine, " x ".join(map(str, shape)), *cells]) + " |")
     return "\n".join(lines)
-
-
-def large():
-    """Return the statements about large machines, from the stored results of benchmarks/scale.py."""
-    devices = [
-        row["devices"]
-        for row in json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())["machines"].values()
-    ]
-    return [f"wherever it has more than {FEW_DEVICES} devices", f"tori of up to {max(devices):,} devices"]
 
 
 def parts_table():
@@ -172,8 +159,8 @@ def statements():
         parts_table(),
         times_table(),
         machines_table(),
-        groups_table(),
-        *large(),
+        f"wherever it has more than {FEW_DEVICES} devices",
+        f"tori of up to {max(row['devices'] for row in SCALE['machines'].values()):,} devices",
         f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices",
         f"a GiB per second, so multiply the GB/s of a topology by {1e9 / 2**30:.4f}",
         f"at least {writer.PACKETS} per chunk",
@@ -188,6 +175,12 @@ def test_the_tables_of_the_page_are_computed_again():
     """The tables of the page, and the limits that it states, are those of the library and of the stored results."""
     flat = " ".join(PAGE.split())
     assert [text for text in statements() if " ".join(text.split()) not in flat] == []
+
+
+@pytest.mark.parametrize("meshes", [MESHES[:4], pytest.param(MESHES[4:], marks=pytest.mark.slow)])
+def test_the_rates_of_groups_are_computed_again(meshes):
+    """The page's table of groups has the rates of the plans of the library."""
+    assert groups_rows(meshes) in PAGE
 
 
 def exact(value):

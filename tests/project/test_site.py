@@ -41,21 +41,23 @@ def documents(page):
 
 
 def test_each_page_is_in_one_table_of_contents():
-    """Every page except the first one is in exactly one table of contents, and these list only pages that exist."""
+    """Every page except the first one is in exactly one table of contents, and these list only pages that exist; the
+    section of tutorials lists four."""
     listed = [name for page in PAGES for name in documents(page)]
     assert sorted(listed) == sorted(set(PAGES) - {"index"})
     assert len(listed) > 40
+    assert len(documents("tutorials/index")) == 4
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_first_sentence_of_a_page_states_its_purpose(page):
+def test_the_first_sentence_of_a_page_states_its_purpose():
     """A page begins with a heading and then a paragraph of text, whose first sentence is about the page."""
-    lines = HEADER.sub("", PAGES[page]).split("\n\n")
-    assert re.fullmatch(r"# \S.*", lines[0])
-    first = re.match(r".*?[.:](?=\s|$)", " ".join(lines[1].split()))
-    assert first, "the first paragraph has no sentence"
-    about = r"(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials)) [a-z].{20,}"
-    assert re.fullmatch(about, first[0]), first[0]
+    for page, text in PAGES.items():
+        lines = HEADER.sub("", text).split("\n\n")
+        assert re.fullmatch(r"# \S.*", lines[0]), page
+        first = re.match(r".*?[.:](?=\s|$)", " ".join(lines[1].split()))
+        assert first, f"the first paragraph of {page} has no sentence"
+        about = r"(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials)) [a-z].{20,}"
+        assert re.fullmatch(about, first[0]), first[0]
 
 
 def public(module):
@@ -67,58 +69,41 @@ def public(module):
 
 
 def test_the_reference_has_the_public_interface():
-    """The reference documents each public name once, and no other name."""
+    """The reference documents each public name once, and no other name; the page on errors shows the tree of the
+    docstring of errors.py."""
     found = [name for text in PAGES.values() for name in re.findall(r"^\.\. auto\w+:: crossreduce\.(\S+)$", text, re.M)]
-    expected = list(crossreduce.__all__)
+    expected = [*crossreduce.__all__, "torchft.ProcessGroupCrossreduce", "mpi.join", "mpi.MpiGroup"]
+    expected += ["kernels.instruction_set", "kernels.threads"]
     for module in ("tensorflow", "jax", "torch", "trace", "processes"):
         expected += [f"{module}.{name}" for name in public(module)]
-    expected += [
-        "torchft.ProcessGroupCrossreduce",
-        "mpi.join",
-        "mpi.MpiGroup",
-        "kernels.instruction_set",
-        "kernels.threads",
-    ]
     assert sorted(found) == sorted(expected)
+    tree = ast.get_docstring(ast.parse((Path(crossreduce.__file__).parent / "errors.py").read_text()))
+    lines, shown = (
+        [line.strip() for line in text.splitlines() if "──" in line] for text in (tree, PAGES["reference/errors"])
+    )
+    assert shown == lines
+    assert len(lines) > 10
 
 
 def test_the_reference_has_every_environment_variable():
     """The page on environment variables lists those that the code reads, and no other one of ours."""
-    sources = [
-        *(ROOT / "src").rglob("*.py"),
-        *(ROOT / "src").rglob("*.cpp"),
-        ROOT / "setup.py",
-        ROOT / "tests/conftest.py",
-    ]
+    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cpp")]
+    sources += [ROOT / "setup.py", ROOT / "tests/conftest.py"]
     read = {name for path in sources for name in re.findall(r"\bCROSSREDUCE_[A-Z_]+\b", path.read_text())}
     listed = set(re.findall(r"^\| `(CROSSREDUCE_[A-Z_]+)`", PAGES["reference/environment"], re.M))
     assert listed == read
     assert len(listed) > 8
 
 
-def test_the_reference_has_the_tree_of_errors():
-    """The page on errors shows the tree of the docstring of errors.py."""
-    tree = ast.get_docstring(ast.parse((Path(crossreduce.__file__).parent / "errors.py").read_text()))
-    lines = [line.strip() for line in tree.splitlines() if "──" in line]
-    shown = [line.strip() for line in PAGES["reference/errors"].splitlines() if "──" in line]
-    assert shown == lines
-    assert len(lines) > 10
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("tutorials/") and "index" not in page])
-def test_tutorials_are_notebooks_that_check_their_results(page):
+def test_tutorials_are_notebooks_that_check_their_results():
     """A tutorial has the header of a notebook for Python, cells that parse, and at least three assertions."""
-    header = HEADER.match(PAGES[page])[1]
-    assert {"    format_name: myst", "  language: python", "  name: python3"} <= set(header.splitlines())
-    cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", PAGES[page], re.DOTALL | re.M)
-    assert len(cells) == PAGES[page].count("{code-cell}")
-    code = [re.sub(r"\A%%writefile .*\n", "", cell) for cell in cells]
-    assert sum(isinstance(node, ast.Assert) for cell in code for node in ast.walk(ast.parse(cell))) >= 3
-
-
-def test_there_are_four_tutorials():
-    """The section of tutorials lists four notebooks."""
-    assert len(documents("tutorials/index")) == 4
+    for page in documents("tutorials/index"):
+        header = HEADER.match(PAGES[page])[1]
+        assert {"    format_name: myst", "  language: python", "  name: python3"} <= set(header.splitlines())
+        cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", PAGES[page], re.DOTALL | re.M)
+        assert len(cells) == PAGES[page].count("{code-cell}")
+        code = [re.sub(r"\A%%writefile .*\n", "", cell) for cell in cells]
+        assert sum(isinstance(node, ast.Assert) for cell in code for node in ast.walk(ast.parse(cell))) >= 3
 
 
 def sessions():
@@ -245,11 +230,11 @@ def test_files_of_the_root_lead_to_pages(site, tmp_path):
     assert rooted(path).strip() == shown.strip()
 
 
-@pytest.mark.parametrize("name", ["docstrings", "versions"])
-def test_examples_of_the_modules_are_right(site, name):
+def test_examples_of_the_modules_are_right(site):
     """The examples in the docstrings of docs/site print the shown results."""
-    assert doctest.testmod(site(name)).attempted > 0
-    assert doctest.testmod(site(name)).failed == 0
+    for name in ("docstrings", "versions"):
+        found = doctest.testmod(site(name))
+        assert (found.attempted > 0, found.failed) == (True, 0)
 
 
 def test_the_site_is_built_with_the_tested_versions():
