@@ -124,9 +124,7 @@ def part(name: str) -> list[Row]:
     print(f"{name}: exact over default")
     for row in rows:
         link = f", {row['sent_ratio']:.2f} times the bytes on the link" if "sent" in row else ""
-        print(
-            f"  {size_text(row['bytes']):>8} {row['dtype']:>8} {row['data']:>6}: {row['ratio']:.2f}{link}", flush=True
-        )
+        print(f"  {size_text(row['bytes']):>8} {row['dtype']:>8} {row['data']:>6}: {row['ratio']:.2f}{link}")
     return rows
 
 

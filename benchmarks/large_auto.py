@@ -1,11 +1,10 @@
 """Is "auto" as fast as the best algorithm by name on machines of about 1,024 devices?
 
-For some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each
-algorithm by name, also those that "auto" does not consider for so many devices. The seconds are simulated, so they are
-the same on every computer; "planning_s" is the wall time of the planning, which is shorter for the sizes after the
-first one. Some algorithms list all of their millions of steps, which takes minutes. So without --all, "ring" is
-left out: it has 2(n - 1) rounds, and sends as many bytes as a forest. So is "one_shot" from 64 KiB on: each device
-receives the buffers of all others.
+For some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each algorithm by name, also those
+that "auto" does not consider for so many devices. The seconds are simulated, so they are the same on every computer;
+"planning_s" is the wall time of the planning, which is shorter for the sizes after the first one. Some algorithms list
+all of their millions of steps, which takes minutes. So without --all, "ring" is left out: it has 2(n - 1) rounds, and
+sends as many bytes as a forest. So is "one_shot" from 64 KiB on: each device receives the buffers of all others.
 Run: python benchmarks/large_auto.py [--machines NAME;...] [--all]
 """
 

@@ -13,7 +13,7 @@ from paths import ROOT
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc", ".cu", ".cuh", ".js", ".css", ".html"}
 NO_CODE = {"__pycache__", "data", "third_party", "assets"}  # data files, and files of other projects
 FOREIGN_READS = 22  # of underscored attributes of other modules' objects
-LIMITS = {"src": 68_700, "tests": 67_900, "benchmarks and scripts": 8_450}  # lines
+LIMITS = {"src": 68_700, "tests": 67_900, "benchmarks and scripts": 7_950}  # lines
 
 
 def code(folder):
