@@ -106,21 +106,20 @@ def test_a_malformed_command_line_shows_the_usage(crossreduce, line):
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "remedy"),
+    ("module", "line", "extra"),
     [
-        ("typer", "info", "pip install 'crossreduce[cli]'"),
-        ("sklearn", "train", "pip install 'crossreduce[cli]'"),
-        ("torch", "train --framework torch", "pip install 'crossreduce[torch]'"),
-        pytest.param("jax", "bench --framework jax", "pip install 'crossreduce[jax]'", marks=pytest.mark.slow),
+        ("typer", "info", "cli"),
+        ("sklearn", "train", "cli"),
+        ("torch", "train --framework torch", "torch"),
+        pytest.param("jax", "bench --framework jax", "jax", marks=pytest.mark.slow),
     ],
 )
-def test_a_missing_module_is_named_with_its_extra(module, line, remedy):
+def test_a_missing_module_is_named_with_its_extra(module, line, extra):
     """A missing module exits with 2 and names the extra to install, without a traceback."""
     ran = run_without(module, *line.split())
-    assert ran.returncode == 2
-    assert ran.stdout == ""
+    assert (ran.returncode, ran.stdout) == (2, "")
     assert module in ran.stderr
-    assert remedy in ran.stderr
+    assert f"pip install 'crossreduce[{extra}]'" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
@@ -262,9 +261,7 @@ def test_info_lists_frameworks_devices_and_algorithms(crossreduce):
     without_gpu = report["frameworks"].pop("cupy")
     assert (without_gpu["devices"] or without_gpu["error"]).startswith(("cuda:", "none", "not installed"))
     for found in report["frameworks"].values():
-        assert found["error"] is None
-        assert found["version"]
-        assert found["devices"].startswith("cpu:")
+        assert (found["error"], bool(found["version"]), found["devices"][:4]) == (None, True, "cpu:")
 
 
 def test_info_reports_a_broken_framework(tmp_path):
@@ -277,13 +274,10 @@ def test_info_reports_a_broken_framework(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(code)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    line = "from crossreduce.cli import main; main(['info'])"
-    ran = run_python(line, PYTHONPATH=path, COLUMNS="80")
+    ran = run_python("from crossreduce.cli import main; main(['info'])", PYTHONPATH=path, COLUMNS="80")
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "RuntimeError: this [torch] is broken" in ran.stdout
-    assert "exit code 7" in ran.stdout
-    assert "libcuda.so: cannot open" in ran.stdout
-    assert "cpu:k, one for each replica" in ran.stdout
+    for text in ("RuntimeError: this [torch] is broken", "exit code 7", "libcuda.so: cannot open", "cpu:k, one for"):
+        assert text in ran.stdout
     assert max(map(len, ran.stdout.splitlines())) <= 80
 
 
@@ -296,9 +290,6 @@ def test_version():
     )
     ran = run_python(code)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"crossreduce {cr.__version__}\n[]\n", "")
-
-
-# ---- names of nodes
 
 
 @given(st.lists(st.sampled_from(["cuda:", "host0/cuda:", "nic", ""]).flatmap(

@@ -19,6 +19,12 @@ from crossreduce.options import ALGORITHMS
 DGX = cr.Topology.machine("dgx-1v")
 
 
+@pytest.fixture
+def bench(crossreduce):
+    """Return a function that runs ``crossreduce bench`` with options and returns its exit code, stdout and stderr."""
+    return lambda line, *rest: crossreduce("bench", *line.split(), *rest)
+
+
 # nccl-tests 2.19.6, src/util.cu, writeResultHeader.
 COLUMNS = """\
 #
@@ -27,10 +33,10 @@ COLUMNS = """\
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)"""
 
 
-def test_bench_prints_the_table_of_nccl_tests(crossreduce):
+def test_bench_prints_the_table_of_nccl_tests(bench):
     """The output has nccl-tests' header and footer, and a line about the emulation. Each row has nccl-tests' columns;
     algbw is size / time, and busbw is 2 (n-1)/n algbw."""
-    code, out, _ = crossreduce("bench", "-b", "64K", "-e", "0.25m", "-f", "2", "-n", "3", "-g", "4", "-d", "float64")
+    code, out, _ = bench("-b 64K -e 0.25m -f 2 -n 3 -g 4 -d float64")
     lines = out.splitlines()
     assert code == 0
     version = f"# crossreduce version {cr.__version__} framework=numpy-{np.__version__} transport=in-process"
@@ -81,72 +87,61 @@ def test_bench_has_no_in_place_form(crossreduce, tmp_path, options, jax_, tensor
     assert [row["in_place"] for row in json.loads(path.read_text())["results"]] == [None]
 
 
-def test_bench_steps_like_nccl_tests(crossreduce):
-    """Without -f sizes grow by -i bytes; each is then rounded down to a multiple of the element size."""
-    _, out, _ = crossreduce("bench", "-b", "10", "-e", "40", "-i", "10", "-n", "1", "-g", "2", "-w", "0", "-c", "0")
-    assert [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)] == [
-        ("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A"),
-    ]  # fmt: skip
+def test_bench_steps_like_nccl_tests(bench):
+    """Without -f sizes grow by -i bytes; each is then rounded down to a multiple of the element size. -I adds min, max,
+    p99 and the coefficient of variation, in nccl-tests' order."""
+    _, out, _ = bench("-b 10 -e 40 -i 10 -n 1 -g 2 -w 0 -c 0")
+    rows = [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)]
+    assert rows == [("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A")]
     assert "step: 10(bytes)" in out
-
-
-def test_bench_per_iteration_columns(crossreduce):
-    """-I adds min, max, p99 and the coefficient of variation, in nccl-tests' order."""
-    _, out, _ = crossreduce("bench", "-b", "8", "-e", "8", "-n", "5", "-g", "2", "-I", "1")
+    _, out, _ = bench("-b 8 -e 8 -n 5 -g 2 -I 1")
     names = next(line.split() for line in out.splitlines() if " i_cv% " in line)
-    measured = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
-    assert names == ["#", "size", "count", "type", "redop", "root", *measured, *measured]
+    columns = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
+    assert names == ["#", "size", "count", "type", "redop", "root", *columns, *columns]
     cells = next(line.split() for line in out.splitlines() if not line.startswith("#"))
     for place in (0, 8):
         mean, lowest, highest, p99 = (float(cells[k + place]) for k in (5, 9, 10, 11))
         assert lowest <= mean <= highest == p99
 
 
-def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, tmp_path, monkeypatch):
+CONFIG = """nthreads ngpus minimum_bytes maximum_bytes step_factor warmup_iters iterations aggregated_iterations
+validation"""
+KEYS = """version start_time args env nccl_version config devices results out_of_bounds average_bus_bandwidth errors
+end_time"""
+
+
+def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(bench, tmp_path, monkeypatch):
     """The JSON has nccl-tests' keys; env is empty, and secrets in environment variables are not in the output."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fake-5f1d0a-secret")
     monkeypatch.setenv("NCCL_FAKE_TOKEN", "fake-77c3e9-token")
     path = tmp_path / "bench.json"
-    code, out, _ = crossreduce(
-        "bench", "-b", "8", "-e", "64", "-f", "8", "-n", "4", "-g", "3", "-A", "ring,direct", "-J", path
-    )
-    text = path.read_text()
-    report = json.loads(text)
+    code, out, _ = bench("-b 8 -e 64 -f 8 -n 4 -g 3 -A ring,direct -J", path)
+    report = json.loads(path.read_text())
     assert code == 0
-    assert "fake-" not in text + out
+    assert "fake-" not in path.read_text() + out
     assert report["env"] == {}
-    assert {
-        "version", "start_time", "args", "env", "nccl_version", "config", "devices", "results", "out_of_bounds",
-        "average_bus_bandwidth", "errors", "end_time",
-    } <= report.keys()  # fmt: skip
-    assert {
-        "nthreads", "ngpus", "minimum_bytes", "maximum_bytes", "step_factor", "warmup_iters", "iterations",
-        "aggregated_iterations", "validation",
-    } <= report["config"].keys()  # fmt: skip
+    assert report.keys() >= set(KEYS.split())
+    assert report["config"].keys() >= set(CONFIG.split())
     assert [device["device_hex"] for device in report["devices"]] == ["cpu:0", "cpu:1", "cpu:2"]
     assert {"rank", "group", "pid", "hostname", "device", "device_hex", "device_info"} == report["devices"][0].keys()
-    assert [(r["algorithm"], r["size"]) for r in report["results"]] == list(
-        itertools.product(["ring", "direct"], [8, 64])
-    )
+    measured = [(row["algorithm"], row["size"]) for row in report["results"]]
+    assert measured == [*itertools.product(["ring", "direct"], [8, 64])]
     for row in report["results"]:
-        assert row["in_place"].keys() == row["out_of_place"].keys()
-        assert row["in_place"]["nwrong"] == 0
-        assert len(row["in_place_per_iter"]["times_us"]) == 4
-        assert row["out_of_place"].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
-        assert row["out_of_place"]["nwrong"] == 0
+        for form in ("out_of_place", "in_place"):
+            assert row[form].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
+            assert row[form]["nwrong"] == 0
+            stats = row[f"{form}_per_iter"]
+            assert len(stats["times_us"]) == row["actual_iterations"] == 4
+            assert stats["p50_us"] == pytest.approx(np.median(stats["times_us"]))
+            assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
+            assert row[form]["time"] == pytest.approx(np.mean(stats["times_us"]))
         assert (row["count"], row["type"], row["redop"], row["root"]) == (row["size"] // 4, "float", "sum", "-1")
-        stats = row["out_of_place_per_iter"]
-        assert len(stats["times_us"]) == row["actual_iterations"] == 4
-        assert stats["p50_us"] == pytest.approx(np.median(stats["times_us"]))
-        assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
-        assert row["out_of_place"]["time"] == pytest.approx(np.mean(stats["times_us"]))
     assert report["out_of_bounds"] == {"count": 0, "okay": "true"}
-    places = ("out_of_place", "in_place")
-    mean = np.mean([row[place]["bus_bw"] for row in report["results"] for place in places])
+    mean = np.mean([row[form]["bus_bw"] for row in report["results"] for form in ("out_of_place", "in_place")])
     assert report["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
 
 
-def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
+def test_bench_finds_a_wrong_element(bench, tmp_path, monkeypatch):
     """A wrong element is counted on every destination, also in place; the footer has FAILED, the exit code is 1."""
     right = HostExecutable.run
 
@@ -159,9 +154,7 @@ def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
     monkeypatch.setattr(HostExecutable, "run", wrong)
     monkeypatch.setattr("crossreduce.reduction.cross_device_ops.new_calls", lambda: None)  # which would not call it
     path = tmp_path / "bench.json"
-    code, out, _ = crossreduce(
-        "bench", "-b", "64", "-e", "128", "-f", "2", "-n", "1", "-g", "4", "-A", "one_device", "-J", path
-    )
+    code, out, _ = bench("-b 64 -e 128 -f 2 -n 1 -g 4 -A one_device -J", path)
     report = json.loads(path.read_text())
     assert code == 1
     assert [(match["wrong"], match["wrong_in"]) for match in ROW.finditer(out)] == [("4", "4")] * 2
@@ -204,26 +197,21 @@ def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework)
         assert json.loads(path.read_text())["crossreduce"]["exact"] == (option is not None)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("-o prod", "a product cannot be exact"),
-        ("-o avg -d int64", "the mean of 8 int64 is not exact"),
-        ("--collective broadcast", "--exact cannot be used with broadcast, which adds nothing: omit --exact."),
-        (
-            "--framework torch -g cuda:0-1",
-            "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1",
-        ),
-        ("--against numpy -o prod", "a product cannot be exact"),
-        ("--launch 2 -o prod -d half", "a product cannot be exact"),
-        ("--launch 2 --collective all_gather", "--exact cannot be used with all_gather"),
-    ],
-)
-def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(crossreduce, line, words):
+def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(crossreduce):
     """With --exact, products, means of 64-bit integers, collectives without sums, and GPUs are errors at once."""
-    code, out, error = crossreduce("bench", "--exact", *line.split())
-    assert (code, out) == (2, "")
-    assert words in error
+    on_gpus = "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1"
+    for line, words in {
+        "-o prod": "a product cannot be exact",
+        "-o avg -d int64": "the mean of 8 int64 is not exact",
+        "--collective broadcast": "--exact cannot be used with broadcast, which adds nothing: omit --exact.",
+        "--framework torch -g cuda:0-1": on_gpus,
+        "--against numpy -o prod": "a product cannot be exact",
+        "--launch 2 -o prod -d half": "a product cannot be exact",
+        "--launch 2 --collective all_gather": "--exact cannot be used with all_gather",
+    }.items():
+        code, out, error = crossreduce("bench", "--exact", *line.split())
+        assert (code, out) == (2, "")
+        assert words in error
 
 
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])

@@ -75,15 +75,6 @@ def test_a_plan_is_that_of_the_library(printed, line, machine, options):
     }
 
 
-def test_published_numbers_of_a_dgx_1(printed):
-    """A DGX-1V has the bound 600/7 GB/s for an all-reduce, which the plan reaches, and 150 GB/s for a broadcast."""
-    report = json.loads(printed("plan", "dgx-1v", "--json"))
-    assert report["bound"]["algbw"] == report["rate"] == {"exact": "600/7", "gb_per_s": 600 / 7}
-    assert report["ratio"] == {"exact": "1", "value": 1.0}
-    report = json.loads(printed("plan", "dgx-1v", "--collective", "broadcast", "--json"))
-    assert report["bound"]["algbw"]["exact"] == "150"
-
-
 @pytest.mark.parametrize(
     ("file", "options", "written"),
     [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import forked
 from members import Resources, member, memory, starter
 from ranks import Died, SocketTransport, ranks
 
@@ -121,29 +122,13 @@ def quiet(rendezvous, started, end, name):
     comm.close()
 
 
-def as_another_user(function):
-    """Return what a function returns in a fork of this process that belongs to another user."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            os.write(writer, json.dumps(function()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        found = json.load(file)
-    os.waitpid(pid, 0)
-    return found
-
-
-def hidden_groups():
-    """Return the number of groups that an observer finds, that of processes of other users, and the problems."""
+def hidden_groups(_):
+    """As another user, print the number of groups that an observer finds, that of hidden processes, and problems."""
+    os.setgid(65534)
+    os.setuid(65534)
     observer = Observer()
     observer.search()
-    return [len(observer.snapshots()), observer.hidden, observer.problems]
+    print(json.dumps([len(observer.snapshots()), observer.hidden, observer.problems]))
 
 
 def test_a_quiet_group(group_of):
@@ -160,7 +145,7 @@ def test_a_quiet_group(group_of):
         during = Resources()
         observer.close()
         kept = during == before, Resources() == before
-        return found, kept, group_of(name), as_another_user(hidden_groups) if os.getuid() == 0 else [0, 2, []]
+        return found, kept, group_of(name), json.loads(forked(hidden_groups).out if os.getuid() == 0 else "[0, 2, []]")
 
     _, (names, kept, found, (count, hidden, problems)) = watched(2, quiet, name, watch=watch)
     assert names == [name]
@@ -271,24 +256,23 @@ def test_no_group(top):
 def test_a_group_is_not_disturbed():
     """A group gives right results while two views read it every 0.1 s, one of which is killed again and again; it makes
     calls at least half as fast as before, and its memory is mapped without the right to write."""
+    command = [sys.executable, "-m", "crossreduce", "top", "--json", "--interval", "0.1", "--group", "calm"]
+
+    def killed(view, count):
+        lines = [view.stdout.readline() for _ in range(count)]
+        maps = Path(f"/proc/{view.pid}/maps").read_text()
+        view.kill()
+        view.communicate()
+        return lines, maps
 
     def watch(pids):
-        views = []
-        command = [sys.executable, "-m", "crossreduce", "top", "--json", "--interval", "0.1", "--group", "calm"]
-        views.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        lines = [json.loads(views[0].stdout.readline()) for _ in range(5)]
-        maps = Path(f"/proc/{views[0].pid}/maps").read_text()
+        view = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for _ in range(3):
-            other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            other.stdout.readline()
-            other.stdout.readline()
-            other.kill()
-            other.communicate()
-        views[0].kill()
-        views[0].communicate()
+            killed(subprocess.Popen(command, stdout=subprocess.PIPE, text=True), 2)
+        lines, maps = killed(view, 5)
         time.sleep(0.3)
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        return lines, maps
+        return [json.loads(line) for line in lines], maps
 
     found, (lines, maps) = watched(2, busy, "calm", None, watch=watch)
     assert found[0] == found[1] > 100

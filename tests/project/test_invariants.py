@@ -69,20 +69,16 @@ HARMLESS = {
     *("bisect", "__future__", "collections", "contextlib", "dataclasses", "enum", "fractions", "numbers"),
     *("functools", "heapq", "itertools", "json", "math", "operator", "re", "typing"),
 }
+# Pure code that computes with arrays, and solves linear programs or least-squares problems.
+FEW_STEP = [
+    f"planning.optimal.few_step.{each}" for each in ("shallow_trees", "switch_routes", "tree_program", "rounding")
+]
+WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", FEW_STEP[2])
+WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, "topology.automorphisms", "schedule.link_use", "schedule.clock")
 # Further modules that single files of pure code need, each for one reason.
-NEEDED = {
-    "planning.optimal.bounds.solver": {"numpy", "scipy"},  # solves linear programs
-    "planning.optimal.bounds.steiner": {"numpy", "scipy"},  # the cheapest ways through switches
-    "planning.calibration": {"numpy", "scipy"},  # solves least-squares problems
-    "planning.optimal.few_step.shallow_trees": {"numpy"},  # searches trees for many prices at once
-    "planning.optimal.few_step.switch_routes": {"numpy"},  # lists hops as arrays
-    "planning.optimal.few_step.tree_program": {"numpy", "scipy"},  # solves linear programs
-    "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
+NEEDED = {module: {"numpy"} | ({"scipy"} if module in WITH_SCIPY else set()) for module in WITH_NUMPY} | {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
-    "planning.optimal.few_step.rounding": {"numpy"},  # rounds shares to units
     "planning.plans": {"os", "importlib"},  # the type of a path; report() finds the writer in export/ by its name
-    "schedule.link_use": {"numpy"},  # adds up the transfers of a link; only reports need it
-    "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.link_kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
@@ -92,20 +88,15 @@ NEEDED = {
     "topology.nvml": {"ctypes"},  # calls the driver's library
 }
 IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint", "globals"}
-# Files that import a framework other than their own.
-EXCEPTIONS = {module: {"numpy"} for module, needed in NEEDED.items() if "numpy" in needed} | {
+# Files that import a framework other than their own: JAX, TensorFlow and CuPy take dtypes and memory from NumPy.
+EXCEPTIONS = {module: {"numpy"} for module in WITH_NUMPY} | {
     "values": {"numpy"},  # IndexedSlices accepts lists; NumPy is imported only for a list
-    "kernels.reference": {"numpy"},
-    "kernels.exact_reference": {"numpy"},
-    "frameworks.jax.arrays": {"numpy"},  # JAX and TensorFlow take dtypes and constants from NumPy
-    "frameworks.tensorflow.arrays": {"numpy"},
-    "frameworks.cupy.arrays": {"numpy"},  # CuPy's dtypes are NumPy's
+    **{each: {"numpy"} for each in ("kernels.reference", "kernels.exact_reference", "processes.array_group")},
+    **{f"frameworks.{each}.arrays": {"numpy"} for each in ("jax", "tensorflow", "cupy")},
+    **{f"frameworks.{each}.host_memory": {"numpy"} for each in ("jax", "tensorflow")},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
-    "ranks.transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
-    "frameworks.jax.host_memory": {"numpy"},  # NumPy turns memory into arrays of JAX
     "engines.cuda.jax": {"numpy"},  # a NumPy integer is an attribute of 64 bits, whether or not JAX has x64 enabled
-    "frameworks.tensorflow.host_memory": {"numpy"},
-    "processes.array_group": {"numpy"},  # reduces its users' NumPy arrays
+    "ranks.transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
 }
 
 

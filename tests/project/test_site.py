@@ -156,39 +156,32 @@ def test_charts_are_drawn(site, tmp_path):
         assert all(text in drawn for text in texts)
 
 
-GOOD = '<a href="other.html#there">x</a><a href="https://example.org/x">y</a><img src="a.png"><p id="here"></p>'
+FAULTS = {
+    '<a href="missing.html">x</a>': "the link missing.html leads to no file",
+    '<a href="other.html#nowhere">x</a>': "the link other.html#nowhere leads to no place of its page",
+    '<a href="#nowhere">x</a>': "the link #nowhere leads to no place of its page",
+    '<a href="ftp://example.org">x</a>': "the link ftp://example.org has no known protocol",
+    '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn.example.org/x.js from a network",
+    '<script src="//cdn.example.org/x.js"></script>': "loads //cdn.example.org/x.js from a network",
+    '<link rel="stylesheet" href="http://example.org/x.css">': "loads http://example.org/x.css from a network",
+    '<img srcset="https://example.org/x.png 2x">': "loads https://example.org/x.png from a network",
+    '<img src="b.png">': "loads b.png, which does not exist",
+    '<p style="background: url(https://example.org/y.png)">': "loads https://example.org/y.png from a network",
+}
 
 
-@pytest.mark.parametrize(
-    ("added", "fault"),
-    [
-        ("", ""),
-        ('<a href="missing.html">x</a>', "the link missing.html leads to no file"),
-        ('<a href="other.html#nowhere">x</a>', "the link other.html#nowhere leads to no place of its page"),
-        ('<a href="#nowhere">x</a>', "the link #nowhere leads to no place of its page"),
-        ('<a href="ftp://example.org">x</a>', "the link ftp://example.org has no known protocol"),
-        ('<script src="https://cdn.example.org/x.js"></script>', "loads https://cdn.example.org/x.js from a network"),
-        ('<script src="//cdn.example.org/x.js"></script>', "loads //cdn.example.org/x.js from a network"),
-        ('<link rel="stylesheet" href="http://example.org/x.css">', "loads http://example.org/x.css from a network"),
-        ('<img srcset="https://example.org/x.png 2x">', "loads https://example.org/x.png from a network"),
-        ('<img src="b.png">', "loads b.png, which does not exist"),
-        ('<p style="background: url(https://example.org/x.png)">', "loads https://example.org/x.png from a network"),
-    ],
-)
-def test_the_check_of_links_finds_faults(site, tmp_path, added, fault):
-    """Links without a target, and whatever would be loaded from a network, are faults; other links are listed."""
+def test_the_check_of_links_finds_faults(site, tmp_path, capsys):
+    """Links without a target, and whatever would be loaded from a network, are faults, also in style sheets; so are
+    links of sources that are not complete addresses. Other links are listed."""
     links = site("links")
-    (tmp_path / "index.html").write_text(GOOD + added)
+    good = '<a href="other.html#there">x</a><a href="https://example.org/x">y</a><img src="a.png"><p id="here"></p>'
     (tmp_path / "other.html").write_text('<p id="there"></p>')
     (tmp_path / "a.png").touch()
-    others = links.defaultdict(set)
-    assert links.faults_of(tmp_path, others) == ([f"index.html: {fault}"] if fault else [])
-    assert others == {"https://example.org/x": {"index.html"}}
-
-
-def test_the_check_of_links_reads_styles_and_sources(site, tmp_path, capsys):
-    """Fonts of other sites in style sheets are faults, and so are links of sources that are not complete addresses."""
-    links = site("links")
+    for page, found in ((good, []), (good + "".join(FAULTS), [f"index.html: {fault}" for fault in FAULTS.values()])):
+        (tmp_path / "index.html").write_text(page)
+        others = links.defaultdict(set)
+        assert sorted(links.faults_of(tmp_path, others)) == sorted(found)
+        assert others == {"https://example.org/x": {"index.html"}}
     (tmp_path / "index.html").write_text("")
     (tmp_path / "x.css").write_text("@import 'https://example.org/a.css'; @font-face { src: url(//example.org/b) }")
     (tmp_path / "x.md").write_text("[a](https://example.org/ok) [b](http://example.org) [c](https:/example.org)")
@@ -208,11 +201,8 @@ def test_versions_are_listed_newest_first(site, tmp_path):
             (tmp_path / version / page).touch()
     versions.main(tmp_path)
     listed = json.loads((tmp_path / "versions.json").read_text())
-    assert [(each["name"], each["version"]) for each in listed] == [
-        ("0.10.0 (newest)", "0.10.0"),
-        ("0.9.1", "0.9.1"),
-        ("main", "main"),
-    ]
+    names = [(each["name"], each["version"]) for each in listed]
+    assert names == [("0.10.0 (newest)", "0.10.0"), ("0.9.1", "0.9.1"), ("main", "main")]
     assert all(each["pages"] == ["a.html", "index.html"] for each in listed)
     assert "url=0.10.0/index.html" in (tmp_path / "index.html").read_text()
     assert (tmp_path / "versions.js").read_text().startswith("window.siteVersions = [")
