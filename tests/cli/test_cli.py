@@ -123,19 +123,48 @@ def test_a_missing_module_is_named_with_its_extra(module, line, extra):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize(("command", "load"), [("train", "train.command.load"), ("bench", "bench.devices.load")])
-def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, load):
-    """A run that fails does not change an existing JSON file, and leaves no other file in its folder."""
+@pytest.mark.parametrize(
+    ("line", "place", "fault"),
+    [
+        ("train --json a.json", "train.command.load", KeyboardInterrupt()),
+        ("bench --json a.json", "bench.devices.load", KeyboardInterrupt()),
+        ("export dgx-1v a.svg", "export.Plan.explain", KeyboardInterrupt()),
+        ("export dgx-1v a.json", "export.Plan.explain", MemoryError()),
+        ("topology dgx-1v --export a.json --picture a.svg", "topology.Topology.to_json", OSError(28, "No space left")),
+    ],
+)
+def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, line, place, fault):
+    """A failure before the last file is complete changes no existing file, and leaves no other file in its folder."""
 
-    def fail(*args):
-        raise KeyboardInterrupt
+    def fail(*args, **options):
+        raise fault
 
-    path = tmp_path / "run.json"
-    path.write_text("earlier")
-    monkeypatch.setattr(f"crossreduce.cli.{load}", fail)
-    assert crossreduce(command, "--json", path) == (130, "", "crossreduce: interrupted\n")
-    assert path.read_text() == "earlier"
-    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.chdir(tmp_path)
+    paths = [tmp_path / word for word in line.split() if word.startswith("a.")]
+    for path in paths:
+        path.write_text("earlier")
+    monkeypatch.setattr(f"crossreduce.cli.{place}", fail)
+    code, out, error = crossreduce(*line.split())
+    assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
+    assert code == 2 or error == "crossreduce: interrupted\n"
+    assert sorted(tmp_path.iterdir()) == paths
+    assert {path.read_text() for path in paths} == {"earlier"}
+
+
+def test_an_interruption_while_a_file_is_created_leaves_none(crossreduce, tmp_path, monkeypatch):
+    """Ctrl-C that arrives when the temporary file exists, but its creation has not returned yet, leaves no file."""
+    create = os.open
+
+    def interrupted(path, flags, *rest, **options):
+        number = create(path, flags, *rest, **options)
+        if flags & os.O_EXCL:
+            os.close(number)
+            raise KeyboardInterrupt
+        return number
+
+    monkeypatch.setattr(os, "open", interrupted)
+    code, out, _ = crossreduce("topology", "dgx-1v", "--export", tmp_path / "a.json")
+    assert (code, out, list(tmp_path.iterdir())) == (130, "", [])
 
 
 def test_ctrl_c_during_imports():

@@ -199,32 +199,6 @@ def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch, l
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-@pytest.mark.parametrize(
-    ("command", "names", "fault"),
-    [
-        ("export", ["a.svg"], KeyboardInterrupt()),
-        ("export", ["a.json"], MemoryError()),
-        ("topology", ["a.json", "a.svg"], OSError(28, "No space left on device")),
-    ],
-)
-def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, names, fault):
-    """A failure before the last file is complete changes no existing file and leaves no other file."""
-
-    def fail(*args, **options):
-        raise fault
-
-    paths = [tmp_path / name for name in names]
-    for path in paths:
-        path.write_text("earlier")
-    last = "export.Plan.explain" if command == "export" else "topology.Topology.to_json"
-    monkeypatch.setattr(f"crossreduce.cli.{last}", fail)
-    files = paths if command == "export" else ["--export", paths[0], "--picture", paths[1]]
-    code, out, _ = crossreduce(command, "dgx-1v", *files)
-    assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
-    assert sorted(tmp_path.iterdir()) == paths
-    assert {path.read_text() for path in paths} == {"earlier"}
-
-
 def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch):
     """Without matplotlib the text and the file come as always, and then one line that names the extra."""
     line = ["topology", "dgx-1v", "--export", tmp_path / "a.json"]

@@ -142,17 +142,6 @@ def test_the_command_makes_the_devices_of_jax():
     assert [row["wrong"] for row in ROW.finditer(ran.stdout)] == ["0"]
 
 
-def test_a_json_file_is_replaced_atomically(crossreduce, tmp_path):
-    """A new report replaces the file: a reader that opened the earlier file can still read all of it."""
-    path = tmp_path / "run.json"
-    path.write_text("earlier")
-    with path.open() as reader:
-        assert crossreduce("train", "--epochs", 1, "--json", path)[0] == 0
-        assert reader.read() == "earlier"
-    assert json.loads(path.read_text())["epochs"] == 1
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_batches_cover_an_epoch():
     """Each epoch contains every sample once, in a different order."""
     epochs = [[], []]
