@@ -1,6 +1,5 @@
 """Shared by all benchmarks: a timer, a description of the machine, and the JSON file of results."""
 
-import argparse
 import datetime
 import json
 import statistics
@@ -76,11 +75,8 @@ def size_text(nbytes: int) -> str:
 
 
 def keep(name: str, result: dict[str, Any], path: Path | None = None) -> None:
-    """Write a result to ``path``; the default is the ``--json`` argument, or ``name``.json in results/."""
-    if path is None:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
-        path = parser.parse_args().json
+    """Write a result to ``path``, by default ``name``.json in results/."""
+    path = path or RESULTS / f"{name}.json"
     kept = {"benchmark": name, "date": datetime.date.today().isoformat(), "machine": machine(), **result}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {path.name}")

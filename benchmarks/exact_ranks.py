@@ -33,15 +33,10 @@ REPEATS = 15
 Row = dict[str, Any]
 
 
-def one_host_cases() -> list[tuple[int, str, str]]:
-    """Return sizes in bytes, dtypes and kinds of data."""
-    cases = [(nbytes, "float32", "normal") for nbytes in SIZES]
-    return [*cases, *((1 << 24, dtype, "normal") for dtype in DTYPES), (1 << 24, "float32", "wide")]
-
-
-def two_host_cases() -> list[tuple[int, str, str]]:
-    """Return sizes in bytes, dtypes and kinds of data."""
-    cases = [(nbytes, "float32", "normal") for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 25)]
+def cases_of(part: str) -> list[tuple[int, str, str]]:
+    """Return the sizes in bytes, dtypes and kinds of data of a part."""
+    sizes = SIZES if part == "one host" else (1 << 10, 1 << 16, 1 << 20, 1 << 25)
+    cases = [(nbytes, "float32", "normal") for nbytes in sizes]
     return [*cases, *((1 << 24, dtype, "normal") for dtype in DTYPES), (1 << 24, "float32", "wide")]
 
 
@@ -74,7 +69,7 @@ def one_rank(folder: Path, store: str, part: str) -> None:
     dist.init_process_group("crossreduce", store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     groups = {"default": dist.new_group(), "exact": dist.new_group(pg_options=Options(exact=True))}
     rows = []
-    for nbytes, dtype, kind in one_host_cases() if part == "one host" else two_host_cases():
+    for nbytes, dtype, kind in cases_of(part):
         given = data(torch, nbytes, dtype, kind, rank)
         inner = max(1, (1 << 16) // nbytes)
         xs = [given.clone() for _ in range(inner)]  # sums of sums would soon overflow
@@ -129,9 +124,7 @@ def part(name: str) -> list[Row]:
     print(f"{name}: exact over default")
     for row in rows:
         link = f", {row['sent_ratio']:.2f} times the bytes on the link" if "sent" in row else ""
-        print(
-            f"  {size_text(row['bytes']):>8} {row['dtype']:>8} {row['data']:>6}: {row['ratio']:.2f}{link}", flush=True
-        )
+        print(f"  {size_text(row['bytes']):>8} {row['dtype']:>8} {row['data']:>6}: {row['ratio']:.2f}{link}")
     return rows
 
 
@@ -139,6 +132,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         one_rank(Path(sys.argv[1]), *sys.argv[2:])
     else:
-        keep(
-            "exact_ranks", {"rate": RATE, **{name.replace(" ", "_"): part(name) for name in ("one host", "two hosts")}}
-        )
+        parts = {name.replace(" ", "_"): part(name) for name in ("one host", "two hosts")}
+        keep("exact_ranks", {"rate": RATE, **parts})

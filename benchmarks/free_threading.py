@@ -91,12 +91,8 @@ def main():
     for _ in range(ROUNDS):
         for pair in arguments.interpreters:
             python, _, checkout = pair.partition("=")
-            ran = subprocess.run(
-                [python, __file__],
-                env={**os.environ, "PYTHONPATH": f"{checkout}/src"},
-                stdout=subprocess.PIPE,
-                check=True,
-            )
+            environment = {**os.environ, "PYTHONPATH": f"{checkout}/src"}
+            ran = subprocess.run([python, __file__], env=environment, stdout=subprocess.PIPE, check=True)
             found = json.loads(ran.stdout)
             for row, seconds in found["times"].items():
                 times.setdefault(found["name"], {}).setdefault(row, []).extend(seconds)

@@ -1,13 +1,13 @@
 """How close are reductions on host memory to the rate of the memory, and how fast are other libraries?
 
 8 replicas (2 to 64 in the last two cases) in one process, steady state, random data (memory that contains only zeros
-is faster on some CPUs). The contenders of a case, except Open MPI, run in turn; a ratio is the median of the ratios
+is faster on some CPUs). The contenders of a case run in turn; a ratio is the median of the ratios
 within the turns, and is printed beside its target. Rates count the bytes of the sources, read once, and of the results
 that have their own memory, written once. Writable results are filled with NaN, reduced again and compared with a plain
 NumPy loop: bit for bit if they add in the same order, else within the bound of Higham (The accuracy of floating point
 summation, 1993). Sums of half types are compared with exact sums (``error_ulp``).
 
-gloo and Open MPI run in 8 processes on this machine, not with --quick. A library that is not installed is left out.
+A library that is not installed is left out.
 Run: python benchmarks/host_reduction.py [--quick] [--sizes] [--json PATH]
 """
 
@@ -39,7 +39,6 @@ from contenders import (
     N,
     chunked,
     copy,
-    installed,
     jax_peer,
     loop,
     ours,
@@ -49,11 +48,8 @@ from contenders import (
     torch_peer,
     whole_lines,
 )
-from process_peers import Gloo, open_mpi
 
 from crossreduce import kernels
-
-GLOO, MPI = "gloo, 8 processes", "Open MPI, 8 processes"
 
 
 def large(sizes: Sizes) -> Case:
@@ -75,18 +71,7 @@ def large(sizes: Sizes) -> Case:
         **tensorflow_peers(batch, HCA, R2O),
         **jax_peer(batch),
     }
-    gloo = Gloo(batch) if installed("torch") and not sizes.quick else None
-    if gloo:
-        contenders[GLOO] = gloo.contender
     case = Case(f"{N} x {size_text(sizes.large)} float32", contenders, sizes.repeats, sizes)
-    if gloo:
-        gloo.end()
-    mpi = None if sizes.quick else open_mpi(sizes.large // 4, sizes.repeats)
-    if mpi:
-        nbytes = 2 * N * sizes.large
-        case.rows[MPI] = {**mpi, "bytes": nbytes, "GBps": nbytes / mpi["median_s"] / 1e9, "results": N}
-    absent = "  not measured with --quick" if sizes.quick else "  not measured: see above"
-    print(f"  {MPI:42} " + (f"{mpi['median_s'] * 1e3:10.4g}, not in turn" if mpi else absent))
     for this in (to_all, fresh):
         case.require_rate(this, COPY, 1.2)
         case.require_speed(this, JAX, 7)

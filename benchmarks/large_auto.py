@@ -1,18 +1,15 @@
 """Is "auto" as fast as the best algorithm by name on machines of about 1,024 devices?
 
-Each machine is a new process: for some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each
-algorithm by name, also those that "auto" does not consider for so many devices. The seconds are simulated, so they are
-the same on every computer; "planning_s" is the wall time of the planning, which is shorter for the sizes after the
-first one. Some algorithms list all of their millions of steps, which takes minutes. So without --all, "ring" is
-left out: it has 2(n - 1) rounds, and sends as many bytes as a forest. So is "one_shot" from 64 KiB on: each device
-receives the buffers of all others.
+For some sizes from 8 bytes to 4 GiB, an all-reduce is planned with "auto", and with each algorithm by name, also those
+that "auto" does not consider for so many devices. The seconds are simulated, so they are the same on every computer;
+"planning_s" is the wall time of the planning, which is shorter for the sizes after the first one. Some algorithms list
+all of their millions of steps, which takes minutes. So without --all, "ring" is left out: it has 2(n - 1) rounds, and
+sends as many bytes as a forest. So is "one_shot" from 64 KiB on: each device receives the buffers of all others.
 Run: python benchmarks/large_auto.py [--machines NAME;...] [--all]
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -67,18 +64,10 @@ def main():
     parser.add_argument("--json", type=Path, default=RESULTS / "large_auto.json")
     parser.add_argument("--machines", default=";".join(MACHINES), help="names, with ; between them")
     parser.add_argument("--all", action="store_true", help="also the algorithms that take minutes")
-    parser.add_argument("--child")
     options = parser.parse_args()
-    if options.child:
-        Path(options.json).write_text(json.dumps(measured(options.child, options.all)))
-        return
     kept = json.loads(options.json.read_text())["machines"] if options.json.exists() else {}
     for name in options.machines.split(";"):
-        part = options.json.with_suffix(".part")
-        every = ["--all"] if options.all else []
-        subprocess.run([sys.executable, __file__, "--child", name, "--json", part, *every], check=True)
-        kept[name] = json.loads(part.read_text())
-        part.unlink()
+        kept[name] = measured(name, options.all)
         keep("large_auto", {"sizes": SIZES, "machines": kept}, options.json)
     slow = [(name, size) for name, rows in kept.items() for size, row in rows.items() if row["speed_of_best"] < WORST]
     print(f'"auto" has less than {WORST:.0%} of the speed of the best algorithm in {len(slow)} cases: {slow}')

@@ -325,24 +325,6 @@ def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object
     }
 
 
-def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
-    """Return the rate of "auto" on a machine with too many devices for a forest, and the bounds of ``CUT_BOUNDS``."""
-    times = cold(topology, lambda again: cr.plan(again, "all_reduce", LARGE), 1)
-    plan = cr.plan(topology, "all_reduce", LARGE)
-    found = {collective: text(cr.bound(topology, collective).algbw) for collective in CUT_BOUNDS}
-    halves = Fraction(found["all_gather"]) / 2
-    return {
-        "name": name,
-        "devices": len(topology.devices),
-        "bounds": found,
-        "scatter_and_gather_bound": text(halves),
-        "algorithm": plan.algorithm,
-        "rate": text(plan.rate),
-        "ratio_to_scatter_and_gather": text(plan.rate / halves),
-        "time": times,
-    }
-
-
 def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
     """Plan an all-reduce on each topology, once on those that differ only in device names, and combine the results."""
     made: dict[cr.Topology, dict[str, object] | None] = {}
@@ -566,15 +548,7 @@ def show_many(title: str, found: dict[str, dict[str, object]]) -> None:
 
 
 def show_rest(result: dict[str, list[dict[str, object]]]) -> None:
-    """Print the tables of large machines, sizes and times."""
-    if result["large"]:
-        print("\nTOO MANY DEVICES FOR A FOREST: auto's all-reduce; ratio to half the all-gather's bound")
-        for line in result["large"]:
-            print(
-                f"  {line['name']:16} {line['devices']} devices: half the all-gather's bound "
-                f"{short(line['scatter_and_gather_bound'])}, {line['algorithm']} {short(line['rate'])}, ratio "
-                f"{short(line['ratio_to_scatter_and_gather'])}, planned in {milliseconds(line['time'])}"
-            )
+    """Print the tables of "auto" and of times."""
     print(
         "\nAUTO: seconds of an all-reduce, ratio to the bounds of latency and bandwidth, relative times of algorithms"
     )
@@ -683,8 +657,6 @@ def main() -> None:
     hosts = {f"{name} x {n}": box(name, n) for name, n in several}
     result["hosts"] = [with_others(name, topology, 1) for name, topology in hosts.items()]
     show_plans("SEVERAL HOSTS", result["hosts"])
-    large = [] if quick else [(f"hgx-h100 x {n}", box("hgx-h100", n)) for n in (32, 128)]
-    result["large"] = [on_many_devices(name, topology) for name, topology in large]
 
     clear_caches()
     result |= by_size(quick) | exported(quick)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, keep, size_text, tests_on_path
-from rank_chart import PICTURE, draw
+from line_charts import CHARTS, draw_ranks
 from rank_programs import ALONE, LIMIT_S, OURS
 
 import crossreduce as cr
@@ -297,7 +297,7 @@ def main() -> int:
     if given.json or whole:
         keep("processes", kept, given.json or RESULTS / "processes.json")
     if given.picture or whole:
-        draw(rows, given.picture or PICTURE)
+        draw_ranks({"rows": rows}, given.picture or CHARTS["ranks"][2])
     return 1 if missing else 0
 
 

@@ -93,11 +93,8 @@ def main():
         row = kept[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         whole, ratio = sum(row["seconds"].values()), float(Fraction(row["ratio"]))
         print(f"{name:34} {devices:7} {whole:7.2f} {ratio:12.2%} {row['peak_mib']:6}  {row['algorithm']}", flush=True)
-    keep(
-        "scale",
-        {"clock": "CPU time of the process, without imports", "nbytes": 1 << 26, "machines": kept},
-        options.json,
-    )
+    clock = "CPU time of the process, without imports"
+    keep("scale", {"clock": clock, "nbytes": 1 << 26, "machines": kept}, options.json)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,6 @@ ONE_PROCESS = (
             HCA: EAGER,
             LOOP: "NumPy loop",
             PSUM: "JAX `psum`",
-            "Open MPI, 8 processes": "Open MPI, 8 processes",
-            "gloo, 8 processes": "gloo, 8 processes",
         },
         {"ours direct, out=": IN_PLACE, "np.copyto, 2 threads": "a copy of as many bytes (`np.copyto`, 2 threads)"},
     ),

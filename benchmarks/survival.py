@@ -1,11 +1,9 @@
-"""How long does a group need to continue after a rank has died, and at what cost while none dies?
+"""How long does a group need to continue after a rank has died?
 
 Four questions, on ranks of one host, with torch and with NumPy: from the error of an op, until an op of the smaller
 group has completed (shrink); from the call of grow until an op with the new rank has completed; agree; and, from a
-rank's death to the next op, a restart of the job by torchrun with gloo. With ``--before``, also the time of an
-all-reduce with an earlier version.
-Run: python benchmarks/survival.py [--repeats N] [--before SRC] [--json FILE]
-``--before``: the folder ``src`` of the earlier version, with its compiled files.
+rank's death to the next op, a restart of the job by torchrun with gloo.
+Run: python benchmarks/survival.py [--repeats N] [--json FILE]
 """
 
 import argparse
@@ -22,9 +20,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import RESULTS, keep, size_text, summary
+from common import RESULTS, keep, summary
 
-SMALL, LARGE = 4, 64 << 20  # bytes
 AGREES = 200
 VICTIM_STEP = 20  # of the job that torchrun restarts
 
@@ -47,23 +44,6 @@ for step in range(40):
         os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 dist.destroy_process_group()
-"""
-
-COST = """
-import sys, time
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-number, size, folder, nbytes, count, turns = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:])
-dist.init_process_group("crossreduce", f"file://{folder}/store", rank=number, world_size=size)
-x, times = torch.zeros(nbytes // 4), []
-clock = time.thread_time if size == 1 else time.perf_counter
-for _ in range(turns):
-    start = clock()
-    for _ in range(count):
-        dist.all_reduce(x)
-    times.append((clock() - start) / count)
-open(f"{folder}/took{number}", "w").write(str(min(times)))
-dist.barrier()
 """
 
 
@@ -241,42 +221,9 @@ def took(folder):
     return max(float(path.read_text()) for path in Path(folder).glob("took*"))
 
 
-def all_reduce_s(source, nbytes):
-    """Return the least time of an all-reduce with the version of the library in a folder.
-
-    A small one runs on one rank, whose CPU time does not depend on other programs.
-    """
-    size, count, turns = (2, 10, 5) if nbytes == LARGE else (1, 20_000, 10)
-    with tempfile.TemporaryDirectory() as folder:
-        around = {**os.environ, "PYTHONPATH": str(source)}
-        command = [sys.executable, "-c", COST]
-        rest = [str(size), folder, str(nbytes), str(count), str(turns)]
-        running = [subprocess.Popen([*command, str(k), *rest], env=around) for k in range(size)]
-        assert [process.wait() for process in running] == [0] * size
-        return took(folder)
-
-
-def cost(before, repeats):
-    """Return rows with the time of an all-reduce of both versions, which run in turn."""
-    sources = {"before": before.resolve(), "after": Path(__file__).resolve().parents[1] / "src"}
-    rows = []
-    for nbytes in (SMALL, LARGE):
-        found = {"before": [], "after": []}
-        for k in range(repeats):
-            for name in ("before", "after") if k % 2 else ("after", "before"):
-                found[name].append(all_reduce_s(sources[name], nbytes))
-        medians = {name: statistics.median(each) for name, each in found.items()}
-        added = statistics.median(a - b for a, b in zip(found["after"], found["before"], strict=True))
-        row = {"what": "all_reduce", "bytes": nbytes, "added_s": added, "ratio": medians["after"] / medians["before"]}
-        rows.append(row | {name: summary(each) for name, each in found.items()})
-        print(f"all-reduce of {size_text(nbytes)}: added {added * 1e6:.3f} us, ratio {row['ratio']:.4f}")
-    return rows
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--before", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "survival.json")
     arguments = parser.parse_args()
     repeats, rows = arguments.repeats, []
@@ -308,8 +255,6 @@ def main():
         row |= {"ratio to shrink": statistics.median(worked) / shrinks["torch", 4]["median_s"], **summary(worked)}
     rows.append(row)
     print(", ".join(f"{key} {value}" for key, value in row.items()))
-    if arguments.before:
-        rows += cost(arguments.before, repeats)
     keep("survival", {"question": "the time until a group goes on after a loss", "rows": rows}, arguments.json)
 
 

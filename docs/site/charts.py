@@ -23,8 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import host_grid
-import plot
-import rank_chart
+import line_charts
 
 from crossreduce.cli.bench.chart import draw_ratios
 
@@ -123,7 +122,7 @@ CHARTS = (
     Chart(
         *("host", "Eight replicas in host memory", "host_reduction.json"),
         "The bytes read and written per second by a sum over eight replicas in one process.",
-        plot.draw,
+        line_charts.draw_host,
         "python benchmarks/host_reduction.py --sizes",
     ),
     Chart(
@@ -141,7 +140,7 @@ CHARTS = (
     Chart(
         *("ranks", "One process per rank", "processes.json"),
         "The microseconds of an all-reduce of ranks on one host, and of ranks on several hosts.",
-        lambda kept, path: rank_chart.draw(kept["rows"], path),
+        line_charts.draw_ranks,
         "python benchmarks/processes.py",
     ),
     Chart(

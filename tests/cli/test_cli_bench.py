@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from command_line import ROW
+from pairs import each
 
 import crossreduce as cr
 from crossreduce.cli.bench import exact
@@ -18,45 +19,47 @@ from crossreduce.options import ALGORITHMS
 DGX = cr.Topology.machine("dgx-1v")
 
 
-def test_bench_prints_the_header_of_nccl_tests(crossreduce):
-    """The output has nccl-tests' header and footer lines, and a line about the emulation."""
-    code, out, _ = crossreduce("bench", "-b", "8", "-e", "32", "-f", "2", "-n", "2", "-g", "2")
+@pytest.fixture
+def bench(crossreduce):
+    """Return a function that runs ``crossreduce bench`` with options and returns its exit code, stdout and stderr."""
+    return lambda line, *rest: crossreduce("bench", *line.split(), *rest)
+
+
+# nccl-tests 2.19.6, src/util.cu, writeResultHeader.
+COLUMNS = """\
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)"""
+
+
+def test_bench_prints_the_table_of_nccl_tests(bench):
+    """The output has nccl-tests' header and footer, and a line about the emulation. Each row has nccl-tests' columns;
+    algbw is size / time, and busbw is 2 (n-1)/n algbw."""
+    code, out, _ = bench("-b 64K -e 0.25m -f 2 -n 3 -g 4 -d float64")
     lines = out.splitlines()
     assert code == 0
-    assert lines[0].startswith(
-        f"# crossreduce version {cr.__version__} framework=numpy-{np.__version__} transport=in-process"
-    )
-    assert lines[1] == "# Collective test starting: all_reduce_perf"
-    assert lines[2] == (
-        "# nThread 1 nGpus 2 minBytes 8 maxBytes 32 step: 2(factor) warmup iters: 1 iters: 2 agg iters: 1 "
-        "validation: 1 graph: 0 unalign: 0"
-    )
+    version = f"# crossreduce version {cr.__version__} framework=numpy-{np.__version__} transport=in-process"
+    assert lines[0].startswith(version)
+    assert lines[1:3] == [
+        "# Collective test starting: all_reduce_perf",
+        "# nThread 1 nGpus 4 minBytes 65536 maxBytes 262144 step: 2(factor) warmup iters: 1 iters: 3 agg iters: 1 "
+        "validation: 1 graph: 0 unalign: 0",
+    ]
     assert "IN-PROCESS EMULATION" in lines[4]
     assert "NOT GPU NUMBERS" in lines[4]
     ranks = re.findall(
         r"^#  Rank +(\d+) Group +0 Pid +(\d+) on +\S+ device +(\d+) \[([^]]+)\] \S.*$", out, re.MULTILINE
     )
-    assert ranks == [("0", str(os.getpid()), "0", "cpu:0"), ("1", str(os.getpid()), "1", "cpu:1")]
-    start = lines.index("# Using devices") + 6
-    # nccl-tests 2.19.6, src/util.cu, writeResultHeader.
-    expected = """\
-#
-#                                                              out-of-place                       in-place
-#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)"""
-    assert [line.rstrip() for line in lines[start - 1 : start + 3]] == expected.splitlines()
+    assert ranks == [(str(k), str(os.getpid()), str(k), f"cpu:{k}") for k in range(4)]
+    start = lines.index("# Using devices") + 8
+    assert [line.rstrip() for line in lines[start - 1 : start + 3]] == COLUMNS.splitlines()
     assert re.fullmatch(
         r"# Out of bounds values : 0 OK\n# Avg bus bandwidth    : [\d.e-]+ \n#\n"
         r"# Collective test concluded: all_reduce_perf",
         "\n".join(lines[-4:]),
     )
-
-
-def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
-    """Each row has nccl-tests' columns; algbw is size / time, and busbw is 2 (n-1)/n algbw."""
-    code, out, _ = crossreduce("bench", "-b", "64K", "-e", "0.25m", "-f", "2", "-n", "3", "-g", "4", "-d", "float64")
     rows = [match.groupdict() for match in ROW.finditer(out)]
-    assert code == 0
     assert [int(row["size"]) for row in rows] == [1 << 16, 1 << 17, 1 << 18]
     for row in rows:
         assert (row["type"], row["redop"], row["root"], row["wrong"]) == ("double", "sum", "-1", "0")
@@ -67,7 +70,7 @@ def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
             # Times are printed to a hundredth or a tenth of a microsecond, so they give the rates only roughly.
             assert float(row["algbw" + place]) == pytest.approx(algbw, abs=0.006, rel=0.002)
             assert float(row["busbw" + place]) == pytest.approx(1.5 * algbw, abs=0.006, rel=0.002)
-    assert not [line for line in out.splitlines() if not line.startswith("#") and not ROW.match(line)]
+    assert not [line for line in lines if not line.startswith("#") and not ROW.match(line)]
 
 
 @pytest.mark.parametrize(
@@ -84,72 +87,61 @@ def test_bench_has_no_in_place_form(crossreduce, tmp_path, options, jax_, tensor
     assert [row["in_place"] for row in json.loads(path.read_text())["results"]] == [None]
 
 
-def test_bench_steps_like_nccl_tests(crossreduce):
-    """Without -f sizes grow by -i bytes; each is then rounded down to a multiple of the element size."""
-    _, out, _ = crossreduce("bench", "-b", "10", "-e", "40", "-i", "10", "-n", "1", "-g", "2", "-w", "0", "-c", "0")
-    assert [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)] == [
-        ("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A"),
-    ]  # fmt: skip
+def test_bench_steps_like_nccl_tests(bench):
+    """Without -f sizes grow by -i bytes; each is then rounded down to a multiple of the element size. -I adds min, max,
+    p99 and the coefficient of variation, in nccl-tests' order."""
+    _, out, _ = bench("-b 10 -e 40 -i 10 -n 1 -g 2 -w 0 -c 0")
+    rows = [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)]
+    assert rows == [("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A")]
     assert "step: 10(bytes)" in out
-
-
-def test_bench_per_iteration_columns(crossreduce):
-    """-I adds min, max, p99 and the coefficient of variation, in nccl-tests' order."""
-    _, out, _ = crossreduce("bench", "-b", "8", "-e", "8", "-n", "5", "-g", "2", "-I", "1")
+    _, out, _ = bench("-b 8 -e 8 -n 5 -g 2 -I 1")
     names = next(line.split() for line in out.splitlines() if " i_cv% " in line)
-    measured = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
-    assert names == ["#", "size", "count", "type", "redop", "root", *measured, *measured]
+    columns = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
+    assert names == ["#", "size", "count", "type", "redop", "root", *columns, *columns]
     cells = next(line.split() for line in out.splitlines() if not line.startswith("#"))
     for place in (0, 8):
         mean, lowest, highest, p99 = (float(cells[k + place]) for k in (5, 9, 10, 11))
         assert lowest <= mean <= highest == p99
 
 
-def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, tmp_path, monkeypatch):
+CONFIG = """nthreads ngpus minimum_bytes maximum_bytes step_factor warmup_iters iterations aggregated_iterations
+validation"""
+KEYS = """version start_time args env nccl_version config devices results out_of_bounds average_bus_bandwidth errors
+end_time"""
+
+
+def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(bench, tmp_path, monkeypatch):
     """The JSON has nccl-tests' keys; env is empty, and secrets in environment variables are not in the output."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fake-5f1d0a-secret")
     monkeypatch.setenv("NCCL_FAKE_TOKEN", "fake-77c3e9-token")
     path = tmp_path / "bench.json"
-    code, out, _ = crossreduce(
-        "bench", "-b", "8", "-e", "64", "-f", "8", "-n", "4", "-g", "3", "-A", "ring,direct", "-J", path
-    )
-    text = path.read_text()
-    report = json.loads(text)
+    code, out, _ = bench("-b 8 -e 64 -f 8 -n 4 -g 3 -A ring,direct -J", path)
+    report = json.loads(path.read_text())
     assert code == 0
-    assert "fake-" not in text + out
+    assert "fake-" not in path.read_text() + out
     assert report["env"] == {}
-    assert {
-        "version", "start_time", "args", "env", "nccl_version", "config", "devices", "results", "out_of_bounds",
-        "average_bus_bandwidth", "errors", "end_time",
-    } <= report.keys()  # fmt: skip
-    assert {
-        "nthreads", "ngpus", "minimum_bytes", "maximum_bytes", "step_factor", "warmup_iters", "iterations",
-        "aggregated_iterations", "validation",
-    } <= report["config"].keys()  # fmt: skip
+    assert report.keys() >= set(KEYS.split())
+    assert report["config"].keys() >= set(CONFIG.split())
     assert [device["device_hex"] for device in report["devices"]] == ["cpu:0", "cpu:1", "cpu:2"]
     assert {"rank", "group", "pid", "hostname", "device", "device_hex", "device_info"} == report["devices"][0].keys()
-    assert [(r["algorithm"], r["size"]) for r in report["results"]] == list(
-        itertools.product(["ring", "direct"], [8, 64])
-    )
+    measured = [(row["algorithm"], row["size"]) for row in report["results"]]
+    assert measured == [*itertools.product(["ring", "direct"], [8, 64])]
     for row in report["results"]:
-        assert row["in_place"].keys() == row["out_of_place"].keys()
-        assert row["in_place"]["nwrong"] == 0
-        assert len(row["in_place_per_iter"]["times_us"]) == 4
-        assert row["out_of_place"].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
-        assert row["out_of_place"]["nwrong"] == 0
+        for form in ("out_of_place", "in_place"):
+            assert row[form].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
+            assert row[form]["nwrong"] == 0
+            stats = row[f"{form}_per_iter"]
+            assert len(stats["times_us"]) == row["actual_iterations"] == 4
+            assert stats["p50_us"] == pytest.approx(np.median(stats["times_us"]))
+            assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
+            assert row[form]["time"] == pytest.approx(np.mean(stats["times_us"]))
         assert (row["count"], row["type"], row["redop"], row["root"]) == (row["size"] // 4, "float", "sum", "-1")
-        stats = row["out_of_place_per_iter"]
-        assert len(stats["times_us"]) == row["actual_iterations"] == 4
-        assert stats["p50_us"] == pytest.approx(np.median(stats["times_us"]))
-        assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
-        assert row["out_of_place"]["time"] == pytest.approx(np.mean(stats["times_us"]))
     assert report["out_of_bounds"] == {"count": 0, "okay": "true"}
-    places = ("out_of_place", "in_place")
-    mean = np.mean([row[place]["bus_bw"] for row in report["results"] for place in places])
+    mean = np.mean([row[form]["bus_bw"] for row in report["results"] for form in ("out_of_place", "in_place")])
     assert report["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
 
 
-def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
+def test_bench_finds_a_wrong_element(bench, tmp_path, monkeypatch):
     """A wrong element is counted on every destination, also in place; the footer has FAILED, the exit code is 1."""
     right = HostExecutable.run
 
@@ -162,9 +154,7 @@ def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
     monkeypatch.setattr(HostExecutable, "run", wrong)
     monkeypatch.setattr("crossreduce.reduction.cross_device_ops.new_calls", lambda: None)  # which would not call it
     path = tmp_path / "bench.json"
-    code, out, _ = crossreduce(
-        "bench", "-b", "64", "-e", "128", "-f", "2", "-n", "1", "-g", "4", "-A", "one_device", "-J", path
-    )
+    code, out, _ = bench("-b 64 -e 128 -f 2 -n 1 -g 4 -A one_device -J", path)
     report = json.loads(path.read_text())
     assert code == 1
     assert [(match["wrong"], match["wrong_in"]) for match in ROW.finditer(out)] == [("4", "4")] * 2
@@ -173,16 +163,14 @@ def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
     assert [row[place]["nwrong"] for row in report["results"] for place in ("out_of_place", "in_place")] == [4] * 4
 
 
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
-@pytest.mark.parametrize("datatype", ["int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double"])
-def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
-    """Every op on every type, by every algorithm, on odd and even numbers of devices, has no wrong element."""
-    for n in (2, 5):
-        code, out, error = crossreduce(
-            "bench", "-b", "600", "-e", "600", "-n", "1", "-w", "0", "-g", n, "-o", op, "-d", datatype, "-A", "all"
-        )
-        assert (code, error) == (0, "")
-        assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
+TYPES = ["int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double"]
+
+
+@pytest.mark.parametrize(("datatype", "op", "n"), each(TYPES, ["sum", "prod", "min", "max", "avg"], [2, 5]))
+def test_bench_is_right_for_every_op_and_type(printed, datatype, op, n):
+    """Every op, and every type, by every algorithm, on odd and even numbers of devices, has no wrong element."""
+    out = printed(*f"bench -b 600 -e 600 -n 1 -w 0 -g {n} -o {op} -d {datatype} -A all".split())
+    assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
 
 
 @pytest.fixture
@@ -193,10 +181,10 @@ def cancelling(monkeypatch):
     monkeypatch.setattr(exact, "result", lambda *_: np.ones(exact.PERIOD, "float32"))
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce"])
-def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework, collective):
+def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework):
     """With --exact the sums are exact, for every framework; the output and the JSON say so."""
     path = tmp_path / "bench.json"
+    collective = "reduce" if framework.name in ("torch", "tensorflow") else "all_reduce"
     line = ["bench", "-b", 64, "-e", 64, "-n", 1, "-g", 8, "--collective", collective, "-A", "ring,direct", "-J", path]
     for option in ("--exact", None):
         code, out, _ = crossreduce(*line, "--framework", framework.name, *([option] if option else []))
@@ -209,26 +197,21 @@ def test_bench_measures_exact_sums(crossreduce, cancelling, tmp_path, framework,
         assert json.loads(path.read_text())["crossreduce"]["exact"] == (option is not None)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("-o prod", "a product cannot be exact"),
-        ("-o avg -d int64", "the mean of 8 int64 is not exact"),
-        ("--collective broadcast", "--exact cannot be used with broadcast, which adds nothing: omit --exact."),
-        (
-            "--framework torch -g cuda:0-1",
-            "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1",
-        ),
-        ("--against numpy -o prod", "a product cannot be exact"),
-        ("--launch 2 -o prod -d half", "a product cannot be exact"),
-        ("--launch 2 --collective all_gather", "--exact cannot be used with all_gather"),
-    ],
-)
-def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(crossreduce, line, words):
+def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(crossreduce):
     """With --exact, products, means of 64-bit integers, collectives without sums, and GPUs are errors at once."""
-    code, out, error = crossreduce("bench", "--exact", *line.split())
-    assert (code, out) == (2, "")
-    assert words in error
+    on_gpus = "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1"
+    for line, words in {
+        "-o prod": "a product cannot be exact",
+        "-o avg -d int64": "the mean of 8 int64 is not exact",
+        "--collective broadcast": "--exact cannot be used with broadcast, which adds nothing: omit --exact.",
+        "--framework torch -g cuda:0-1": on_gpus,
+        "--against numpy -o prod": "a product cannot be exact",
+        "--launch 2 -o prod -d half": "a product cannot be exact",
+        "--launch 2 --collective all_gather": "--exact cannot be used with all_gather",
+    }.items():
+        code, out, error = crossreduce("bench", "--exact", *line.split())
+        assert (code, out) == (2, "")
+        assert words in error
 
 
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
@@ -280,16 +263,12 @@ def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype):
                 assert (reduced([*arrays, arrays[k]], n) != whole).any()
 
 
-def test_all_algorithms_are_all_planners():
-    """ "all" is every algorithm that is a planner, the forest included; auto and nccl only select one."""
-    assert read_algorithms("-A", "all") == [name for name in ALGORITHMS if name not in ("auto", "nccl")]
-    assert "forest" in read_algorithms("-A", "all")
-    assert read_algorithms("-A", "ring, all") == read_algorithms("-A", "all")
-
-
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
 def test_bench_plans_on_a_topology(printed, tmp_path, monkeypatch, collective):
-    """Every algorithm runs on a machine's topology and all of its devices, without a wrong element."""
+    """Every algorithm runs on a machine's topology and all of its devices, without a wrong element. "all" is every
+    algorithm that is a planner; auto and nccl only select one."""
+    assert read_algorithms("-A", "all") == [name for name in ALGORITHMS if name not in ("auto", "nccl")]
+    assert read_algorithms("-A", "ring, all") == read_algorithms("-A", "all")
     used = set()
 
     class Ops(cr.AllReduceCrossDeviceOps):
@@ -310,24 +289,16 @@ def test_bench_plans_on_a_topology(printed, tmp_path, monkeypatch, collective):
     assert len(report["devices"]) == 4
 
 
-def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_path):
-    """``-g 3`` takes the topology's first 3 devices; more than it has, or devices without a path, are rejected."""
-    small = ["bench", "-b", 8, "-e", 8, "-n", 1, "--topology"]
+def test_bench_takes_some_devices_of_a_topology(printed, crossreduce, tmp_path):
+    """``-g 3`` takes the topology's first 3 devices; more than it has, or devices without a path, are rejected. If -g
+    names devices, data may be forwarded through the others."""
+    small, path = ["bench", "-b", 8, "-e", 8, "-n", 1, "--topology"], tmp_path / "topology.json"
     assert "device  2 [cpu:2]" in printed(*small, "dgx-1v", "-g", 3)
     code, out, error = crossreduce(*small, "dgx-1v", "-g", 9)
     assert (code, out, error) == (2, "", "crossreduce: --devices: the topology has only 8 devices, not 9.\n")
-    path = tmp_path / "apart.json"
     path.write_text(DGX.subset(["cuda:0", "cuda:5"]).to_json())
     code, _, error = crossreduce(*small, path)
     assert code == 2
     assert "needs a route from cpu:0 to cpu:1, but no link leads out of {cpu:0}." in error
-
-
-def test_bench_forwards_through_devices_that_are_not_measured(printed, tmp_path):
-    """If -g names devices of the topology, data may be forwarded through its other devices."""
-    path = tmp_path / "line.json"
-    line = cr.Topology.mesh(1, 3)
-    path.write_text(cr.Topology(("cpu:0", "cpu:2", "cpu:1"), line.links).to_json())
-    assert "# Out of bounds values : 0 OK" in printed(
-        "bench", "-b", 8, "-e", 8, "-n", 1, "--topology", path, "-g", "cpu:0,cpu:2"
-    )
+    path.write_text(cr.Topology(("cpu:0", "cpu:2", "cpu:1"), cr.Topology.mesh(1, 3).links).to_json())
+    assert "# Out of bounds values : 0 OK" in printed(*small, path, "-g", "cpu:0,cpu:2")

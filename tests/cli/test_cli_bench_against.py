@@ -1,6 +1,5 @@
 """``crossreduce bench --against``: its options, table, JSON and chart, from stored times and from a tiny run."""
 
-import copy
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -104,18 +103,14 @@ def test_one_process_computes_exact_sums(monkeypatch):
         assert [way["nwrong"] for way in row["contenders"].values()] == [wrong, 3 * 256]
 
 
-def test_the_ratio_is_the_median_of_the_rounds():
-    """A ratio is the median over the rounds of both times, which run in turn, and not the ratio of their medians."""
+def test_the_ratio_is_the_median_of_the_rounds(capsys):
+    """A ratio is the median over the rounds of both times, which run in turn, and not the ratio of their medians. Wrong
+    elements of all ways are added. The table of a report is the same after a round trip through JSON."""
     rows = [{"size": 4, "contenders": found([1.0, 2.0, 8.0], way=(1, False, 0))}]
     rows[0]["contenders"]["way"]["times_s"] = [3.0, 4.0, 40.0]
-    report = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")
-    (row,) = report["rows"]
+    (row,) = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")["rows"]
     assert row["peers"]["jax"]["ways"]["way"]["ratio"] == 3.0
     assert row["ours"] == {"one_process": {"median_s": 2.0, "min_s": 1.0, "max_s": 8.0}}
-
-
-def test_the_report_survives_json_and_counts_wrong_elements(capsys):
-    """The table of a report is the same after a round trip through JSON; wrong elements of all ways are added."""
     report = fake_report(wrong=3)
     assert (report["wrong"], fake_report()["wrong"]) == (6, 0)
     against.show(report)
@@ -128,24 +123,19 @@ def test_the_report_survives_json_and_counts_wrong_elements(capsys):
 def test_the_chart_shows_every_peer_and_size(tmp_path):
     """The chart has a line per peer and setting, a label per size, and the level of crossreduce; the dark one has other
     colours. A report of one size is drawn, too."""
-    report = fake_report()
-    texts = []
+    report, texts = fake_report(), []
     for dark in (False, True):
         path = tmp_path / f"{dark}.svg"
         chart.draw_ratios(report, path, dark=dark)
-        texts.append([text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")])
+        texts.append({text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")})
         colours = chart._DARK if dark else chart._LIGHT
         assert f"fill: {colours.paper}" in path.read_text()
         assert path.read_text().count(f"stroke: {colours.colours[3]}; stroke-width: 1.5") >= 2  # torch, both settings
     assert texts[0] == texts[1]
-    assert {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"} <= set(
-        texts[0]
-    )
-    assert "torch: all devices share one result, so fewer bytes are written." in texts[0]
+    labels = {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"}
+    assert labels | {"torch: all devices share one result, so fewer bytes are written."} <= texts[0]
     assert not any("TensorFlow" in text for text in texts[0])
-    one = copy.deepcopy(report)
-    one["rows"] = one["rows"][:1]
-    chart.draw_ratios(one, tmp_path / "one.png")
+    chart.draw_ratios(report | {"rows": report["rows"][:1]}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -206,8 +196,7 @@ def test_wrong_arguments_are_rejected_before_anything_runs(crossreduce, measured
 
 def test_what_is_missing_is_named_before_anything_runs(crossreduce, measured, monkeypatch):
     """A framework that is not installed, and a C library without settings, are named with the remedy."""
-    find_spec = against.find_spec
-    monkeypatch.setattr(against, "find_spec", lambda name: None if name == "jax" else find_spec(name))
+    monkeypatch.setattr(against, "find_spec", lambda name: None if name == "jax" else True)
     code, out, error = crossreduce("bench", "--against", "numpy,jax")
     assert (code, out, measured) == (2, "", [])
     assert "--against cannot measure jax: it is not installed." in error
@@ -226,20 +215,18 @@ def test_without_matplotlib_the_table_is_printed_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_tiny_run(printed, tmp_path, torch_):
-    """numpy, torch and gloo are measured in processes, and their results are right."""
-    path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 3 -d half -J"
-    out = printed("bench", "--against", "numpy,torch,gloo", *line.split(), path)
+def test_a_tiny_run(printed, tmp_path):
+    """A framework and gloo are measured in processes, as many ranks as there are devices, and the results are right."""
+    path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 2 -d half -J"
+    out = printed("bench", "--against", "numpy,gloo", *line.split(), path)
     report = json.loads(path.read_text())
     assert report["wrong"] == 0
     assert [row["size"] for row in report["rows"]] == [8, 4096]
     for row in report["rows"]:
-        assert {peer: set(row["peers"][peer]["ways"]) for peer in row["peers"]} == {
-            "numpy": {"loop and copies"}, "torch": {"stack().sum(0)", "loop"}, "gloo": {"gloo"},
-        }  # fmt: skip
-        assert all(way["ratio"] > 0 for peer in row["peers"].values() for way in peer["ways"].values())
-    assert "2 ranks" not in out
-    assert "3 ranks" in out
+        ways = {peer: found["ways"] for peer, found in row["peers"].items()}
+        assert {peer: set(found) for peer, found in ways.items()} == {"numpy": {"loop and copies"}, "gloo": {"gloo"}}
+        assert all(way["ratio"] > 0 for found in ways.values() for way in found.values())
+    assert "2 ranks" in out
 
 
 def test_a_process_that_fails_is_an_error(crossreduce, monkeypatch):
@@ -254,14 +241,11 @@ def test_a_process_that_fails_is_an_error(crossreduce, monkeypatch):
 def test_every_framework_has_ways_whose_results_are_right(framework):
     """The own ways of each framework reduce the inputs exactly, for every op that it has and for several dtypes."""
     expected = {"numpy": 5, "torch": 5, "jax": 4, "tensorflow": 2}[framework.name]
-    for dtype in ("float16", "int32"):
+    for dtype, ops in (("float16", "sum product min max mean"), ("int32", "sum product min max")):
         supported = 0
-        for op in ("sum", "product", "min", "max", "mean"):
-            if op == "mean" and dtype == "int32":
-                continue
+        for op in ops.split():
             request = request_for([], op=op, dtype=dtype, maximum_bytes=1024, iterations=1, warmup_iters=1)
             (row,) = contest.in_process(request, framework.name)
-            assert row["contenders"].pop("crossreduce")["nwrong"] == 0
-            assert [way["nwrong"] for way in row["contenders"].values()] == [0] * len(row["contenders"])
-            supported += bool(row["contenders"])
+            assert {way["nwrong"] for way in row["contenders"].values()} == {0}
+            supported += len(row["contenders"]) > 1
         assert supported == expected - (dtype == "int32")

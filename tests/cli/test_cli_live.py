@@ -1,77 +1,52 @@
-"""``crossreduce train --live``: a view of the loss and the share of time in reductions, for every framework."""
+"""``crossreduce train --live``: a view of the loss and the share of time in reductions."""
 
 import io
 import json
 import math
 import re
-import subprocess
 import sys
 
 import pytest
-from command_line import in_terminal
+from command_line import forked_command
 
-from crossreduce.cli.train.trainers import TRAINERS
 from crossreduce.cli.train.view import LAST, ROWS, TrainingStep, View, chart, highest, live_view, mean_loss, share
 
-ON_TERMINAL = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 LOSS = re.compile(r"loss ([\d.]+)  \(from ([\d.]+); 0 at the bottom\)")
 SHARE = re.compile(r"in reductions ([\d.]+) % of the time, ([\d.]+) % of that of the last")
 
 
-@ON_TERMINAL
-@pytest.mark.parametrize(
-    "framework",
-    ["numpy", *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*TRAINERS} - {"cupy", "numpy"}))],
-)
-def test_the_view_is_drawn_while_training(framework, tmp_path):
-    """Each framework's training draws the view several times; the last one has the last loss and the complete bar."""
-    pytest.importorskip(framework)
-    path = tmp_path / "run.json"
-    args = ("train", "--live", "--framework", framework, "--devices", "2", "--epochs", "4", "--json", str(path))
-    out = in_terminal(*args, TERM="xterm-256color", COLUMNS="90")
-    found = json.loads(path.read_text())
-    shown = LOSS.findall(out)
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_the_view_is_drawn_while_training(tmp_path):
+    """On a terminal ``train --live`` draws the view several times; the last one has the last loss and the complete
+    bar. In a pipe it prints a line per epoch, with the mean loss of its samples. The losses are the same in both, and
+    without ``--live``, which prints none of these."""
+    args = ("train", "--epochs", "4", "--devices", "2", "--json")
+    view = forked_command(*args, tmp_path / "view", "--live", terminal=("stdin", "stdout"), COLUMNS="90")
+    lines = forked_command(*args, tmp_path / "lines", "--live")
+    plain = forked_command(*args, tmp_path / "plain")
+    assert [ran.code for ran in (view, lines, plain)] == [0, 0, 0]
+    assert [ran.error for ran in (view, lines, plain)] == ["", "", ""]
+    found, *others = (json.loads((tmp_path / name).read_text()) for name in ("view", "lines", "plain"))
+    assert [each["losses"] for each in others] == [found["losses"]] * 2
+
+    shown = LOSS.findall(view.shown)
     assert len(shown) >= 2
     assert shown[-1] == (f"{found['losses'][-1]:.4f}", f"{found['losses'][0]:.4f}")
-    assert f"step {found['steps']} of {found['steps']}, epoch 4 of 4" in out
-    assert f"{framework} {found['framework_version']}, 2 replicas, auto" in out
-    total, last = map(float, SHARE.findall(out)[-1])
+    assert f"step {found['steps']} of {found['steps']}, epoch 4 of 4" in view.shown
+    assert f"numpy {found['framework_version']}, 2 replicas, auto" in view.shown
+    total, last = map(float, SHARE.findall(view.shown)[-1])
     assert 0 < total < 100
     assert 0 < last < 100
-    assert total == pytest.approx(
-        100 * found["reduction_s"] / found["total_s"], abs=3
-    )  # total_s also reads the results
-    assert "replicas" in out.rpartition("steps/s")[2]  # the table of results follows
+    # total_s also reads the results
+    assert total == pytest.approx(100 * found["reduction_s"] / found["total_s"], abs=3)
+    assert "replicas" in view.shown.rpartition("steps/s")[2]  # the table of results follows
 
-
-def piped(*args):
-    ran = subprocess.run(
-        [sys.executable, "-m", "crossreduce", "train", *args], capture_output=True, text=True, check=True, timeout=200
-    )
-    assert ran.stderr == ""
-    return ran.stdout
-
-
-def test_without_a_terminal_lines_are_printed(tmp_path):
-    """In a pipe ``--live`` prints a line per epoch, with the mean loss of its samples; without it no line is."""
-    path = tmp_path / "run.json"
-    out = piped("--live", "--epochs", "3", "--devices", "2", "--json", str(path))
-    lines = [line for line in out.splitlines() if line.startswith("epoch ")]
-    losses = json.loads(path.read_text())["epoch_losses"]
-    assert len(lines) == 3
-    for k, (line, loss) in enumerate(zip(lines, losses, strict=True)):
-        assert re.fullmatch(rf"epoch {k + 1}/3  loss {loss:.4f}  in reductions [\d.]+ %  [\d.]+ steps/s", line)
-    assert "\x1b" not in out
-    assert "╭" not in out
-    assert "epoch" not in piped("--epochs", "2", "--devices", "2")
-
-
-def test_losses_are_those_without_the_view(tmp_path):
-    """The view does not change the training."""
-    for name, options in (("plain", ()), ("live", ("--live",))):
-        piped("--epochs", "2", "--devices", "3", "--json", str(tmp_path / name), *options)
-    plain, shown = (json.loads((tmp_path / name).read_text()) for name in ("plain", "live"))
-    assert plain["losses"] == shown["losses"]
+    epochs = [line for line in lines.out.splitlines() if line.startswith("epoch ")]
+    for k, (line, loss) in enumerate(zip(epochs, found["epoch_losses"], strict=True)):
+        assert re.fullmatch(rf"epoch {k + 1}/4  loss {loss:.4f}  in reductions [\d.]+ %  [\d.]+ steps/s", line)
+    assert "\x1b" not in lines.out
+    assert "╭" not in lines.out
+    assert "epoch" not in plain.out
 
 
 def run_of(losses):

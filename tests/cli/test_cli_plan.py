@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import run_python
 
 import crossreduce as cr
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
@@ -73,15 +73,6 @@ def test_a_plan_is_that_of_the_library(printed, line, machine, options):
     assert {name: entry["seconds"] for name, entry in report["others"].items()} == {
         name: seconds for name, (seconds, _) in plan.others().items()
     }
-
-
-def test_published_numbers_of_a_dgx_1(printed):
-    """A DGX-1V has the bound 600/7 GB/s for an all-reduce, which the plan reaches, and 150 GB/s for a broadcast."""
-    report = json.loads(printed("plan", "dgx-1v", "--json"))
-    assert report["bound"]["algbw"] == report["rate"] == {"exact": "600/7", "gb_per_s": 600 / 7}
-    assert report["ratio"] == {"exact": "1", "value": 1.0}
-    report = json.loads(printed("plan", "dgx-1v", "--collective", "broadcast", "--json"))
-    assert report["bound"]["algbw"]["exact"] == "150"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +147,8 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("topology dgx1vv", "there is no machine of this name.\n  given: 'dgx1vv' (str)\n  try:   dgx-1v,"),
         ("plan dgx1vv", "there is no machine of this name."),
         ("topology nope.json", "nope.json cannot be read: No such file or directory."),
-        ("topology ./nope", "./nope cannot be read: No such file or directory."),
-        ("plan .", "there is no machine of this name."),
         ("plan ./", "./ cannot be read: Is a directory."),
         ("topology --hosts 2", "all options except --json require a machine such as dgx-1v, or a file."),
-        ("topology --picture a.svg", "all options except --json require a machine such as dgx-1v, or a file."),
         ("topology dgx-1v --hosts 0", "--hosts must be 1 or more, not 0."),
         ("topology pcie-8 --hosts 2 --nics foo", "pcie-8 has no such network."),
         ("topology dgx-1v --speeds fast", '--speeds must be one of raw, effective, not "fast".'),
@@ -170,13 +158,10 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --devices cuda:0,cuda:9", '--devices: "cuda:9" is not one of'),
         ("plan dgx-1v --devices 0,cuda:0", "list each device only once, but cuda:0 appears more than once."),
         ("plan pcie-8 --devices 0,plx0", "--devices must only list devices, but plx0 is a switch."),
-        ("plan dgx-1v --devices 3-0", '--devices: "3-0" is not one of the numbers 0 to 7 or the names cuda:0-7.'),
         (f"plan dgx-1v --devices {'9' * 5000}", "is not one of the numbers 0 to 7"),
         ("plan dgx-1v --without-link 0-5", "there is no such link.\n  given: cuda:0 - cuda:5\n  try:   links out of"),
         ("plan dgx-1v --without-link 0-3 --without-link 3-0", "there is no such link."),
         ("plan dgx-1v --without-link 0", "--without-link must be two numbers such as 0-3, or two names"),
-        ("plan dgx-1v --without-link 0-1-2", "--without-link must be two numbers"),
-        ("plan dgx-1v --without-link 0,1,2", "--without-link must be two numbers"),
         ("plan dgx-1v --without-link cuda:0-cuda:3", "--without-link must be two numbers"),
         ("plan dgx-1v --without-link 0,nvswitch", '--without-link: "nvswitch" is not one of'),
         ("plan dgx-1v --root 8", '--root: "8" is not one of the numbers 0 to 7'),
@@ -193,16 +178,11 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("export dgx-1v a.xml --format yaml", "--format must be one of chakra, msccl, mscclpp, nccl-graph,"),
         ("export dgx-1v . --format msccl", "FILE . is a folder: name a file in it."),
         ("export dgx-1v no/a.svg", "FILE no/a.svg cannot be written: there is no folder /"),
-        ("export dgx-1v file/a.xml", "FILE file/a.xml cannot be written: there is no folder /"),
         ("export dgx-1v /dev/null --format trace", "FILE /dev/null cannot be written: it is not a regular"),
-        ("topology dgx-1v --export no/a.json", "--export no/a.json cannot be written: there is no folder /"),
-        ("plan dgx-1v --devices 0,5", "needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."),
         ("plan dgx-1v --devices 0,6", "try:   topology.subset(devices), or --devices on the command line, with "
          "connected devices; or a topology with the missing links"),
-        (
-            "export dgx-1v a.xml --devices 0,1,4,5 --without-link 0-4 --without-link 1-5",
-            "needs a route from cuda:0 to cuda:4, cuda:5, but no link leads out of {cuda:0, cuda:1}.",
-        ),
+        ("export dgx-1v a.xml --devices 0,1,4,5 --without-link 0-4 --without-link 1-5", "needs a route from cuda:0 to "
+         "cuda:4, cuda:5, but no link leads out of {cuda:0, cuda:1}."),
         ("export dgx-1v a --algorithm direct --format nccl-graph", "can only have rings"),
         ("export dgx-1v a.xml --devices 0", "a collective of one device has no transfers."),
     ],
@@ -219,28 +199,6 @@ def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch, l
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-@pytest.mark.parametrize(
-    ("command", "names"), [("export", ["a.svg"]), ("export", ["a.json"]), ("topology", ["a.svg", "a.json"])]
-)
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), MemoryError(), OSError(28, "No space left on device")])
-def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, command, names, fault):
-    """A failure before the last file is complete changes no existing file and leaves no other file."""
-
-    def fail(*args, **options):
-        raise fault
-
-    paths = sorted(tmp_path / name for name in names)
-    for path in paths:
-        path.write_text("earlier")
-    last = "export.Plan.explain" if command == "export" else "topology.Topology.to_json"
-    monkeypatch.setattr(f"crossreduce.cli.{last}", fail)
-    files = paths if command == "export" else ["--export", paths[0], "--picture", paths[1]]
-    code, out, _ = crossreduce(command, "dgx-1v", *files)
-    assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
-    assert sorted(tmp_path.iterdir()) == paths
-    assert [path.read_text() for path in paths] == ["earlier"] * len(paths)
-
-
 def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch):
     """Without matplotlib the text and the file come as always, and then one line that names the extra."""
     line = ["topology", "dgx-1v", "--export", tmp_path / "a.json"]
@@ -255,25 +213,17 @@ def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, m
     assert (tmp_path / "a.json").read_bytes() == data
 
 
-def run(*args, code="from crossreduce.cli import main; main(sys.argv[1:])", **options):
-    """Run a command line in a new process."""
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}", *map(str, args)], check=False, timeout=100, **options
-    )
-
-
 def test_planning_loads_no_framework(tmp_path):
     """topology, export and verify import no framework except NumPy, no matplotlib, and print no escape codes."""
-    path = tmp_path / "a.xml"
     code = (
+        "import sys\n"
         "from crossreduce.cli import main\n"
         "for line in (['topology', 'dgx-1v'], ['export', 'dgx-1v', sys.argv[1]], ['verify', sys.argv[1]]):\n"
         "    try: main(line)\n"
         "    except SystemExit as stopped: assert not stopped.code, (line, stopped.code)\n"
         "print(sorted({'torch', 'jax', 'tensorflow', 'sklearn', 'matplotlib', 'pynvml'} & set(sys.modules)))"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
-    ran = run(path, code=code, capture_output=True, text=True, env=environment | {"TERM": "xterm-256color"})
+    ran = run_python(code, tmp_path / "a.xml", TERM="xterm-256color", FORCE_COLOR="", TTY_COMPATIBLE="")
     assert (ran.returncode, ran.stderr) == (0, "")
     sizes = "messages whose number of elements is a multiple of"
     units = re.search(rf"steps, Simple\n  sizes: {sizes} ([0-9]+)\n\[\]\n\Z", ran.stdout)

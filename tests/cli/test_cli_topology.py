@@ -85,25 +85,24 @@ def test_a_large_topology_is_a_list(printed, monkeypatch, tmp_path, line):
     assert found == {(link.src, link.dst, f"{float(link.bandwidth):.4g}") for link in topology.links}
 
 
-@pytest.mark.parametrize(
-    ("line", "topology"),
-    [
-        ("dgx-1v", DGX),
-        ("DGX-1 --hosts 2 --nics edr-1", cr.Topology.machine("dgx-1v", 2, nics="edr-1")),
-        ("hgx-h100 --in-network", cr.Topology.machine("hgx-h100", in_network=True)),
-        ("mi300x --speeds effective", cr.Topology.machine("mi300x", speeds="effective")),
-        ("dgx-1v --devices 4,cuda:0,GPU:1", DGX.subset(["cuda:4", "cuda:0", "cuda:1"])),
-        (
-            "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4",
-            DGX.without_link("cuda:0", "cuda:1").subset(["cuda:2", "cuda:1", "cuda:0"]),
-        ),
-        ("pcie-8 --without-link 0-8", cr.Topology.machine("pcie-8").without_link("cuda:0", "plx0")),
-        ("this", cr.Topology.discover()),
-    ],
-)
-def test_the_selection_is_that_of_the_library(printed, line, topology):
+SELECTED = {
+    "dgx-1v": DGX,
+    "DGX-1 --hosts 2 --nics edr-1": cr.Topology.machine("dgx-1v", 2, nics="edr-1"),
+    "hgx-h100 --in-network": cr.Topology.machine("hgx-h100", in_network=True),
+    "mi300x --speeds effective": cr.Topology.machine("mi300x", speeds="effective"),
+    "dgx-1v --devices 4,cuda:0,GPU:1": DGX.subset(["cuda:4", "cuda:0", "cuda:1"]),
+    "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4": DGX.without_link("cuda:0", "cuda:1").subset(
+        ["cuda:2", "cuda:1", "cuda:0"]
+    ),
+    "pcie-8 --without-link 0-8": cr.Topology.machine("pcie-8").without_link("cuda:0", "plx0"),
+    "this": cr.Topology.discover(),
+}
+
+
+@pytest.mark.parametrize("line", SELECTED)
+def test_the_selection_is_that_of_the_library(printed, line):
     """The JSON has the topology that the library returns for the same options, its islands, hosts and bounds."""
-    report = json.loads(printed("topology", *line.split(), "--json"))
+    topology, report = SELECTED[line], json.loads(printed("topology", *line.split(), "--json"))
     assert cr.Topology.from_json(json.dumps(report["topology"])) == topology
     assert report["notes"] == (list(discover().notes) if line == "this" else [])
     assert report["islands"] == [list(island) for island in topology.islands]
@@ -115,23 +114,17 @@ def test_the_selection_is_that_of_the_library(printed, line, topology):
             assert f"{collective} needs a route from cuda:" in entry["error"]
             continue
         limit = cr.bound(topology, collective)
-        assert entry["error"] is None
+        rate = None if limit.algbw is None else {"exact": str(limit.algbw), "gb_per_s": float(limit.algbw)}
+        assert (entry["error"], entry["algbw"]) == (None, rate)
         assert set(entry["tight_cut"]) == limit.tight_cut
-        if limit.algbw is None:
-            assert (entry["algbw"], entry["limited_by"]) == (None, "nothing has to move")
-        else:
-            assert entry["algbw"] == {"exact": str(limit.algbw), "gb_per_s": float(limit.algbw)}
-            assert entry["limited_by"] == limited_by(limit)
+        assert entry["limited_by"] == (limited_by(limit) if rate else "nothing has to move")
 
 
-def test_numbers_are_positions_in_the_complete_machine(printed):
-    """The output for a part of a machine shows the numbers by which the devices were selected."""
+def test_a_part_of_a_machine_is_shown(printed):
+    """The output for a part of a machine shows the numbers by which the devices were selected. For a disconnected part
+    it has the links and, instead of the bounds, the cut that no link leaves."""
     out = printed("topology", "dgx-1v", "--devices", "6,2,5")
     assert re.search(r"^ +6 +2 +5\n6 cuda:6 .*\n2 cuda:2 .*\n5 cuda:5 ", out, re.MULTILINE)
-
-
-def test_a_topology_in_pieces_is_shown(printed):
-    """For a disconnected topology the output has the links and, instead of the bounds, the cut that no link leaves."""
     out = printed("topology", "dgx-1v", "--devices", "0,5")
     assert "0 cuda:0  . ." in out
     first, *rest = out[out.index("│ all_reduce ") :].splitlines()
@@ -155,7 +148,8 @@ def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
 
 
 def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, monkeypatch):
-    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file."""
+    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file. Text in a
+    file's name that looks like markup or an emoji of rich is printed unchanged."""
     monkeypatch.chdir(tmp_path)
     for name in ("wiring", "dgx-1v"):
         Path(name).write_text(TOPO_M)
@@ -167,11 +161,6 @@ def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, 
     code, out, error = crossreduce("topology", "wirings")
     assert (code, out) == (2, "")
     assert "there is no machine of this name." in error
-
-
-def test_names_are_printed_unchanged(printed, tmp_path, monkeypatch):
-    """Text in a file's name that looks like markup or an emoji of rich is printed unchanged."""
-    monkeypatch.chdir(tmp_path)
     name = "[red]a:smile:.json"
     Path(name).write_text(DGX.to_json())
     assert printed("topology", name).splitlines()[0] == name

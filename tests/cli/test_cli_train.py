@@ -7,7 +7,7 @@ import pytest
 from command_line import ROW, run_python
 
 import crossreduce as cr
-from crossreduce.cli.support.arguments import read_algorithms
+from crossreduce.cli import main
 from crossreduce.cli.train.command import batches
 
 # The greatest difference of losses that is allowed. Measured: 3e-7 between 1 and 100 devices over 460 steps; above 1e-2
@@ -17,9 +17,24 @@ BRIEF = ("--epochs", "3")
 PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
 
 
-def losses(crossreduce, path, *args):
-    code, _, error = crossreduce("train", "--json", path, *args)
-    assert (code, error) == (0, "")
+@pytest.fixture
+def losses(crossreduce, tmp_path):
+    """Return a function that trains for three epochs and returns the losses."""
+
+    def train(*args):
+        code, _, error = crossreduce("train", *BRIEF, "--json", tmp_path / "losses.json", *args)
+        assert (code, error) == (0, "")
+        return np.array(json.loads((tmp_path / "losses.json").read_text())["losses"])
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Return the losses of NumPy on one device."""
+    path = tmp_path_factory.mktemp("train") / "one.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *BRIEF, "--devices", "1", "--json", str(path)])
     return np.array(json.loads(path.read_text())["losses"])
 
 
@@ -49,10 +64,9 @@ def test_train_learns_with_its_defaults(crossreduce, tmp_path):
         (100, ("--algorithm", "direct")),
     ],
 )
-def test_losses_do_not_depend_on_the_number_of_devices(crossreduce, tmp_path, devices, options):
+def test_losses_do_not_depend_on_the_number_of_devices(losses, one, devices, options):
     """n devices have the losses of one device, also for odd n and for empty shards (n greater than the batch)."""
-    one = losses(crossreduce, tmp_path / "one.json", *BRIEF, "--devices", 1)
-    many = losses(crossreduce, tmp_path / "many.json", *BRIEF, "--devices", devices, *options)
+    many = losses("--devices", devices, *options)
     assert one.shape == many.shape
     assert np.abs(one - many).max() < TOLERANCE
 
@@ -68,11 +82,10 @@ def break_reduction(monkeypatch, before=lambda trees: trees, after=lambda trees:
     monkeypatch.setattr("crossreduce.cli.train.command.all_reduce", all_reduce)
 
 
-def test_the_tolerance_detects_a_lost_replica(crossreduce, tmp_path, monkeypatch):
+def test_the_tolerance_detects_a_lost_replica(losses, one, monkeypatch):
     """The comparison of losses fails if the gradients of one of eight replicas are lost."""
-    one = losses(crossreduce, tmp_path / "one.json", *BRIEF, "--devices", 1)
     break_reduction(monkeypatch, before=lambda trees: [{k: 0 * x for k, x in trees[0].items()}, *trees[1:]])
-    assert np.abs(one - losses(crossreduce, tmp_path / "lossy.json", *BRIEF)).max() > 1000 * TOLERANCE
+    assert np.abs(one - losses()).max() > 1000 * TOLERANCE
 
 
 def test_replicas_that_drift_apart_are_an_error(crossreduce, tmp_path, monkeypatch):
@@ -98,54 +111,35 @@ def test_bytes_moved_are_exact(crossreduce, tmp_path):
     assert report["gradients_reduced"] == 23 * 4
 
 
-def test_a_run_is_reproducible(crossreduce, tmp_path):
+def test_a_run_is_reproducible(losses, one):
     """The same seed gives the same losses to the bit; another seed gives other losses."""
-    first, again = (losses(crossreduce, tmp_path / "run.json", *BRIEF) for _ in range(2))
-    other = losses(crossreduce, tmp_path / "run.json", *BRIEF, "--seed", 1)
-    assert (first == again).all()
-    assert (first != other).all()
+    assert (losses("--devices", 1) == one).all()
+    assert (losses("--devices", 1, "--seed", 1) != one).all()
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax", "tensorflow"])
-def test_every_framework_trains_and_benchmarks_alike(crossreduce, tmp_path, framework):
+@pytest.mark.parametrize("name", ["torch", "jax", "tensorflow"])
+def test_every_framework_trains_and_benchmarks_alike(request, crossreduce, losses, one, name):
     """On five devices each framework has the losses of NumPy on one, no wrong element, and no output on stderr."""
-    one = losses(crossreduce, tmp_path / "one.json", *BRIEF, "--devices", 1)
-    small = ["bench", "--framework", framework, "-b", "1000", "-e", "1000", "-n", "1", "-g"]
-    lines = [
-        ["train", *BRIEF, "--devices", "5", "--framework", framework, "--json", str(tmp_path / "run.json")],
-        [*small, "5", "-A", "all"],
-        [*small, "3", "-d", "int64", "-o", "prod"],
-        [*small, "3", "-d", "bfloat16", "-o", "avg"],
-        [*small, "3", "-d", "half", "--collective", "broadcast", "-r", "all"],
-    ]
-    ran = run_python(
-        "import json, sys\n"
-        "from crossreduce.cli import main\n"
-        "for line in json.loads(sys.argv[1]):\n"
-        "    try: main(line)\n"
-        "    except SystemExit as stopped: assert not stopped.code, (line, stopped.code)\n",
-        json.dumps(lines),
-    )
+    request.getfixturevalue(f"{name}_")
+    assert np.abs(one - losses("--devices", 5, "--framework", name, "--live")).max() < TOLERANCE
+    wanted = {
+        "-g 5 -A auto,ring": ["sum", "sum"],
+        "-g 3 -d int64 -o prod": ["prod"],
+        "-g 3 -d bfloat16 -o avg": ["avg"],
+        "-g 3 -d half --collective broadcast -r all": ["none"] * 3,
+    }
+    for line, ops in wanted.items():
+        code, out, error = crossreduce(*f"bench --framework {name} -b 1000 -e 1000 -n 1 {line}".split())
+        assert (code, error) == (0, "")
+        assert [(row["redop"], row["wrong"]) for row in ROW.finditer(out)] == [(op, "0") for op in ops]
+
+
+def test_the_command_makes_the_devices_of_jax():
+    """In a new process the command makes as many devices of JAX as it needs, and writes nothing on stderr."""
+    line = ["bench", "--framework", "jax", "-b", "1000", "-e", "1000", "-n", "1", "-g", "5"]
+    ran = run_python("import sys; from crossreduce.cli import main; main(sys.argv[1:])", *line)
     assert (ran.returncode, ran.stderr) == (0, "")
-    report = json.loads((tmp_path / "run.json").read_text())
-    assert report["replicas_identical"] is True
-    assert np.abs(one - np.array(report["losses"])).max() < TOLERANCE
-    rows = [match.groupdict() for match in ROW.finditer(ran.stdout)]
-    assert [row["redop"] for row in rows] == ["sum"] * len(read_algorithms("-A", "all")) + ["prod", "avg"] + [
-        "none"
-    ] * 3
-    assert {row["wrong"] for row in rows} == {"0"}
-
-
-def test_a_json_file_is_replaced_atomically(crossreduce, tmp_path):
-    """A new report replaces the file: a reader that opened the earlier file can still read all of it."""
-    path = tmp_path / "run.json"
-    path.write_text("earlier")
-    with path.open() as reader:
-        assert crossreduce("train", "--epochs", 1, "--json", path)[0] == 0
-        assert reader.read() == "earlier"
-    assert json.loads(path.read_text())["epochs"] == 1
-    assert list(tmp_path.iterdir()) == [path]
+    assert [row["wrong"] for row in ROW.finditer(ran.stdout)] == ["0"]
 
 
 def test_batches_cover_an_epoch():

@@ -43,13 +43,17 @@ def forms():
 
 
 @pytest.mark.parametrize(("name", "text", "words"), list(forms()), ids=lambda value: str(value)[:12])
-def test_a_right_file_is_proved(printed, tmp_path, name, text, words):
-    """A right file exits with 0 and prints the proved facts, with and without a byte order mark."""
+def test_a_right_file_is_proved(printed, crossreduce, tmp_path, name, text, words):
+    """A right file exits with 0 and prints the proved facts, with and without a byte order mark. A truncated one exits
+    with 2: it is neither proved nor called wrong."""
     path = tmp_path / name
     path.write_text(text)
     assert printed("verify", path).startswith(words)
     path.write_text("\ufeff" + text, "utf-8")
     assert printed("verify", path).startswith(words)
+    for end in range(0, len(text.rstrip()), len(text) // 12):
+        path.write_text(text[:end])
+        assert crossreduce("verify", path)[:2] == (2, ""), end
 
 
 PLAN = to_mscclpp_json(cr.plan(DGX.subset(DGX.devices[:2]), algorithm="direct").schedule)
@@ -128,33 +132,20 @@ def test_an_unreadable_file_is_rejected(crossreduce, tmp_path, fault):
         )
 
 
-@pytest.mark.parametrize(("name", "text", "_"), list(forms()), ids=lambda value: str(value)[:12])
-def test_a_truncated_file_is_rejected(crossreduce, tmp_path, name, text, _):
-    """A truncated file exits with 2: it is neither proved nor called wrong."""
-    path = tmp_path / name
-    for end in range(0, len(text.rstrip()), len(text) // 12):
-        path.write_text(text[:end])
-        assert crossreduce("verify", path)[:2] == (2, ""), end
-
-
 def test_the_function_takes_schedules_only():
     """``cr.verify`` of a file's name raises an error that recommends ``crossreduce verify FILE``."""
-    with pytest.raises(
-        cr.ScheduleError, match=r"this is not a Schedule(.|\n)*'plan\.xml'(.|\n)*crossreduce verify FILE"
-    ):
+    match = r"this is not a Schedule(.|\n)*'plan\.xml'(.|\n)*crossreduce verify FILE"
+    with pytest.raises(cr.ScheduleError, match=match):
         cr.verify("plan.xml")
 
 
-def test_a_missing_file_is_rejected(crossreduce, tmp_path):
-    """A folder that is not a bundle and a missing file exit with 2."""
+def test_missing_files_and_sizes(crossreduce, printed, tmp_path):
+    """A folder that is not a bundle and a missing file exit with 2. For an MSCCL++ plan, the last line tells which
+    messages the executor accepts."""
     missing = "cannot be read: No such file or directory."
     assert crossreduce("verify", tmp_path / "no") == (2, "", f"crossreduce: {tmp_path / 'no'} {missing}\n")
     folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one of crossreduce bundle.\n"
     assert crossreduce("verify", tmp_path) == (2, "", folder)
-
-
-def test_sizes_are_printed(printed, tmp_path):
-    """For an MSCCL++ plan, the last line tells which messages the executor accepts."""
-    path = tmp_path / "plan.json"
-    path.write_text(PLAN)
-    assert printed("verify", path).splitlines()[-1] == "  sizes: messages whose number of bytes is a multiple of 32"
+    (tmp_path / "plan.json").write_text(PLAN)
+    sizes = "  sizes: messages whose number of bytes is a multiple of 32"
+    assert printed("verify", tmp_path / "plan.json").splitlines()[-1] == sizes

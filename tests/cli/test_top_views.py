@@ -39,19 +39,14 @@ def test_rates_between_two_snapshots():
 
 
 def test_a_group_with_other_ranks_is_new():
-    """If a group's memory has other ranks than before, there is nothing to compare."""
-    after = view(12.0, *STATES, waits=NO_WAITS)
+    """If a group's memory has other ranks than before, there is nothing to compare. Ranks that are dead or have left
+    cannot wait: the share of the straggler is that of the others."""
+    before, after = view(10.0, *STATES, waits=NO_WAITS), view(12.0, *STATES, waits=NO_WAITS)
     other = after._replace(now_s=10.0, ranks=(*after.ranks[:2], after.ranks[2]._replace(rank=0)))
     assert group_rates.compare(other, after) == group_rates.GroupRates((None,) * 3, None)
     assert group_rates.compare(after._replace(now_s=10.0, ranks=after.ranks[:2]), after).ranks == (None,) * 3
-    assert group_rates.compare(other, other._replace(now_s=12.0)).ranks[2] == group_rates.RankRates(
-        0.0, 0.0, 0.0, None, 0.0
-    )
-
-
-def test_ranks_that_ended_do_not_lower_the_share():
-    """Ranks that are dead or have left cannot wait: the share is that of the others."""
-    before = view(10.0, *STATES, waits=NO_WAITS)
+    same = group_rates.compare(other, other._replace(now_s=12.0)).ranks[2]
+    assert same == group_rates.RankRates(0.0, 0.0, 0.0, None, 0.0)
     after = view(11.0, "waiting", "dead", "stopped", waits=[[0, 0, 0.9], [0, 0, 0], [0, 0, 0]])
     assert group_rates.compare(before, after).straggler == group_rates.Straggler(2, pytest.approx(0.9), False)
 

@@ -3,62 +3,62 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 
 import pytest
+from command_line import forked
 from paths import ROOT
 
 README = (ROOT / "README.md").read_text()
-
+RESULTS = ROOT / "benchmarks" / "results"
 
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"```python\n(.*?)```\s*```\n(.*?)```", re.DOTALL)
 MARK = "--- next block ---"
 LAUNCH = re.compile(r"\$ torchrun (.*?(\w+\.py))\n")
-DOCUMENTS = {
-    "README.md": 3,
-    "docs/algorithms.md": 2,
-    "docs/contract.md": 1,
-    "docs/host.md": 1,
-    "docs/numpy.md": 2,
-    "docs/pytorch.md": 3,
-    "docs/jax.md": 3,
-    "docs/tensorflow.md": 3,
-    "docs/processes.md": 1,
-    "docs/start/index.md": 3,
-    "docs/start/your-machine.md": 1,
-    "docs/explanation/lost-replica.md": 2,
-    "docs/explanation/bounds.md": 2,
-    "docs/explanation/exactness.md": 3,
-    "docs/reference/files.md": 3,
-    "docs/tracing.md": 1,
-}
+DOCUMENTS = (
+    *("README.md", "docs/algorithms.md", "docs/contract.md", "docs/host.md", "docs/numpy.md", "docs/pytorch.md"),
+    *("docs/jax.md", "docs/tensorflow.md", "docs/processes.md", "docs/start/index.md", "docs/start/your-machine.md"),
+    *("docs/explanation/lost-replica.md", "docs/explanation/bounds.md", "docs/explanation/exactness.md"),
+    *("docs/reference/files.md", "docs/tracing.md"),
+)
 
 
-@pytest.mark.parametrize(("document", "count"), DOCUMENTS.items())
-def test_code_prints_what_the_document_shows(document, count, tmp_path):
-    """Each Python block prints the block that follows it; the blocks of a document run in one new process.
+def run_block(args):
+    """Run code as the main module of a new process does."""
+    exec(args[0], {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_prints_what_the_document_shows(document, tmp_path, monkeypatch):
+    """Each Python block prints the block that follows it; the blocks of a document run in one process of their own.
 
     Blocks for torchrun are tested below.
     """
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / document).read_text()
     blocks = BLOCK.findall(text)
-    assert len(blocks) == text.count("```python") == count
+    assert len(blocks) == text.count("```python") > 0
     blocks = [(code, shown) for code, shown in blocks if not LAUNCH.match(shown)]
     code = f"\nprint({MARK!r})\n".join(code for code, _ in blocks)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_", "XLA_"))}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=inherited, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split(MARK + "\n") == [shown for _, shown in blocks]
+    if re.search(r"^import (torch|jax|tensorflow|crossreduce\.)", code, re.MULTILINE):
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_", "XLA_"))}
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=inherited, check=False)
+        assert ran.returncode == 0, ran.stderr
+        out = ran.stdout
+    else:
+        ran = forked(run_block, code)
+        assert ran.code == 0, ran.error
+        out = ran.out
+    assert out.split(MARK + "\n") == [shown for _, shown in blocks]
     for trace in tmp_path.glob("*.trace.json"):
         assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/start/index.md"])
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/start/index.md", marks=pytest.mark.slow)])
 def test_torchrun_prints_what_the_document_shows(document, tmp_path):
     """Run by a document's torchrun command, the Python block before this command prints the text after it."""
     text = (ROOT / document).read_text()
@@ -78,15 +78,16 @@ def test_torchrun_prints_what_the_document_shows(document, tmp_path):
     assert ran.stdout == shown[command.end() :]
 
 
-def test_command_lines_of_the_readme_run(tmp_path):
+def test_command_lines_of_the_readme_run(crossreduce, tmp_path, monkeypatch):
     """Each ``crossreduce`` command of the README's plain blocks runs, in order, and writes the files that it names."""
     lines = [
         line for block in re.findall(r"```\n(crossreduce .*?)```", README, re.DOTALL) for line in block.splitlines()
     ]
     assert len(lines) == 4
+    monkeypatch.chdir(tmp_path)
     for line in lines:
-        words = shlex.split(line, comments=True)
-        subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
+        name, *words = shlex.split(line, comments=True)
+        assert (name, crossreduce(*words)[0]) == ("crossreduce", 0), line
     assert {file.suffix for file in tmp_path.iterdir()} == {".html", ".xml", ".json"}
 
 
@@ -97,10 +98,16 @@ def test_the_readme_is_short():
     assert max(map(len, lines)) <= 110
 
 
+def benchmark(args):
+    """Run a program of benchmarks/, which is the first argument."""
+    sys.argv = args
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    runpy.run_path(str(ROOT / "benchmarks" / args[0]), run_name="__main__")
+
+
 def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
     """The README shows the pictures of benchmarks/pictures.py; their texts are those of newly drawn ones."""
-    command = [sys.executable, ROOT / "benchmarks" / "pictures.py", "--folder", tmp_path]
-    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert forked(benchmark, "pictures.py", "--folder", tmp_path).code == 0
     drawn = sorted(file.name for file in tmp_path.iterdir())
     assert drawn == sorted(re.findall(r'(?:src|srcset)="docs/pictures/([\w-]+\.svg)"', README))
     for name in drawn:
@@ -109,73 +116,69 @@ def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
         assert len(old) > 20
 
 
-def test_the_tables_on_speed_are_up_to_date(tmp_path):
-    """The tables of docs/speed.md are those that benchmarks/speed.py writes from the stored results."""
-    page, copy = ROOT / "docs" / "speed.md", tmp_path / "speed.md"
-    head, mark, _ = page.read_text().partition("<!-- benchmarks/speed.py writes the rest of this page. -->\n")
-    copy.write_text(head + mark)
-    command = [sys.executable, ROOT / "benchmarks" / "speed.py", "--page", copy]
-    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
-    assert len(copy.read_text()) > len(head) + 4000
-    assert copy.read_text() == page.read_text(), "docs/speed.md is out of date: run python benchmarks/speed.py"
+@pytest.mark.parametrize(("name", "script"), [("speed.md", "speed.py"), ("explanation/exactness.md", "exact_sums.py")])
+def test_tables_of_measurements_are_up_to_date(tmp_path, name, script):
+    """A page has the tables that a script of benchmarks/ writes from the stored results."""
+    page, copy = (ROOT / "docs" / name).read_text(), tmp_path / "copy.md"
+    mark = "<!-- benchmarks/speed.py writes the rest of this page. -->\n"
+    copy.write_text("".join(page.partition(mark)[:2]))
+    assert forked(benchmark, script, "--page", copy).code == 0
+    assert copy.read_text() == page, f"{name} is out of date: run python benchmarks/{script} --page"
+    assert page.count("\n| ") > 20
 
 
-def test_the_numbers_on_exactness_are_up_to_date(tmp_path):
-    """The tables and the numbers of trainings in docs/explanation/exactness.md are those of the kept results."""
-    page, copy = ROOT / "docs" / "explanation" / "exactness.md", tmp_path / "exactness.md"
-    copy.write_text(page.read_text())
-    command = [sys.executable, ROOT / "benchmarks" / "exact_sums.py", "--page", copy]
-    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
-    assert copy.read_text() == page.read_text(), "the page is out of date: run python benchmarks/exact_sums.py --page"
-    kept = json.loads((ROOT / "benchmarks" / "results" / "exact_training.json").read_text())
+def test_the_numbers_on_exactness_are_up_to_date():
+    """The numbers of trainings in docs/explanation/exactness.md are those of the kept results."""
+    page = (ROOT / "docs" / "explanation" / "exactness.md").read_text()
+    kept = json.loads((RESULTS / "exact_training.json").read_text())
     default, exact = (set(kept["orders"][kind].values()) for kind in ("default", "exact"))
-    assert f"give\n{len(default)} different sets of weights after {kept['steps']} steps by default" in page.read_text()
+    assert f"give\n{len(default)} different sets of weights after {kept['steps']} steps by default" in page
     parts = {row["weights"] for row in kept["curves"]["exact, 8 parts"].values()}
     assert len(exact) == len(parts) == 1
     assert len({row["weights"] for row in kept["curves"]["exact"].values()}) > 1
 
 
-def test_the_grid_of_ranks_covers_every_collective_and_judges_it(tmp_path, monkeypatch):
-    """A quick run keeps and draws all cases; points at which a peer is faster are listed and break requirements."""
+@pytest.mark.slow
+def test_the_grid_of_ranks_covers_every_collective(tmp_path):
+    """A quick run of the grid of ranks keeps and draws all cases."""
     results, picture = tmp_path / "grid.json", tmp_path / "grid.svg"
     words = ["--quick", "--only", "torch, 2 ranks", "--json", results, "--picture", picture]
     ran = subprocess.run([sys.executable, ROOT / "benchmarks" / "processes.py", *words], check=False, timeout=300)
     assert ran.returncode == 0
-    kept = json.loads(results.read_text())
+    rows = json.loads(results.read_text())["rows"]
     names = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all", "send_recv")
     due = {(name, size, "float32") for name in names for size in (1 << 10, 1 << 20)}
-    assert {(r["collective"], r["bytes"], r["dtype"]) for r in kept["rows"]} == due | {
-        ("all_reduce", 1 << 20, "bfloat16")
-    }
-    assert all(0 < r["least_ratio"] <= r["ratio"] <= r["greatest_ratio"] for r in kept["rows"])
-    assert all(0 < row[key] < 10 for row in kept["rows"] for key in ("ours_s", "peer_s"))
+    assert {(r["collective"], r["bytes"], r["dtype"]) for r in rows} == due | {("all_reduce", 1 << 20, "bfloat16")}
+    assert all(0 < r["least_ratio"] <= r["ratio"] <= r["greatest_ratio"] for r in rows)
+    assert all(0 < row[key] < 10 for row in rows for key in ("ours_s", "peer_s"))
     assert {"one host, 2 ranks", "gloo, torch", "1 MiB"} <= set(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
+
+def test_the_grid_of_ranks_judges_its_points(monkeypatch):
+    """Points at which a peer is faster are listed and break requirements; the least times between hosts are exact."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import processes
 
-    (row,) = [r for r in kept["rows"] if (r["collective"], r["bytes"]) == ("send_recv", 1 << 10)]
+    rows = json.loads((RESULTS / "processes.json").read_text())["rows"]
+    row = next(r for r in rows if (r["collective"], r["bytes"]) == ("send_recv", 1 << 10))
     for ratio, faster, met in ((0.19, False, True), (0.21, False, False), (1.01, True, False)):
         judged = [row | {"ratio": ratio}]
         assert (processes.ahead(judged), [r["met"] for r in processes.required(judged)]) == (judged * faster, [met])
     # 32 MiB cross a link of 125 MB/s in 0.268 s. A host with 3 ranks needs the parts of 5, and each of 3 sends 5 parts.
-    for collective, share in (
-        ("all_reduce", 1),
-        ("all_gather", 5 / 8),
-        ("reduce_scatter", 5 / 8),
-        ("all_to_all", 15 / 8),
-    ):
+    shares = {"all_reduce": 1, "all_gather": 5 / 8, "reduce_scatter": 5 / 8, "all_to_all": 15 / 8}
+    for collective, share in shares.items():
         assert processes.floor_s(collective, [3, 5], 1 << 25) == pytest.approx(share * (1 << 25) / 125e6)
     assert processes.floor_s("all_reduce", [2, 2, 2], 1 << 25) == pytest.approx((1 << 25) / 0.1375e9)
 
 
-def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
+def test_command_lines_on_the_frameworks_pages_write_traces(crossreduce, tmp_path, monkeypatch):
     """Each ``crossreduce export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
     commands = re.findall(r"`crossreduce (export \S+ (\S+?)(?: .*?)?)`", pages)
     assert len(commands) == 3
+    monkeypatch.chdir(tmp_path)
     for command, file in commands:
-        subprocess.run([sys.executable, "-m", "crossreduce", *command.split()], cwd=tmp_path, check=True, timeout=100)
+        assert crossreduce(*command.split())[0] == 0
         assert json.loads((tmp_path / file).read_text())["traceEvents"]
 
 
@@ -207,14 +210,14 @@ def test_the_page_on_clients_shows_the_programs_that_ran():
         r'^    "(.*)": "(?:python|torchrun) (\w+\.py)', (ROOT / "scripts" / "clients").read_text(), re.M
     )
     assert sorted(linked) == sorted(programs) == sorted({program for _, program in commands})
-    report = json.loads((ROOT / "benchmarks" / "results" / "clients.json").read_text())["clients"]
+    report = json.loads((RESULTS / "clients.json").read_text())["clients"]
     assert list(report) == [client for client, _ in commands]
     assert [client for client, result in report.items() if not result["agree"]] == []
 
 
 def test_the_report_of_foreign_suites():
     """In the report of scripts/suites, each test that only the baseline passes is expected, and has a reason."""
-    suites = json.loads((ROOT / "benchmarks" / "results" / "suites.json").read_text())["suites"]
+    suites = json.loads((RESULTS / "suites.json").read_text())["suites"]
     assert [name for name, result in suites.items() if result["wrong"] or not result["baseline_passes"]] == []
     assert all(reason for result in suites.values() for reason in result["only_baseline"].values())
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -27,14 +28,6 @@ def run(path, *args):
     )
 
 
-def test_each_framework_has_an_example():
-    """There is an example for Keras under tf.distribute, JAX under shard_map, and PyTorch under MirroredStrategy.
-
-    The one whose ranks die is tested below.
-    """
-    assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
-
-
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "jax_digits"), id=path.stem) for path in EXAMPLES],
@@ -53,21 +46,25 @@ def test_an_example_trains(path):
         assert "new plan: all_reduce hierarchical_copy: 3 devices" in ran.stderr
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, ELASTIC], ids=lambda path: path.stem)
-def test_an_example_checks_its_options(path):
-    """``--help`` prints the options; an invalid number of replicas is rejected with an error and exit code 2."""
-    assert "--" in run(path, "--help").stdout
-    rejected = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
-    assert rejected.returncode == 2
-    assert "invalid choice: 0" in rejected.stderr
+def test_examples_check_their_options(capsys, monkeypatch):
+    """There is an example for Keras under tf.distribute, JAX under shard_map, PyTorch under MirroredStrategy, and one
+    whose ranks die. ``--help`` prints the options; an invalid number of replicas is an error with exit code 2."""
+    assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    for path in (*EXAMPLES, ELASTIC):
+        option = "--devices" if path.stem == "jax_digits" else "--replicas"
+        for words, code, shown in ((["--help"], 0, option), ([option, "0"], 2, "invalid choice: 0")):
+            monkeypatch.setattr(sys, "argv", [str(path), *words])
+            with pytest.raises(SystemExit, match=str(code)):
+                runpy.run_path(str(path), run_name="__main__")
+            assert shown in "".join(capsys.readouterr())
 
 
-def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path):
-    """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing; the one of
-    the host's cost finds that the gradients of ResNet-50 are one launch."""
-    benchmarks = ROOT / "benchmarks"
-    fake = ["--driver", "fake", "--library", str(fake_cuda.built())]
-    ran = run(benchmarks / "gpu_reduction.py", *fake)
+@pytest.mark.slow
+def test_the_benchmark_of_the_cuda_engine_runs_without_a_gpu(tmp_path):
+    """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing."""
+    program, fake = ROOT / "benchmarks" / "gpu_reduction.py", ["--driver", "fake", "--library", fake_cuda.built()]
+    ran = run(program, *fake)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "FAKE DRIVER: NO MEASUREMENT" in ran.stdout
     assert re.findall(r"^  \[(\w+): \d+ s so far\]$", ran.stdout, re.M) == [
@@ -75,12 +72,15 @@ def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path):
         *("grid", "kernels", "sanitizer"),
     ]
     assert set(re.findall(r"ours queues .*", ran.stdout)) == {"ours queues 1 launches and 0 copies"}
-    rejected = run(benchmarks / "gpu_reduction.py", *fake, "--json", str(tmp_path / "gpu.json"))
+    rejected = run(program, *fake, "--json", tmp_path / "gpu.json")
     assert rejected.returncode == 2
     assert "measures nothing" in rejected.stderr
     assert not (tmp_path / "gpu.json").exists()
 
-    ran = run(benchmarks / "cuda_host_cost.py", "--quick", "--json", str(tmp_path / "cost.json"))
+
+def test_the_gradients_of_a_model_are_one_launch(tmp_path):
+    """The benchmark of the host's cost on CUDA devices finds that the gradients of ResNet-50 are one launch."""
+    ran = run(ROOT / "benchmarks" / "cuda_host_cost.py", "--quick", "--json", tmp_path / "cost.json")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     cases = json.loads((tmp_path / "cost.json").read_text())["cases"]
     assert cases["161 gradients of ResNet-50, 8 to 8 on one GPU"]["queued"] == {"launches": 1, "copies": 0, "waits": 0}

@@ -11,7 +11,7 @@ import sys
 
 import frameworks
 import pytest
-from imports import FILES, name
+from imports import FILES, name, tree
 from test_invariants import PACKAGES
 
 LINUX = {
@@ -110,9 +110,9 @@ for command in ("topology", "plan dgx-1v --devices 0,1,2"):
 """
 
 
-def top_level_imports(tree):
+def top_level_imports(module):
     """Return the modules outside the package that a file imports when it is imported."""
-    nodes = list(tree.body)
+    nodes = list(module.body)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -134,7 +134,7 @@ def run(platform, code, loaded=()):
     ]
     absent = {package for framework in set(PACKAGES) - {"numpy", *loaded} for package in PACKAGES[framework]}
     absent.add("torchft")
-    first = {module for path in FILES for module in top_level_imports(ast.parse(path.read_text(encoding="utf-8")))}
+    first = {module for path in FILES for module in top_level_imports(tree(path))}
     given = {
         "platform": platform,
         "missing": MISSING[platform],
@@ -155,39 +155,31 @@ def run(platform, code, loaded=()):
     return imported, "\n".join(text)
 
 
-@pytest.mark.parametrize("platform", MISSING)
-def test_import_without_the_functions_of_linux(platform):
-    """Every module of the package that needs no framework can be imported, without opening a library."""
-    imported, _ = run(platform, "")
-    assert {
-        f"crossreduce.{each}" for each in ("cli.doctor.command", "mpi", "ranks.communicator", "ranks.transports.tcp")
-    } < set(imported)
+NEED_TORCH = pytest.mark.skipif("torch" not in frameworks.NAMES, reason="left out by CROSSREDUCE_TEST_FRAMEWORKS")
 
 
-@pytest.mark.parametrize("platform", MISSING)
-def test_ranks_name_the_system_that_they_need(platform):
-    """A group of ranks on another system raises a BackendError that says that ranks need Linux."""
-    _, text = run(platform, LONELY)
-    assert (
-        f"rank 0: ranks share memory by memfd_create, which this system does not have.\n  given: system {platform}\n"
-        in text
-    )
+@pytest.mark.parametrize(
+    ("platform", "loaded"),
+    [
+        ("win32", []),
+        pytest.param("darwin", [], marks=pytest.mark.slow),
+        pytest.param("darwin", ["torch"], marks=NEED_TORCH),
+        pytest.param("win32", ["torch"], marks=[NEED_TORCH, pytest.mark.slow]),
+    ],
+)
+def test_the_package_without_the_functions_of_linux(platform, loaded):
+    """Every module of the package that needs no absent framework can be imported, without opening a library. A group of
+    ranks, also of torch, raises a BackendError that says that ranks need Linux. Reductions in one process, topologies
+    and the command line work."""
+    imported, text = run(platform, LONELY + (TORCH if loaded else "") + REST, loaded)
+    needed = {"cli.doctor.command", "mpi", "ranks.communicator", "ranks.transports.tcp"}
+    if loaded:
+        needed |= {"torch", "torch.group", "ranks.transports.gloo"}
+    assert {f"crossreduce.{each}" for each in needed} < set(imported)
+    problem = "ranks share memory by memfd_create, which this system does not have."
+    assert text.startswith(f"rank 0: {problem}\n  given: system {platform}\n")
     assert "try:   ranks on Linux" in text
-
-
-@pytest.mark.skipif("torch" not in frameworks.NAMES, reason="torch is left out by CROSSREDUCE_TEST_FRAMEWORKS")
-@pytest.mark.parametrize("platform", MISSING)
-def test_the_torch_backend_names_the_system_that_it_needs(platform):
-    """The modules of the torch backend can be imported on another system; a group raises the same BackendError."""
-    imported, text = run(platform, TORCH, ["torch"])
-    assert {"crossreduce.torch", "crossreduce.torch.group", "crossreduce.ranks.transports.gloo"} < set(imported)
-    assert "ranks share memory by memfd_create, which this system does not have." in text
-
-
-@pytest.mark.parametrize("platform", MISSING)
-def test_the_rest_works_without_the_functions_of_linux(platform):
-    """Reductions in one process, topologies and the command line work on other systems."""
-    _, text = run(platform, REST)
-    assert text.startswith("[0. 3. 6.]")
+    assert text.count(problem) == 1 + len(loaded)
+    assert "\n[0. 3. 6.]" in text
     assert text.count("exit code 0") == 2
     assert "dgx-1v" in text

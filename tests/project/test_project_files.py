@@ -12,26 +12,17 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern"),
-    [("CITATION.cff", r"^version: (\S+)$"), ("conda/recipe.yaml", r'^  version: "(\S+)"$')],
-)
-def test_files_have_the_version_of_the_package(file, pattern):
-    """The citation and the conda recipe have the package's version."""
-    assert re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE) == [crossreduce.__version__]
-
-
-def test_the_conda_recipe_has_the_requirements_of_the_package():
-    """The conda recipe requires what the package and its extra "cli" require, except scikit-learn."""
-    run = (ROOT / "conda" / "recipe.yaml").read_text().partition("  run:\n")[2].partition("\n\n")[0]
+def test_files_agree_with_the_package():
+    """The citation and the conda recipe have the package's version. The recipe requires what the package and its extra
+    "cli" require, except scikit-learn. .pre-commit-config.yaml has the ruff of the extra "test"."""
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    assert re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M) == [crossreduce.__version__]
+    assert re.findall(r'^  version: "(\S+)"$', recipe, re.M) == [crossreduce.__version__]
+    run, extras = recipe.partition("  run:\n")[2].partition("\n\n")[0], PROJECT["project"]["optional-dependencies"]
     found = {line.split("- ")[1].replace(" >=", ">=").replace("_", "-") for line in run.splitlines() if "- " in line}
-    extra = [each for each in PROJECT["project"]["optional-dependencies"]["cli"] if "scikit" not in each]
+    extra = [each for each in extras["cli"] if "scikit" not in each]
     assert found == {"python", *PROJECT["project"]["dependencies"], *extra}
-
-
-def test_pre_commit_runs_the_pinned_ruff():
-    """.pre-commit-config.yaml has the version of ruff that the extra "test" installs."""
-    (pinned,) = [each for each in PROJECT["project"]["optional-dependencies"]["test"] if each.startswith("ruff==")]
+    (pinned,) = [each for each in extras["test"] if each.startswith("ruff==")]
     assert f"rev: v{pinned.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
@@ -86,14 +77,6 @@ def test_listed_files_exist():
     assert len(set(named)) > 40
 
 
-def test_every_license_is_in_the_distributions():
-    """LICENSE and NOTICE are license files of the package, so every wheel and source distribution has them."""
-    assert PROJECT["project"]["license-files"] == ["LICENSE", "NOTICE"]
-    notice = (ROOT / "NOTICE").read_text()
-    assert "kernels.bin" in notice
-    assert "topology/data" in notice
-
-
 def files_of_others(folder):
     """Return the names of files that state a copyright, or that have the long lines of minified code."""
     code = re.compile(rb"copyright|@license|[^\n]{2000}", re.IGNORECASE)
@@ -118,6 +101,8 @@ def test_the_notice_names_the_files_of_other_projects(tmp_path):
     (tmp_path / "ours.js").write_text("const a = 1;\n")
     assert files_of_others(tmp_path) == {"bundled.min.js", "plain.css"}
     notice = (ROOT / "NOTICE").read_text()
+    assert PROJECT["project"]["license-files"] == ["LICENSE", "NOTICE"]  # so every distribution has them
+    assert all(words in notice for words in ("kernels.bin", "topology/data"))
     found = files_of_others(ROOT / "src")
     assert [name for name in sorted(found) if name not in notice] == []
     licenses = {path.name.partition(".")[0] for path in (ROOT / "src").rglob("*.LICENSE")}

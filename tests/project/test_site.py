@@ -6,8 +6,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -43,21 +41,23 @@ def documents(page):
 
 
 def test_each_page_is_in_one_table_of_contents():
-    """Every page except the first one is in exactly one table of contents, and these list only pages that exist."""
+    """Every page except the first one is in exactly one table of contents, and these list only pages that exist; the
+    section of tutorials lists four."""
     listed = [name for page in PAGES for name in documents(page)]
     assert sorted(listed) == sorted(set(PAGES) - {"index"})
     assert len(listed) > 40
+    assert len(documents("tutorials/index")) == 4
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_first_sentence_of_a_page_states_its_purpose(page):
+def test_the_first_sentence_of_a_page_states_its_purpose():
     """A page begins with a heading and then a paragraph of text, whose first sentence is about the page."""
-    lines = HEADER.sub("", PAGES[page]).split("\n\n")
-    assert re.fullmatch(r"# \S.*", lines[0])
-    first = re.match(r".*?[.:](?=\s|$)", " ".join(lines[1].split()))
-    assert first, "the first paragraph has no sentence"
-    about = r"(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials)) [a-z].{20,}"
-    assert re.fullmatch(about, first[0]), first[0]
+    for page, text in PAGES.items():
+        lines = HEADER.sub("", text).split("\n\n")
+        assert re.fullmatch(r"# \S.*", lines[0]), page
+        first = re.match(r".*?[.:](?=\s|$)", " ".join(lines[1].split()))
+        assert first, f"the first paragraph of {page} has no sentence"
+        about = r"(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials)) [a-z].{20,}"
+        assert re.fullmatch(about, first[0]), first[0]
 
 
 def public(module):
@@ -69,58 +69,41 @@ def public(module):
 
 
 def test_the_reference_has_the_public_interface():
-    """The reference documents each public name once, and no other name."""
+    """The reference documents each public name once, and no other name; the page on errors shows the tree of the
+    docstring of errors.py."""
     found = [name for text in PAGES.values() for name in re.findall(r"^\.\. auto\w+:: crossreduce\.(\S+)$", text, re.M)]
-    expected = list(crossreduce.__all__)
+    expected = [*crossreduce.__all__, "torchft.ProcessGroupCrossreduce", "mpi.join", "mpi.MpiGroup"]
+    expected += ["kernels.instruction_set", "kernels.threads"]
     for module in ("tensorflow", "jax", "torch", "trace", "processes"):
         expected += [f"{module}.{name}" for name in public(module)]
-    expected += [
-        "torchft.ProcessGroupCrossreduce",
-        "mpi.join",
-        "mpi.MpiGroup",
-        "kernels.instruction_set",
-        "kernels.threads",
-    ]
     assert sorted(found) == sorted(expected)
+    tree = ast.get_docstring(ast.parse((Path(crossreduce.__file__).parent / "errors.py").read_text()))
+    lines, shown = (
+        [line.strip() for line in text.splitlines() if "──" in line] for text in (tree, PAGES["reference/errors"])
+    )
+    assert shown == lines
+    assert len(lines) > 10
 
 
 def test_the_reference_has_every_environment_variable():
     """The page on environment variables lists those that the code reads, and no other one of ours."""
-    sources = [
-        *(ROOT / "src").rglob("*.py"),
-        *(ROOT / "src").rglob("*.cpp"),
-        ROOT / "setup.py",
-        ROOT / "tests/conftest.py",
-    ]
+    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cpp")]
+    sources += [ROOT / "setup.py", ROOT / "tests/conftest.py"]
     read = {name for path in sources for name in re.findall(r"\bCROSSREDUCE_[A-Z_]+\b", path.read_text())}
     listed = set(re.findall(r"^\| `(CROSSREDUCE_[A-Z_]+)`", PAGES["reference/environment"], re.M))
     assert listed == read
     assert len(listed) > 8
 
 
-def test_the_reference_has_the_tree_of_errors():
-    """The page on errors shows the tree of the docstring of errors.py."""
-    tree = ast.get_docstring(ast.parse((Path(crossreduce.__file__).parent / "errors.py").read_text()))
-    lines = [line.strip() for line in tree.splitlines() if "──" in line]
-    shown = [line.strip() for line in PAGES["reference/errors"].splitlines() if "──" in line]
-    assert shown == lines
-    assert len(lines) > 10
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("tutorials/") and "index" not in page])
-def test_tutorials_are_notebooks_that_check_their_results(page):
+def test_tutorials_are_notebooks_that_check_their_results():
     """A tutorial has the header of a notebook for Python, cells that parse, and at least three assertions."""
-    header = HEADER.match(PAGES[page])[1]
-    assert {"    format_name: myst", "  language: python", "  name: python3"} <= set(header.splitlines())
-    cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", PAGES[page], re.DOTALL | re.M)
-    assert len(cells) == PAGES[page].count("{code-cell}")
-    code = [re.sub(r"\A%%writefile .*\n", "", cell) for cell in cells]
-    assert sum(isinstance(node, ast.Assert) for cell in code for node in ast.walk(ast.parse(cell))) >= 3
-
-
-def test_there_are_four_tutorials():
-    """The section of tutorials lists four notebooks."""
-    assert len(documents("tutorials/index")) == 4
+    for page in documents("tutorials/index"):
+        header = HEADER.match(PAGES[page])[1]
+        assert {"    format_name: myst", "  language: python", "  name: python3"} <= set(header.splitlines())
+        cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", PAGES[page], re.DOTALL | re.M)
+        assert len(cells) == PAGES[page].count("{code-cell}")
+        code = [re.sub(r"\A%%writefile .*\n", "", cell) for cell in cells]
+        assert sum(isinstance(node, ast.Assert) for cell in code for node in ast.walk(ast.parse(cell))) >= 3
 
 
 def sessions():
@@ -133,24 +116,19 @@ def sessions():
 
 
 @pytest.mark.parametrize("shown", list(sessions()))
-def test_commands_print_what_pages_show(shown, tmp_path):
+def test_commands_print_what_pages_show(crossreduce, shown, tmp_path, monkeypatch):
     """A command prints the text below it, in which ``...`` stands for any text; a file that ``cat`` shows is made."""
+    assert len(list(sessions())) >= 4
+    monkeypatch.chdir(tmp_path)
     for step in re.split(r"^\$ ", shown, flags=re.M)[1:]:
         command, _, output = step.partition("\n")
-        words = shlex.split(command)
-        if words[0] == "cat":
-            (tmp_path / words[1]).write_text(output)
+        program, *words = shlex.split(command)
+        if program == "cat":
+            (tmp_path / words[0]).write_text(output)
             continue
-        ran = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert doctest.OutputChecker().check_output(output, ran.stdout, doctest.ELLIPSIS), ran.stdout
-
-
-def test_sessions_are_found():
-    """The pages for the start and for exports have sessions that the test above runs."""
-    assert len(list(sessions())) >= 4
+        code, out, error = crossreduce(*words)
+        assert code == 0, error
+        assert doctest.OutputChecker().check_output(output, out, doctest.ELLIPSIS), out
 
 
 def test_kept_results_have_their_date_and_machine(site):
@@ -178,39 +156,32 @@ def test_charts_are_drawn(site, tmp_path):
         assert all(text in drawn for text in texts)
 
 
-GOOD = '<a href="other.html#there">x</a><a href="https://example.org/x">y</a><img src="a.png"><p id="here"></p>'
+FAULTS = {
+    '<a href="missing.html">x</a>': "the link missing.html leads to no file",
+    '<a href="other.html#nowhere">x</a>': "the link other.html#nowhere leads to no place of its page",
+    '<a href="#nowhere">x</a>': "the link #nowhere leads to no place of its page",
+    '<a href="ftp://example.org">x</a>': "the link ftp://example.org has no known protocol",
+    '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn.example.org/x.js from a network",
+    '<script src="//cdn.example.org/x.js"></script>': "loads //cdn.example.org/x.js from a network",
+    '<link rel="stylesheet" href="http://example.org/x.css">': "loads http://example.org/x.css from a network",
+    '<img srcset="https://example.org/x.png 2x">': "loads https://example.org/x.png from a network",
+    '<img src="b.png">': "loads b.png, which does not exist",
+    '<p style="background: url(https://example.org/y.png)">': "loads https://example.org/y.png from a network",
+}
 
 
-@pytest.mark.parametrize(
-    ("added", "fault"),
-    [
-        ("", ""),
-        ('<a href="missing.html">x</a>', "the link missing.html leads to no file"),
-        ('<a href="other.html#nowhere">x</a>', "the link other.html#nowhere leads to no place of its page"),
-        ('<a href="#nowhere">x</a>', "the link #nowhere leads to no place of its page"),
-        ('<a href="ftp://example.org">x</a>', "the link ftp://example.org has no known protocol"),
-        ('<script src="https://cdn.example.org/x.js"></script>', "loads https://cdn.example.org/x.js from a network"),
-        ('<script src="//cdn.example.org/x.js"></script>', "loads //cdn.example.org/x.js from a network"),
-        ('<link rel="stylesheet" href="http://example.org/x.css">', "loads http://example.org/x.css from a network"),
-        ('<img srcset="https://example.org/x.png 2x">', "loads https://example.org/x.png from a network"),
-        ('<img src="b.png">', "loads b.png, which does not exist"),
-        ('<p style="background: url(https://example.org/x.png)">', "loads https://example.org/x.png from a network"),
-    ],
-)
-def test_the_check_of_links_finds_faults(site, tmp_path, added, fault):
-    """Links without a target, and whatever would be loaded from a network, are faults; other links are listed."""
+def test_the_check_of_links_finds_faults(site, tmp_path, capsys):
+    """Links without a target, and whatever would be loaded from a network, are faults, also in style sheets; so are
+    links of sources that are not complete addresses. Other links are listed."""
     links = site("links")
-    (tmp_path / "index.html").write_text(GOOD + added)
+    good = '<a href="other.html#there">x</a><a href="https://example.org/x">y</a><img src="a.png"><p id="here"></p>'
     (tmp_path / "other.html").write_text('<p id="there"></p>')
     (tmp_path / "a.png").touch()
-    others = links.defaultdict(set)
-    assert links.faults_of(tmp_path, others) == ([f"index.html: {fault}"] if fault else [])
-    assert others == {"https://example.org/x": {"index.html"}}
-
-
-def test_the_check_of_links_reads_styles_and_sources(site, tmp_path, capsys):
-    """Fonts of other sites in style sheets are faults, and so are links of sources that are not complete addresses."""
-    links = site("links")
+    for page, found in ((good, []), (good + "".join(FAULTS), [f"index.html: {fault}" for fault in FAULTS.values()])):
+        (tmp_path / "index.html").write_text(page)
+        others = links.defaultdict(set)
+        assert sorted(links.faults_of(tmp_path, others)) == sorted(found)
+        assert others == {"https://example.org/x": {"index.html"}}
     (tmp_path / "index.html").write_text("")
     (tmp_path / "x.css").write_text("@import 'https://example.org/a.css'; @font-face { src: url(//example.org/b) }")
     (tmp_path / "x.md").write_text("[a](https://example.org/ok) [b](http://example.org) [c](https:/example.org)")
@@ -230,11 +201,8 @@ def test_versions_are_listed_newest_first(site, tmp_path):
             (tmp_path / version / page).touch()
     versions.main(tmp_path)
     listed = json.loads((tmp_path / "versions.json").read_text())
-    assert [(each["name"], each["version"]) for each in listed] == [
-        ("0.10.0 (newest)", "0.10.0"),
-        ("0.9.1", "0.9.1"),
-        ("main", "main"),
-    ]
+    names = [(each["name"], each["version"]) for each in listed]
+    assert names == [("0.10.0 (newest)", "0.10.0"), ("0.9.1", "0.9.1"), ("main", "main")]
     assert all(each["pages"] == ["a.html", "index.html"] for each in listed)
     assert "url=0.10.0/index.html" in (tmp_path / "index.html").read_text()
     assert (tmp_path / "versions.js").read_text().startswith("window.siteVersions = [")
@@ -252,11 +220,11 @@ def test_files_of_the_root_lead_to_pages(site, tmp_path):
     assert rooted(path).strip() == shown.strip()
 
 
-@pytest.mark.parametrize("name", ["docstrings", "versions"])
-def test_examples_of_the_modules_are_right(site, name):
+def test_examples_of_the_modules_are_right(site):
     """The examples in the docstrings of docs/site print the shown results."""
-    assert doctest.testmod(site(name)).attempted > 0
-    assert doctest.testmod(site(name)).failed == 0
+    for name in ("docstrings", "versions"):
+        found = doctest.testmod(site(name))
+        assert (found.attempted > 0, found.failed) == (True, 0)
 
 
 def test_the_site_is_built_with_the_tested_versions():

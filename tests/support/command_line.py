@@ -1,11 +1,15 @@
-"""Run command lines of ``crossreduce`` in new processes, and parse their output."""
+"""Run command lines of ``crossreduce`` in processes of their own, and parse their output."""
 
+import logging
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
-import threading
+import traceback
 from contextlib import suppress
+from typing import NamedTuple
 
 # Matches a row of results in the format of nccl-tests, as parsers of that output do; other lines begin with "#".
 ROW = re.compile(
@@ -14,6 +18,7 @@ ROW = re.compile(
     r" +(?P<time_in>[\d.e+]+|N/A) +(?P<algbw_in>[\d.]+|N/A) +(?P<busbw_in>[\d.]+|N/A) +(?P<wrong_in>\d+|N/A)$",
     re.MULTILINE,
 )
+STREAMS = ("stdin", "stdout", "stderr")
 
 
 def run_python(code, *args, **environment):
@@ -29,63 +34,93 @@ def run_python(code, *args, **environment):
     )
 
 
-def in_terminal(*args, bars=False, **environment):
-    """Run a command line in a new process on a terminal, and return its output as plain text.
-
-    With ``bars`` its standard error is the same terminal.
-    """
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "crossreduce", *args],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs if bars else None,
-        env=os.environ | environment,
-    )
-    os.close(theirs)
-    out = b""
-    with process, suppress(OSError):  # Linux reports the end of a terminal as an error
-        while part := os.read(ours, 4096):
-            out += part
-    os.close(ours)
-    assert process.returncode == 0
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
-
-
-def with_bars(*args, **environment):
-    """Run a command line in a new process whose standard error is a terminal, and that writes its output to a pipe.
-
-    Return its exit code, its output, and its text on the terminal, without control codes.
-    """
-    import pty
-
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "crossreduce", *map(str, args)]
-    settings = {"TERM": "xterm-256color", "COLUMNS": "100", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | settings)
-    os.close(theirs)
-    shown, out = [], []
-
-    def read():
-        with suppress(OSError):  # Linux reports the end of a terminal as an error
-            while part := os.read(ours, 4096):
-                shown.append(part)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with process:
-        out.append(process.stdout.read())
-    reader.join()
-    os.close(ours)
-    return process.returncode, out[0].decode(), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", b"".join(shown).decode())
-
-
 def run_without(module, *args):
     """Run a command line in a new process in which a module cannot be imported."""
     code = f"import sys; sys.modules[{module!r}] = None; from crossreduce.cli import main; main(sys.argv[1:])"
     return run_python(code, *args)
+
+
+class Ran(NamedTuple):
+    """``out`` and ``error``: the texts in pipes; ``shown``: the text on the terminal, without control codes."""
+
+    code: int
+    out: str
+    error: str
+    shown: str
+    codes: str
+
+
+def forked(function, *args, terminal=(), begun=None, **environment):
+    """Call ``function(args)`` in a fork of this process, which saves the imports of a new one, and return how it ran.
+
+    It must use no framework but NumPy. ``terminal``: those of STREAMS that are one terminal. ``begun``: called with the
+    number of the process.
+    """
+    import pty
+
+    ours, theirs = pty.openpty()
+    pipes = [os.pipe() for _ in STREAMS[1:]]
+    pid = os.fork()
+    if not pid:
+        piped = [os.open(os.devnull, os.O_RDONLY), *(writer for _, writer in pipes)]
+        chosen = [theirs if name in terminal else other for name, other in zip(STREAMS, piped, strict=True)]
+        _child(function, list(map(str, args)), chosen, {"TERM": "xterm-256color", **environment})
+    for descriptor in (theirs, *(writer for _, writer in pipes)):
+        os.close(descriptor)
+    try:
+        if begun:
+            begun(pid)
+        texts = {ours: b"", **{reader: b"" for reader, _ in pipes}}
+        open_ = set(texts)
+        while open_:
+            ready, _, _ = select.select(sorted(open_), [], [], 200)
+            assert ready, "the process wrote nothing for 200 s"
+            for descriptor in ready:
+                part = b""
+                with suppress(OSError):  # Linux reports the end of a terminal as an error
+                    part = os.read(descriptor, 1 << 16)
+                texts[descriptor] += part
+                open_ -= set() if part else {descriptor}
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(pid, 0)
+        for descriptor in (ours, *(reader for reader, _ in pipes)):
+            os.close(descriptor)
+    codes, out, error = (text.decode() for text in texts.values())
+    return Ran(os.waitstatus_to_exitcode(status), out, error, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", codes), codes)
+
+
+def _child(function, args, descriptors, environment):
+    """Call a function as the program of this process, and end without the exit handlers of the test's process."""
+    code = 70
+    try:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # ignored if the tests run in the background of a shell
+        os.environ.update(environment)
+        logging.root.handlers.clear()  # those of pytest
+        try:
+            function(args)
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def forked_command(*args, **options):
+    """Run a command line of ``crossreduce`` by ``forked``."""
+    from crossreduce.cli import main
+
+    return forked(main, *args, **options)
 
 
 def expanded(text):

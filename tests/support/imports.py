@@ -1,6 +1,7 @@
 """The modules of the package, and which of them import which."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import crossreduce
@@ -18,10 +19,16 @@ def name(path):
 BY_MODULE = {f"crossreduce.{name(path)}".removesuffix("."): path for path in FILES}
 
 
+@cache
+def tree(path):
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path):
     """Return all modules that a file imports, anywhere in it, with full names: ``crossreduce.errors``."""
     package = ["crossreduce", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -135,8 +135,8 @@ PLANNERS: Final = {name: entry.planner for name, entry in REGISTRY.items() if en
 def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int) -> str:
     """Return the algorithm that "auto" stands for without a topology, for ``nbytes`` bytes per replica.
 
-    ``one_device`` if all devices share one memory (the host's, or one GPU's; benchmarks/crossover.py has the
-    measurement), for small arrays, and for one destination; else ``direct``.
+    ``one_device`` if all devices share one memory (the host's, or one GPU's), for small arrays, and for one
+    destination; else ``direct``.
 
     >>> choose(("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"), 1024)
     'one_device'

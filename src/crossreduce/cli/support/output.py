@@ -9,6 +9,7 @@ import json
 import os
 import pydoc
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -48,13 +49,13 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         reason = "write-protected" if target.is_file() else "not a regular file"
         raise ArgumentError(f"{option} {path} cannot be written: it is {reason}.")
+    # The name is known before the file exists: an interruption during its creation leaves no file.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{Path(path).suffix}")
     try:
-        number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=Path(path).suffix)
-        os.close(number)
-    except OSError as error:
-        raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
-    temporary = Path(name)
-    try:
+        try:
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
         yield temporary
         if temporary.stat().st_size:
             mask = os.umask(0o022)
