@@ -101,10 +101,8 @@ def test_most_packs():
     """More than MOST_PACKS packs raise an error that states the number of packs and the given options."""
     assert layout(f32(MOST_PACKS), Packing(MOST_PACKS))[0].packs == MOST_PACKS
     assert layout(f32(MOST_PACKS), Packing(0, 1))[0].packs == MOST_PACKS
-    with pytest.raises(
-        ArgumentError,
-        match=r"10001 elements of float32 would be cut into 10001 packs; 10000 is the most[\s\S]*bytes_per_pack=1",
-    ):
+    words = r"10001 elements of float32 would be cut into 10001 packs; 10000 is the most[\s\S]*bytes_per_pack=1"
+    with pytest.raises(ArgumentError, match=words):
         layout(f32(MOST_PACKS + 1), Packing(0, 1))
     with pytest.raises(ArgumentError, match=r"cut into 20000 packs[\s\S]*num_packs=20000"):
         layout(f32(10**6), Packing(20_000))

@@ -76,7 +76,8 @@ def test_a_replica_makes_one_call_at_a_time():
     errors, refused = [], threading.Event()
 
     def second(here):
-        time.sleep(0.1)  # until the replica waits in its own call
+        while here._group._calls[0] is None:  # the replica does not yet wait in its own call
+            time.sleep(0.005)
         try:
             here.all_reduce("sum", 1.0)
         except cr.ContextError as error:

@@ -61,36 +61,33 @@ def test_second_gradients(torch_):
 def test_gradients_are_never_lost_silently(torch_):
     """all_reduce raises an error where it has no gradient: by max, of sparse values, if only some replicas need one, in
     torch.func; so does backward after the run, or in one replica only."""
-    strategy = cr.MirroredStrategy(2)
-    xs = cr.PerReplica(leaves(2))
-    with pytest.raises(cr.UnsupportedError, match="an all-reduce by max has no gradient"):
-        strategy.run(lambda x: context().all_reduce("max", x), args=(xs,))
-    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
+    strategy, xs = cr.MirroredStrategy(2), cr.PerReplica(leaves(2))
     sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
-    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
-        strategy.run(lambda x: context().all_reduce("sum", x), args=(sparse,))
     slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))
-    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
-        strategy.run(lambda: context().all_reduce("sum", slices))
     half = cr.PerReplica([xs[0], xs[1].detach()])
-    with pytest.raises(cr.MismatchError, match=r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n"):
-        strategy.run(lambda x: context().all_reduce("sum", x), args=(half,))
-    late = strategy.run(lambda x: context().all_reduce("sum", x), args=(xs,))
-    with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
-        late[0].sum().backward()
+
+    def total(x):
+        return context().all_reduce("sum", x)
 
     def one_alone(x):
-        y = context().all_reduce("sum", x).sum()
+        y = total(x).sum()
         if context().replica_id_in_sync_group:
             y.backward()
 
-    with pytest.raises(
-        cr.MismatchError, match="replica 0 on cpu:0 has returned; replica 1 on cpu:1 waits in all_reduce"
+    for error, words, step, given in (
+        (cr.UnsupportedError, "by max has no gradient", lambda x: context().all_reduce("max", x), xs),
+        (cr.UnsupportedError, "sparse values has no gradient", total, sparse),
+        (cr.UnsupportedError, "sparse values has no gradient", total, slices),
+        (cr.MismatchError, r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n", total, half),
+        (cr.MismatchError, "0 on cpu:0 has returned; replica 1 on cpu:1 waits in all_reduce", one_alone, xs),
+        (cr.UnsupportedError, r"torch\.func", torch.func.grad(lambda x: total(x).sum()), xs),
     ):
-        strategy.run(one_alone, args=(xs,))
-    functional = torch.func.grad(lambda x: context().all_reduce("sum", x).sum())
-    with pytest.raises(cr.UnsupportedError, match=r"torch\.func"):
-        strategy.run(functional, args=(xs,))
+        with pytest.raises(error, match=words):
+            strategy.run(step, args=(given,))
+    late = strategy.run(total, args=(xs,))
+    with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
+        late[0].sum().backward()
+    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
 
 
 def test_replicas_inherit_torch_modes(torch_):
@@ -158,9 +155,8 @@ def test_traced_jax_values_are_refused(jax_):
     xs = cr.PerReplica(jax_.arrays([np.full(2, 1.0), np.full(2, 3.0)]))
     for transform in (jax.jit, jax.grad):
         function = transform(lambda x: context().all_reduce("sum", x).sum())
-        with pytest.raises(
-            cr.UnsupportedError, match=r"(?s)a traced value cannot be reduced with.*crossreduce\.jax\.all_reduce"
-        ):
+        words = r"(?s)a traced value cannot be reduced with.*crossreduce\.jax\.all_reduce"
+        with pytest.raises(cr.UnsupportedError, match=words):
             strategy.run(function, args=(xs,))
     gradient = jax.jit(jax.grad(lambda x: (x**2).sum()))
     result = strategy.run(lambda x: context().all_reduce("mean", gradient(x)), args=(xs,))

@@ -75,9 +75,8 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
     """Without aggregation a replica's assignment raises an error, since copies could differ; also for one replica."""
     strategy = cr.MirroredStrategy(n)
     var = variable(strategy, np.zeros(2), name="w")
-    with pytest.raises(
-        ValueError, match=r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
-    ):
+    words = r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
+    with pytest.raises(ValueError, match=words):
         strategy.run(lambda: var.assign_add(1.0))
     assert [x.tolist() for x in var] == [[0, 0]] * n
 

@@ -9,8 +9,8 @@ import importlib
 import os
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
+from oracle import dtype_of as np_dtype
 
 # Leave a framework out only on a machine that lacks it, such as one with a GPU but without TensorFlow.
 NAMES = tuple(os.environ.get("CROSSREDUCE_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(","))
@@ -20,11 +20,6 @@ DTYPES = (
     "complex64", "complex128", "bool",
 )  # fmt: skip
 COMPLEX = ("complex64", "complex128")
-
-
-def np_dtype(name):
-    """Return NumPy's dtype with a name; bfloat16 is defined by ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def defined(op, dtype):
