@@ -5,9 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from expect import check, cpus, digits, on, small
-from frameworks import NAMES
-from pairs import each, pairs
+from expect import check, cpus, digits, on, small, value
 
 import crossreduce as cr
 from crossreduce import CommunicationOptions, Mirrored, PerReplica, ReduceOp
@@ -36,51 +34,44 @@ class Spy(cr.CrossDeviceOps):
         return super().gather_implementation(per_replica_value, destinations, axis, options)
 
 
-# ---- subclasses -------------------------------------------------------------------------------------------------
-
-
 def test_reduce_calls_the_implementation(framework):
     """reduce_implementation receives a ReduceOp, a PerReplica, a tuple of canonical names and options."""
     xs = digits(2, (3,))
-    spy, value = Spy(), PerReplica(framework.arrays(xs), cpus(0, 1))
-    result = spy.reduce("Mean", value, "/device:CPU:1")
+    spy, value_ = Spy(), value(framework, xs)
+    result = spy.reduce("Mean", value_, "/device:CPU:1")
     check(framework, result, "sum", xs[:1], cpus(1))
     name, op, given, destinations, options = spy.calls[0]
     assert (name, op, destinations) == ("reduce", ReduceOp.MEAN, ("cpu:1",))
     assert type(destinations) is tuple
     assert isinstance(given, PerReplica)
     assert given.devices == cpus(0, 1)
-    assert given.values == value.values
+    assert given.values == value_.values
     with pytest.raises(AttributeError, match="a validated value is immutable, so facts cannot be set"):
         given.facts = None
     assert type(copy.copy(given)) is PerReplica
     assert options == CommunicationOptions()
     hints = cr.CollectiveHints(bytes_per_pack=3)
-    spy.reduce(ReduceOp.SUM, Mirrored(value.values, cpus(1, 0)), on(2, 1), hints)
+    spy.reduce(ReduceOp.SUM, Mirrored(value_.values, cpus(1, 0)), on(2, 1), hints)
     _, op, given, destinations, options = spy.calls[2]
     assert (op, given.devices, destinations) == (ReduceOp.SUM, cpus(1, 0), cpus(2, 1))
     assert isinstance(given, PerReplica)
     assert options is hints
 
 
-def test_batch_reduce_calls_the_implementation(numpy_):
-    """batch_reduce_implementation receives a list of pairs (PerReplica, names), and by default reduces pair by pair."""
-    spy, value = Spy(), PerReplica(numpy_.arrays(digits(2, (3,))))
+def test_the_other_implementations_are_called(numpy_):
+    """batch_reduce_implementation receives a list of pairs (PerReplica, names), and by default reduces pair by pair.
+    Those of broadcast and gather receive validated arguments; the axis is not negative."""
+    spy, value, x = Spy(), PerReplica(numpy_.arrays(digits(2, (3,)))), np.ones((2, 3))
     results = spy.batch_reduce("max", iter([(value, "cpu:7"), (1.5, value)]))
     name, op, pairs, options = spy.calls[0]
     assert (name, op, options) == ("batch_reduce", ReduceOp.MAX, CommunicationOptions())
     assert type(pairs) is list
     assert all(type(pair) is tuple and isinstance(pair[0], PerReplica) for pair in pairs)
-    assert [pair[1] for pair in pairs] == [cpus(7), cpus(0, 1)]
+    assert [pair[1] for pair in pairs] == [result.devices for result in results] == [cpus(7), cpus(0, 1)]
     assert [call[0] for call in spy.calls[1:]] == ["reduce", "broadcast"] * 2
-    assert [result.devices for result in results] == [cpus(7), cpus(0, 1)]
-
-
-def test_broadcast_and_gather_call_the_implementations(numpy_):
-    """broadcast_implementation and gather_implementation receive validated arguments; the axis is not negative."""
-    spy, x = Spy(), np.ones((2, 3))
     spy.broadcast(x, "CPU:4")
-    assert spy.calls.pop()[0::2] == ("broadcast", cpus(4))
+    assert spy.calls[-1][0::2] == ("broadcast", cpus(4))
+    spy.calls.clear()
     spy.gather(PerReplica([x, x]), on(1, 0), -1)
     name, given, destinations, axis, options = spy.calls[0]
     assert (name, destinations, axis, options) == ("gather", cpus(1, 0), 1, CommunicationOptions())
@@ -94,12 +85,9 @@ def test_arguments_are_validated_before_an_implementation_is_called():
     for words, call in (
         ("not a known reduction", lambda: spy.reduce("average", value, value)),
         ("differ in shape or dtype", lambda: spy.reduce("sum", bad, value)),
-        ("destinations must be", lambda: spy.reduce("sum", value, [])),
         ("cuda:0", lambda: spy.reduce("sum", value, "cuda:0")),
         ("options must be", lambda: spy.reduce("sum", value, value, options=3)),
         ("^pair 1: ", lambda: spy.batch_reduce("sum", [(value, value), (bad, value)])),
-        ("element 1", lambda: spy.batch_reduce("sum", [(value, value), 3])),
-        ("broadcast requires a single array", lambda: spy.broadcast(value, "cpu:0")),
         ("destinations must be", lambda: spy.broadcast(np.ones(2), None)),
         ("do not have this axis", lambda: spy.gather(value, "cpu:0", 1)),
         ("differ in structure", lambda: cr.all_reduce([[1.0], [1.0, 2.0]], cross_device_ops=spy)),
@@ -109,51 +97,42 @@ def test_arguments_are_validated_before_an_implementation_is_called():
     assert spy.calls == []
 
 
-WRONG = {
-    "None": lambda value, destinations: None,
-    "an array": lambda value, destinations: value[0],
-    "a list": lambda value, destinations: [value[0]] * len(destinations),
-    "a PerReplica": lambda value, destinations: PerReplica([value[0]] * len(destinations), destinations),
-    "other devices": lambda value, destinations: Mirrored([value[0]] * 2, ["cpu:8", "cpu:9"]),
-    "another order": lambda value, destinations: Mirrored([value[0]] * 2, destinations[::-1]),
-    "too few": lambda value, destinations: Mirrored([value[0]], destinations[:1]),
-}
+WRONG = (
+    lambda value, destinations: None,
+    lambda value, destinations: value[0],
+    lambda value, destinations: [value[0]] * len(destinations),
+    lambda value, destinations: PerReplica([value[0]] * len(destinations), destinations),
+    lambda value, destinations: Mirrored([value[0]] * 2, ["cpu:8", "cpu:9"]),
+    lambda value, destinations: Mirrored([value[0]] * 2, destinations[::-1]),
+    lambda value, destinations: Mirrored([value[0]], destinations[:1]),
+)
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_wrong_returns(wrong):
-    """If an implementation does not return a Mirrored on the destinations, an UnsupportedError names it."""
-
-    class Custom(cr.CrossDeviceOps):
-        def reduce_implementation(self, op, value, destinations, options):
-            return wrong(value, destinations)
-
-        def broadcast_implementation(self, tensor, destinations):
-            return wrong([tensor], destinations)
-
-        def gather_implementation(self, value, destinations, axis, options):
-            return wrong(value, destinations)
-
-    ops, value = Custom(), PerReplica([np.ones(2), np.ones(2)])
-    for call, name in (
-        (lambda: ops.reduce("sum", value, value), "reduce"),
-        (lambda: ops.batch_reduce("sum", [(value, value)]), "batch_reduce"),
-        (lambda: ops.broadcast(value[0], value), "broadcast"),
-        (lambda: ops.gather(value, value, 0), "gather"),
-    ):
-        words = rf"{name}_implementation must return a Mirrored on the destinations(.|\n)*given: "
-        with pytest.raises(cr.UnsupportedError, match=words):
-            call()
-
-
-@pytest.mark.parametrize("wrong", [None, (), [], "ab", [1, 2]], ids=str)
-def test_wrong_batches(wrong):
-    """A batch implementation must return a list of one Mirrored per pair."""
-    custom = type("Custom", (cr.CrossDeviceOps,), {"batch_reduce_implementation": lambda *_: wrong})()
+def test_wrong_returns():
+    """If an implementation does not return a Mirrored on the destinations, or that of a batch a list of one Mirrored
+    per pair, an UnsupportedError names it."""
     value = PerReplica([np.ones(2), np.ones(2)])
-    words = r"Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
-    with pytest.raises(cr.UnsupportedError, match=words):
-        custom.batch_reduce("sum", [(value, value)])
+    for wrong in WRONG:
+        implementations = {
+            "reduce_implementation": lambda ops, op, value, to, options, wrong=wrong: wrong(value, to),
+            "broadcast_implementation": lambda ops, tensor, to, wrong=wrong: wrong([tensor], to),
+            "gather_implementation": lambda ops, value, to, axis, options, wrong=wrong: wrong(value, to),
+        }
+        ops = type("Custom", (cr.CrossDeviceOps,), implementations)()
+        for name, *args in (
+            ("reduce", "sum", value, value),
+            ("batch_reduce", "sum", [(value, value)]),
+            ("broadcast", value[0], value),
+            ("gather", value, value, 0),
+        ):
+            words = rf"{name}_implementation must return a Mirrored on the destinations(.|\n)*given: "
+            with pytest.raises(cr.UnsupportedError, match=words):
+                getattr(ops, name)(*args)
+    for wrong in (None, (), [], "ab", [1, 2]):
+        ops = type("Custom", (cr.CrossDeviceOps,), {"batch_reduce_implementation": lambda *_, wrong=wrong: wrong})()
+        words = r"Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
+        with pytest.raises(cr.UnsupportedError, match=words):
+            ops.batch_reduce("sum", [(value, value)])
 
 
 def test_the_base_class_does_not_reduce():
@@ -185,73 +164,43 @@ def test_exceptions_of_custom_code_are_not_changed(error):
         assert caught.value is error
 
 
-# ---- reduce_to_device -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("root", "to", "dtype", "framework"),
-    pairs(
-        ["cpu:0", "/CPU:1", "cpu:2", "cpu:5"],
-        [(0, 1, 2), (2,), (4, 1), (5, 6)],
-        ["int64", "int32", "float16", "int8"],
-        NAMES,
-    ),
-    indirect=["framework"],
-    ids=str,
-)
-def test_reduce_to_device(framework, root, to, dtype):
+def test_reduce_to_device(framework):
     """The device that reduces does not have to be a source or a destination, and does not affect the result; with
     accumulation_fn too, the mean of integers is a float, and that of a half type is of that type."""
-    xs = digits(3, (4,)) if dtype == "int64" else small(dtype, (4,), 3)
-    value = PerReplica(framework.arrays(xs), cpus(0, 1, 2))
-    for function in (None, lambda xs: sum(xs[1:], xs[0])):
-        ops = cr.ReductionToOneDevice(root, accumulation_fn=function)
-        for op in ("sum", "mean"):
-            check(framework, ops.reduce(op, value, on(*to)), op, xs, cpus(*to), value)
-        (result,) = ops.batch_reduce("sum", [(value, on(*to))])
-        check(framework, result, "sum", xs, cpus(*to), value)
-
-
-# ---- accumulation_fn --------------------------------------------------------------------------------------------
-
-
-def maximum(framework):
-    """Return a function that computes the maximum of a list of arrays with the framework's own operation."""
-    pair = {
-        "numpy": np.maximum,
-        "torch": lambda a, b: a.maximum(b),
-        "jax": lambda a, b: framework.jax.numpy.maximum(a, b),
-        "tensorflow": lambda a, b: framework.tf.maximum(a, b),
-    }[framework.name]
-
-    def function(xs):
-        assert type(xs) is list
-        best = xs[0]
-        for x in xs[1:]:
-            best = pair(best, x)
-        return best
-
-    return function
+    for root, to, dtype in (
+        ("cpu:0", (0, 1, 2), "int64"),
+        ("/CPU:1", (2,), "int32"),
+        ("cpu:2", (4, 1), "float16"),
+        ("cpu:5", (5, 6), "int8"),
+    ):
+        xs = small(dtype, (4,), 3)
+        given = value(framework, xs)
+        for function in (None, lambda xs: sum(xs[1:], xs[0])):
+            ops = cr.ReductionToOneDevice(root, accumulation_fn=function)
+            for op in ("sum", "mean"):
+                check(framework, ops.reduce(op, given, on(*to)), op, xs, cpus(*to), given)
+            (result,) = ops.batch_reduce("sum", [(given, on(*to))])
+            check(framework, result, "sum", xs, cpus(*to), given)
 
 
 def test_accumulation_fn_replaces_the_sum(framework):
     """accumulation_fn receives a list of arrays on one device, in the order of the replicas; a mean divides the
     returned array."""
     xs = small("float32", (3, 2), 3)
-    value = PerReplica(framework.arrays(xs), cpus(0, 1, 2))
-    ops = cr.ReductionToOneDevice(accumulation_fn=maximum(framework))
-    check(framework, ops.reduce("sum", value, value), "max", xs, cpus(0, 1, 2), value)
-    for y in ops.reduce("mean", value, on(1, 4)):
-        np.testing.assert_array_equal(framework.to_numpy(y), np.maximum.reduce(xs) / np.float32(3))
+    given = value(framework, xs)
     received = []
 
-    def spy(given):
-        received.extend(framework.to_numpy(x).tolist() for x in given)
-        assert {framework.device_of(x) for x in given} <= {"cpu", "cpu:2"}
-        return given[0]
+    def weighted(arrays):
+        assert type(arrays) is list
+        received.append([framework.to_numpy(x).tolist() for x in arrays])
+        assert {framework.device_of(x) for x in arrays} <= {"cpu", "cpu:2"}
+        return arrays[0] - 2 * arrays[2]
 
-    cr.ReductionToOneDevice("cpu:2", spy).reduce("sum", value, value)
-    assert received == [x.tolist() for x in xs]
+    ops = cr.ReductionToOneDevice("cpu:2", weighted)
+    check(framework, ops.reduce("sum", given, given), "sum", [xs[0], -2 * xs[2]], cpus(0, 1, 2), given)
+    for y in ops.reduce("mean", given, on(1, 4)):
+        np.testing.assert_array_equal(framework.to_numpy(y), (xs[0] - 2 * xs[2]) / np.float32(3))
+    assert received == [[x.tolist() for x in xs]] * 2
 
 
 def test_accumulation_fn_may_write_into_its_arguments(framework):
@@ -267,54 +216,33 @@ def test_accumulation_fn_may_write_into_its_arguments(framework):
         return total
 
     for n, function in ((3, in_place), (3, lambda given: given[1]), (1, in_place), (1, lambda given: given[0])):
-        given = framework.arrays(xs[:n])
-        value = PerReplica(given, cpus(*range(n)))
-        for destinations in (value, on(0), on(2, 1)):
-            result = cr.ReductionToOneDevice(accumulation_fn=function).reduce("sum", value, destinations)
+        given = value(framework, xs[:n])
+        for destinations in (given, on(0), on(2, 1)):
+            result = cr.ReductionToOneDevice(accumulation_fn=function).reduce("sum", given, destinations)
             wanted = xs[:n] if function is in_place else [xs[min(1, n - 1)]]
             check(framework, result, "sum", wanted, destinations.devices, [*given, *kept])
             for x, original in zip(given, xs, strict=False):
                 assert framework.to_numpy(x).tolist() == original.tolist()
 
 
-def test_accumulation_fn_receives_copies_of_unusual_inputs(numpy_):
-    """The arguments of accumulation_fn are copies, also for inputs that are views, read-only or broadcast."""
-    base = np.arange(8.0)
-    base.flags.writeable = False
-    given = [base[::2], np.broadcast_to(np.float64(3), (4,)), np.asfortranarray(np.ones(4))]
+def test_wrong_uses_of_accumulation_fn(framework):
+    """A function that returns an array of another shape or framework, None or a list raises an error, and so does an op
+    that is not a sum or mean."""
+    given = value(framework, small("float32", (4,), 2))
 
-    def in_place(xs):
-        for x in xs[1:]:
-            xs[0] += x
-        return xs[0]
+    def refused(error, words, function, op="sum"):
+        with pytest.raises(error, match=words):
+            cr.ReductionToOneDevice(accumulation_fn=function).reduce(op, given, given)
 
-    result = cr.ReductionToOneDevice(accumulation_fn=in_place).reduce("sum", PerReplica(given), "cpu:0")
-    check(numpy_, result, "sum", given, cpus(0), given)
-    assert base.tolist() == list(range(8))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "framework"), each([(2,), (), (4, 1), (1, 4)], NAMES), indirect=["framework"], ids=str
-)
-def test_accumulation_fn_of_wrong_shape(framework, wrong):
-    """A function whose result has another shape raises an error with the shape of the components."""
-    value = PerReplica(framework.arrays(small("float32", (4,), 2)), cpus(0, 1))
-    ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: framework.array(np.zeros(wrong, "float32")))
-    with pytest.raises(cr.MismatchError, match=r"one array of the components' shape(.|\n)*float32\[4\]"):
-        ops.reduce("sum", value, value)
-
-
-def test_wrong_uses_of_accumulation_fn(accelerated):
-    """A function that returns an array of another framework, None or a list raises an error, and so does an op that is
-    not a sum or mean."""
-    value = PerReplica(accelerated.arrays(small("float32", (4,), 2)), cpus(0, 1))
-    words = rf"an array of the same framework as its arguments(.|\n)*a {accelerated.name} array"
-    with pytest.raises(cr.MismatchError, match=words):
-        cr.ReductionToOneDevice(accumulation_fn=lambda xs: np.zeros(4, "float32")).reduce("sum", value, value)
+    for shape in ((2,), (), (4, 1), (1, 4)):
+        wrong = framework.array(np.zeros(shape, "float32"))
+        words = r"one array of the components' shape(.|\n)*float32\[4\]"
+        refused(cr.MismatchError, words, lambda xs, wrong=wrong: wrong)
+    if framework.name != "numpy":
+        words = rf"an array of the same framework as its arguments(.|\n)*a {framework.name} array"
+        refused(cr.MismatchError, words, lambda xs: np.zeros(4, "float32"))
     for wrong in (None, [], "x"):
-        with pytest.raises(cr.ArgumentError, match="this is not an array"):
-            cr.ReductionToOneDevice(accumulation_fn=lambda xs, wrong=wrong: wrong).reduce("sum", value, value)
+        refused(cr.ArgumentError, "this is not an array", lambda xs, wrong=wrong: wrong)
     words = r"accumulation_fn replaces the sum, so the op must be sum or mean(.|\n)*without accumulation_fn"
     for op in ("min", "max", "product"):
-        with pytest.raises(cr.ArgumentError, match=words):
-            cr.ReductionToOneDevice(accumulation_fn=max).reduce(op, value, value)
+        refused(cr.ArgumentError, words, max, op)

@@ -1,12 +1,11 @@
 """Unusual arrays: for every memory layout, they are read correctly and never written."""
 
 import numpy as np
-import oracle
 import pytest
 from engine_runs import engine_runs
-from expect import check, check_memory, cpus, on, small, unchanged
+from expect import check, cpus, small
 from frameworks import DTYPES, defined, np_dtype
-from pairs import each, pairs
+from pairs import each
 
 import crossreduce as cr
 from crossreduce.engines.host import array_memory
@@ -86,44 +85,31 @@ def test_numpy_arrays_of_any_form(numpy_, tmp_path, dtype, ops):
     assert starts == [transposed.ctypes.data, x[::-1].ctypes.data]
 
 
-@pytest.mark.parametrize(("dtype", "ops"), each(DTYPES, OPS))
+@pytest.mark.parametrize(("dtype", "ops"), each([*DTYPES, "uint16", "uint32", "uint64"], OPS))
 def test_numpy_scalars(numpy_, ops, dtype):
-    """NumPy scalars and 0-d arrays are reduced as arrays of shape ()."""
-    ops = OPS[ops]
+    """NumPy scalars and 0-d arrays, also of NumPy's wider unsigned integers, are reduced as arrays of shape ()."""
     xs = small(dtype, (), 3)
     for given in (xs, [x[()] for x in xs]):
         value = cr.PerReplica(given, cpus(0, 1, 2))
         for op in ("sum", "mean", "min", "max", "product"):
             if defined(op, dtype):
-                check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1, 2))
+                check(numpy_, OPS[ops].reduce(op, value, value), op, xs, cpus(0, 1, 2))
 
 
 def test_python_numbers(numpy_):
     """Python numbers, zeros included (D7), are reduced and broadcast as arrays of NumPy's default dtypes."""
     for ops in OPS.values():
-        for numbers, dtype in (
-            ((1, 2), "int64"),
-            ((0.0, 0), "float64"),
-            ((1j, 2.0j), "complex128"),
-            ((True, False), "bool"),
+        for numbers, dtype, op in (
+            ((1, 2), "int64", "sum"),
+            ((0.0, 0), "float64", "sum"),
+            ((1j, 2.0j), "complex128", "sum"),
+            ((True, False), "bool", "max"),
         ):
-            xs, value = (
-                [np.array(x, dtype) for x in numbers],
-                cr.PerReplica(np.array(numbers, dtype).tolist(), cpus(0, 1)),
-            )
-            op = "max" if dtype == "bool" else "sum"
+            xs = [np.array(x, dtype) for x in numbers]
+            value = cr.PerReplica([x.item() for x in xs], cpus(0, 1))
             check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1))
             check(numpy_, ops.reduce(op, value[0], "cpu:0"), op, xs[:1], cpus(0))
             check(numpy_, ops.broadcast(value[0], value), op, xs[:1], cpus(0, 1))
-
-
-@pytest.mark.parametrize(("dtype", "ops"), pairs(["uint16", "uint32", "uint64"], OPS))
-def test_unsigned_numpy_dtypes(numpy_, dtype, ops):
-    """NumPy's unsigned integers of 16, 32 and 64 bits are reduced, too."""
-    xs = [np.array([np.iinfo(dtype).max, 3, 0], dtype), np.array([2, 5, 1], dtype)]
-    value = cr.PerReplica(xs)
-    for op in ("sum", "mean", "min", "max", "product"):
-        check(numpy_, OPS[ops].reduce(op, value, value), op, xs, cpus(0, 1), xs)
 
 
 def torch_forms(torch, x):
@@ -172,11 +158,13 @@ def test_torch_tensors_of_any_form(torch_, dtype, ops):
 
 
 def test_jax_arrays_that_are_not_committed(jax_):
-    """The result of uncommitted JAX arrays is on the requested devices."""
+    """The result of uncommitted JAX arrays is on the requested devices. The sum of weakly typed numbers is weakly
+    typed, as under jit."""
     jnp = jax_.jax.numpy
     value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], cpus(2, 1))
     result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
     check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
+    assert cr.all_reduce([jnp.asarray(1.0), jnp.asarray(2.0)])[0].weak_type
 
 
 def test_a_jax_array_on_several_devices(jax_):
@@ -196,40 +184,12 @@ def test_a_jax_array_on_several_devices(jax_):
     assert np.asarray(result[0]).tolist() == [2, 4]
 
 
-def test_aliased_inputs(numpy_):
-    """Components may be views of one array and may overlap; results do not overlap."""
-    base = np.arange(8.0)
-    given = [base[:5], base[3:], base[1:6]]
-    xs = [x.copy() for x in given]
-    value = cr.PerReplica(given)
-    for ops in OPS.values():
-        results = ops.batch_reduce("sum", [(value, value), (value, value)])
-        for result in results:
-            check(numpy_, result, "sum", xs, cpus(0, 1, 2), given)
-        check_memory(numpy_, [y for result in results for y in result], given)
-    assert base.tolist() == list(range(8))
-
-
-@pytest.mark.parametrize(("framework", "ops", "n"), pairs(["numpy", "torch"], OPS, [1, 3]), indirect=["framework"])
-def test_results_can_be_written(framework, ops, n):
-    """Writing into one result changes no other result and no input, also for one replica and for broadcasts."""
-    xs, ops = small("float32", (4,), n), OPS[ops]
-    given = framework.arrays(xs)
-    value = cr.PerReplica(given)
-    for result in (ops.reduce("sum", value, value), ops.broadcast(given[0], on(0, 1, 2)), ops.gather(value, value, 0)):
-        kept = [framework.to_numpy(y).copy() for y in result[1:]]
-        result[0][...] = 77
-        assert unchanged(framework, result[1:], kept)
-        assert unchanged(framework, given, xs)
-
-
-@pytest.mark.parametrize("op", ["min", "max", "product"])
-def test_bools_with_unusual_bytes(op):
+def test_bools_with_unusual_bytes():
     """A bool whose byte is neither 0 nor 1 is true, and the bytes of the result are 0 and 1."""
     a, b = np.uint8([2, 1, 0, 2] * 20).view(bool), np.uint8([1, 2, 2, 0] * 20).view(bool)
-    wanted = [True, True, op == "max", op == "max"] * 20
-    for result in cr.all_reduce([a, b], op):
-        assert result.view(np.uint8).tolist() == [int(x) for x in wanted]
+    for op in ("min", "max", "product"):
+        for result in cr.all_reduce([a, b], op):
+            assert result.view(np.uint8).tolist() == [1, 1, int(op == "max"), int(op == "max")] * 20
 
 
 def test_numpys_error_state_has_no_effect():
@@ -241,30 +201,19 @@ def test_numpys_error_state_has_no_effect():
     assert half[1] == 65504
 
 
-def test_weak_types_stay_weak(jax_):
-    """The sum of JAX's weakly typed numbers is weakly typed, as under jit."""
-    numbers = [jax_.jax.numpy.asarray(1.0), jax_.jax.numpy.asarray(2.0)]
-    assert cr.all_reduce(numbers)[0].weak_type
-
-
 def test_the_oracle_rejects_wrong_results(numpy_):
     """The oracle rejects a lost contribution, an error of 0.001, a wrong dtype, shape or device, and shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
-    for wrong, words in (
-        (right - xs[2], "sum: got"),
-        (np.nextafter(right, np.inf) + 1e-3, "sum: got"),
-        (right.astype("float64"), "dtype float64, wanted float32"),
-        (right[:2], r"shape \(2,\), wanted \(3,\)"),
+    for result, devices, inputs, words in (
+        ([right - xs[2]], cpus(0), [], "sum: got"),
+        ([np.nextafter(right, np.inf) + 1e-3], cpus(0), [], "sum: got"),
+        ([right.astype("float64")], cpus(0), [], "dtype float64, wanted float32"),
+        ([right[:2]], cpus(0), [], r"shape \(2,\), wanted \(3,\)"),
+        ([right], cpus(1), [], r"a result on \('cpu:0',\), wanted \("),
+        ([right], cpus(0, 1), [], r"a result on \('cpu:0',\), wanted \("),
+        ([right, right], cpus(0, 1), [], "two components share memory"),
+        ([right], cpus(0), [right], "a result shares memory with an input"),
     ):
         with pytest.raises(AssertionError, match=words):
-            oracle.check(wrong, "sum", xs)
-        with pytest.raises(AssertionError, match=words):
-            check(numpy_, cr.Mirrored([wrong]), "sum", xs, cpus(0))
-    for devices in (cpus(1), cpus(0, 1)):
-        with pytest.raises(AssertionError, match=r"a result on \('cpu:0',\), wanted \("):
-            check(numpy_, cr.Mirrored([right]), "sum", xs, devices)
-    with pytest.raises(AssertionError, match="two components share memory"):
-        check(numpy_, cr.Mirrored([right, right]), "sum", xs, cpus(0, 1))
-    with pytest.raises(AssertionError, match="a result shares memory with an input"):
-        check(numpy_, cr.Mirrored([right]), "sum", xs, cpus(0), [right])
+            check(numpy_, cr.Mirrored(result), "sum", xs, devices, inputs)

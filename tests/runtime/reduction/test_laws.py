@@ -7,8 +7,9 @@ import oracle
 import pytest
 import strategies
 from budget import examples
-from expect import check, check_memory, cpus, result_dtype, unchanged
+from expect import check, check_memory, result_dtype, unchanged, value
 from frameworks import DTYPES
+from guarded import GUARD, POISON, WRITABLE, Arrays
 from hypothesis import given
 from hypothesis import strategies as st
 from running import ENGINES, only
@@ -19,51 +20,93 @@ import crossreduce as cr
 FEW_SHAPES = st.sampled_from([(), (0,), (5,), (3, 2)])
 
 
-class Call(NamedTuple):
-    """A batch: the op's name, rows of (arrays, request), the cross-device ops and the options."""
+class Row(NamedTuple):
+    """A value, the devices of its result, and for each destination the component that a call with ``out`` overwrites
+    (``None``: a new array)."""
 
-    op: str
-    rows: list[tuple[list[np.ndarray[Any, Any]], tuple[str, ...]]]
-    ops: cr.CrossDeviceOps
-    options: cr.CommunicationOptions
-
-
-def dtypes_of(framework):
-    """Return a strategy for the dtypes of a framework: the common ones; for NumPy also the wider unsigned integers."""
-    return strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
-
-
-def make_ops(draw, algorithm, packing):
-    if algorithm == "ReductionToOneDevice":
-        return cr.ReductionToOneDevice(draw(st.sampled_from([None, "cpu:0", "cpu:16"])))
-    return cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, packing.small_bytes, packing.small_group)
+    xs: list[np.ndarray[Any, Any]]
+    ask: strategies.DeviceRequest
+    targets: list[int | None]
 
 
 @st.composite
-def calls(draw, framework, most=17, rows=3):
-    algorithm = draw(st.one_of(strategies.algorithms, st.sampled_from(["auto", "nccl", "ReductionToOneDevice"])))
-    packing = draw(strategies.packings())
-    op = draw(strategies.ops)
-    usable = dtypes_of(framework).filter(lambda dtype: op in strategies.ops_for(dtype))
-    shapes = FEW_SHAPES if framework.name == "jax" else strategies.shapes
-    batch = []
-    for _ in range(draw(st.integers(1, rows))):
+def calls(draw, framework):
+    """Draw the op, the rows, the cross-device ops and the options of a batch."""
+    most, shapes = (5, FEW_SHAPES) if framework.name == "jax" else (17, strategies.shapes)
+    known = strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
+    op, packing = draw(strategies.ops), draw(strategies.packings())
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        dtype = draw(known.filter(lambda dtype: op in strategies.ops_for(dtype)))
         ask = draw(strategies.requests(st.integers(1, most)))
-        xs = draw(strategies.arrays(draw(usable), draw(shapes), len(ask.sources)))
-        batch.append((xs, ask))
-    return Call(op, batch, make_ops(draw, algorithm, packing), cr.CommunicationOptions(packing.bytes_per_pack))
+        xs = draw(strategies.arrays(dtype, draw(shapes), len(ask.sources)))
+        targets: list[int | None] = [None] * len(ask.destinations)
+        if result_dtype(framework, op, dtype) == dtype and draw(st.booleans()):
+            for k, source in enumerate(draw(st.permutations(range(len(xs))))[: len(targets)]):
+                targets[k] = draw(st.sampled_from([source, source, None]))
+        rows.append(Row(xs, ask, targets))
+    algorithm = draw(st.one_of(strategies.algorithms, st.sampled_from(["auto", "nccl"])))
+    ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, packing.small_bytes, packing.small_group)
+    if draw(st.integers(0, 3)) == 0:
+        ops = cr.ReductionToOneDevice(draw(st.sampled_from([None, "cpu:0", "cpu:16"])))
+    return op, rows, ops, cr.CommunicationOptions(packing.bytes_per_pack)
 
 
-def number(device):
-    return int(device.removeprefix("cpu:"))
+def put(framework, arrays, row):
+    if arrays:
+        return arrays.value(row.xs, row.ask.sources)
+    numbers = [int(device.removeprefix("cpu:")) for device in row.ask.sources]
+    components = [framework.array(x, k) for x, k in zip(row.xs, numbers, strict=True)]
+    return cr.PerReplica(components, row.ask.sources)
 
 
-def put(framework, xs, ask):
-    return cr.PerReplica([framework.array(x, number(d)) for x, d in zip(xs, ask.sources, strict=True)], ask.sources)
+def check_any_batch(framework, count):
+    @examples(count)
+    @given(calls(framework))
+    def law(call):
+        op, rows, ops, options = call
+        arrays = Arrays(framework) if framework.name in WRITABLE else None
+        values = [put(framework, arrays, row) for row in rows]
+        to = [cr.PerReplica([0] * len(row.ask.destinations), row.ask.destinations) for row in rows]
+        pairs = list(zip(values, to, strict=True))
+        inputs = [x for v in values for x in v]
+        with np.errstate(all="ignore"):  # integers over their whole range overflow
+            results = ops.batch_reduce(op, pairs, options)
+        for v, row, result in zip(values, rows, results, strict=True):
+            check(framework, result, op, row.xs, row.ask.destinations, inputs)
+            assert unchanged(framework, v, row.xs)
+        check_memory(framework, [y for result in results for y in result], inputs)
+        if arrays:
+            check_out(arrays, call, pairs, results)
+
+    law()
+
+
+def check_out(arrays, call, pairs, wanted):
+    """Assert that out, with new arrays or in place, receives the same bits, and that no other byte changes."""
+    op, rows, ops, options = call
+    outs = []
+    for (v, _), row in zip(pairs, rows, strict=True):
+        dtype = result_dtype(arrays.framework, op, row.xs[0].dtype.name)
+        made = [arrays.blank(row.xs[0].shape, dtype) if k is None else v[k] for k in row.targets]
+        outs.append(cr.PerReplica(made, row.ask.destinations))
+    with np.errstate(all="ignore"):
+        results = ops.batch_reduce(op, pairs, options, out=iter(outs))
+    for (v, _), row, out, result, due in zip(pairs, rows, outs, results, wanted, strict=True):
+        assert type(result) is cr.Mirrored
+        assert result.devices == row.ask.destinations
+        assert all(y is target for y, target in zip(result, out, strict=True))
+        assert [arrays.bits(y) for y in result] == [arrays.bits(y) for y in due]
+        for k, (x, component) in enumerate(zip(row.xs, v, strict=True)):
+            assert k in row.targets or arrays.bits(component) == x.tobytes()
+    for block in arrays.blocks:
+        assert (block[:GUARD] == POISON).all()
+        assert (block[block.size - GUARD :] == POISON).all()
 
 
 def test_any_batch(framework):
-    """Any batch, destinations, algorithm and packing give the oracle's results, and inputs are not written."""
+    """Any batch, destinations, algorithm and packing give the oracle's results, and inputs are not written. ``out``
+    receives the same bits, and no other byte changes."""
     check_any_batch(framework, framework.examples)
 
 
@@ -74,126 +117,22 @@ def test_any_batch_on_every_engine(numpy_, engine):
         check_any_batch(numpy_, numpy_.examples // 2)
 
 
-def check_any_batch(framework, count):
-    @examples(count)
-    @given(calls(framework, most=5 if framework.name == "jax" else 17))
-    def law(call):
-        values = [put(framework, xs, ask) for xs, ask in call.rows]
-        pairs = [
-            (v, cr.PerReplica([0] * len(ask.destinations), ask.destinations))
-            for v, (_, ask) in zip(values, call.rows, strict=True)
-        ]
-        inputs = [x for v in values for x in v]
-        with np.errstate(all="ignore"):  # integers over their whole range overflow
-            results = call.ops.batch_reduce(call.op, pairs, call.options)
-        for v, (xs, ask), result in zip(values, call.rows, results, strict=True):
-            check(framework, result, call.op, xs, ask.destinations, inputs)
-            assert unchanged(framework, v, xs)
-        check_memory(framework, [y for result in results for y in result], inputs)
-
-    law()
-
-
-def test_reduce_equals_a_batch_of_one(framework):
-    """reduce gives the same bits as a batch of one value."""
-
-    @examples(framework.examples // 2)
-    @given(calls(framework, most=5, rows=1))
-    def law(call):
-        ((xs, ask),) = call.rows
-        value = put(framework, xs, ask)
-        to = cr.PerReplica([0] * len(ask.destinations), ask.destinations)
-        with np.errstate(all="ignore"):
-            one = call.ops.reduce(call.op, value, to, call.options)
-            (other,) = call.ops.batch_reduce(call.op, [(value, to)], call.options)
-        assert [framework.to_numpy(y).tobytes() for y in one] == [framework.to_numpy(y).tobytes() for y in other]
-
-    law()
-
-
-def test_all_frameworks_agree(numpy_, torch_, jax_, tensorflow_):
+@examples(15)
+@given(
+    st.sampled_from(["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]),
+    st.sampled_from(["sum", "min", "max", "product"]),
+    st.sampled_from([*strategies.ALGORITHMS]),
+    st.sampled_from([2, 3, 5]),
+    st.integers(0, 99),
+)
+def test_all_frameworks_agree(numpy_, torch_, jax_, tensorflow_, dtype, op, algorithm, n, seed):
     """One schedule gives the same bits in all frameworks: floats and integers, under sum, min, max and product."""
-    frameworks = (numpy_, torch_, jax_, tensorflow_)
-
-    @examples(15)
-    @given(
-        st.sampled_from(["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]),
-        st.sampled_from(["sum", "min", "max", "product"]),
-        st.sampled_from([*strategies.ALGORITHMS]),
-        st.sampled_from([2, 3, 5]),
-        st.integers(0, 99),
-    )
-    def law(dtype, op, algorithm, n, seed):
-        rng = np.random.default_rng(seed)
-        xs = [(rng.normal(size=5) * 100).astype(oracle.dtype_of(dtype)) for _ in range(n)]
-        names = tuple(f"cpu:{k}" for k in range(n))
-        bits = set()
-        for framework in frameworks:
-            value = cr.PerReplica(framework.arrays(xs), names)
-            with np.errstate(all="ignore"):
-                result = cr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value)
-            bits |= {framework.to_numpy(y).tobytes() for y in result}
-        assert len(bits) == 1
-
-    law()
-
-
-def test_gather_undoes_a_split(framework):
-    """A gather of the parts of an array that was split along an axis, at any cuts, is that array."""
-
-    @examples(framework.examples // 2)
-    @given(st.data())
-    def law(data):
-        shape = data.draw(st.sampled_from([(6,), (4, 3), (0, 2), (2, 3, 4)]))
-        (x,) = data.draw(strategies.arrays(data.draw(dtypes_of(framework)), shape, 1))
-        axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-        parts = np.split(x, sorted(data.draw(st.lists(st.integers(0, shape[axis]), max_size=3))), axis)
-        value = cr.PerReplica(framework.arrays(parts), cpus(*range(len(parts))))
-        for y in cr.CrossDeviceOps().gather(value, value, axis):
-            assert framework.to_numpy(y).dtype == x.dtype
-            assert np.array_equal(framework.to_numpy(y), x)
-
-    law()
-
-
-def test_trees_equal_their_leaves(framework):
-    """all_reduce of a tree gives the oracle's result for each of its leaves."""
-    leaves = st.tuples(st.sampled_from(["float32", "int32"]), FEW_SHAPES)
-    trees = st.recursive(
-        leaves,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3).map(lambda nodes: ["list", *nodes]),
-            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-        ),
-        max_leaves=6,
-    )
-
-    def fill(tree, rng, k):
-        if isinstance(tree, tuple):
-            dtype, shape = tree
-            return framework.array(np.asarray(rng.integers(-9, 9, shape)).astype(dtype), k)
-        if isinstance(tree, dict):
-            return {key: fill(tree[key], rng, k) for key in sorted(tree)}
-        return [fill(node, rng, k) for node in tree[1:]]
-
-    def flat(tree):
-        if isinstance(tree, dict):
-            return [leaf for key in sorted(tree) for leaf in flat(tree[key])]
-        return [leaf for node in tree for leaf in flat(node)] if isinstance(tree, list) else [tree]
-
-    @examples(framework.examples // 2)
-    @given(trees, st.integers(1, 4), strategies.ops, st.integers(0, 99))
-    def law(tree, n, op, seed):
-        rng = np.random.default_rng(seed)
-        replicas = [fill(tree, rng, k) for k in range(n)]
-        columns = list(zip(*(flat(replica) for replica in replicas), strict=True))
-        results = cr.all_reduce(replicas, op, cross_device_ops=cr.HierarchicalCopyAllReduce(2))
-        assert len(results) == n
-        names = [f"cpu:{k}" for k in range(n)]
-        outs = list(zip(*(flat(result) for result in results), strict=True))
-        for column, out in zip(columns, outs, strict=True):
-            xs = [framework.to_numpy(x) for x in column]
-            check(framework, cr.Mirrored(out, names), op, xs, names, column)
-            assert framework.to_numpy(out[0]).dtype.name == result_dtype(framework, op, xs[0].dtype.name)
-
-    law()
+    rng = np.random.default_rng(seed)
+    xs = [(rng.normal(size=5) * 100).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+    bits = set()
+    for framework in (numpy_, torch_, jax_, tensorflow_):
+        given = value(framework, xs)
+        with np.errstate(all="ignore"):
+            result = cr.AllReduceCrossDeviceOps(algorithm).reduce(op, given, given)
+        bits |= {framework.to_numpy(y).tobytes() for y in result}
+    assert len(bits) == 1

@@ -1,18 +1,13 @@
-"""``out=``: results are written into the given arrays and nothing else. Errors: test_out_errors.py."""
+"""``out=``: results are written into the given arrays. Errors: test_out_errors.py; any batch: test_laws.py."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
 import pytest
-import strategies
-from budget import examples
-from expect import result_dtype, small
-from frameworks import DTYPES
-from guarded import GUARD, LIKE, POISON, SHARED, WRITABLE, Adding, Arrays, added, refused, two
-from hypothesis import given
-from hypothesis import strategies as st
-from pairs import pairs
+from expect import small
+from guarded import SHARED, Adding, Arrays, added, refused, two
+from pairs import each
 
 import crossreduce as cr
 from crossreduce import Mirrored, MismatchError, PerReplica, UnsupportedError
@@ -20,76 +15,9 @@ from crossreduce import Mirrored, MismatchError, PerReplica, UnsupportedError
 OPS = cr.AllReduceCrossDeviceOps()
 
 
-# ---- Correct results ------------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """A value, the devices of its result, and for each destination the component to overwrite (``None``: new array)."""
-
-    xs: list[np.ndarray[Any, Any]]
-    ask: strategies.DeviceRequest
-    targets: list[int | None]
-
-
-@st.composite
-def calls(draw, framework):
-    """Draw a batch, an op that reduces it, and the arrays for its results."""
-    op = draw(strategies.ops)
-    known = strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
-    rows = []
-    for _ in range(draw(st.integers(1, 4))):
-        dtype = draw(known.filter(lambda dtype: op in strategies.ops_for(dtype)))
-        ask = draw(strategies.requests(st.integers(1, 9)))
-        xs = draw(strategies.arrays(dtype, draw(strategies.shapes), len(ask.sources)))
-        targets: list[int | None] = [None] * len(ask.destinations)
-        if result_dtype(framework, op, dtype) == dtype and draw(st.booleans()):
-            for k, source in enumerate(draw(st.permutations(range(len(xs))))[: len(targets)]):
-                targets[k] = draw(st.sampled_from([source, source, None]))
-        rows.append(Row(xs, ask, targets))
-    packing = draw(strategies.packings())
-    made = cr.AllReduceCrossDeviceOps(
-        draw(st.one_of(strategies.algorithms, st.just("auto"))),
-        packing.num_packs, packing.small_bytes, packing.small_group,
-    )  # fmt: skip
-    ops = draw(st.sampled_from([made, made, cr.ReductionToOneDevice(draw(st.sampled_from([None, "cpu:3"])))]))
-    return op, rows, ops, cr.CommunicationOptions(packing.bytes_per_pack)
-
-
-def test_any_batch_into_any_arrays(writable):
-    """With new arrays or in place, out receives the same bits as a call without out, and no other byte changes."""
-
-    @examples(writable.examples // 2)
-    @given(calls(writable))
-    def law(call):
-        op, rows, ops, options = call
-        arrays = Arrays(writable)
-        values = [arrays.value(row.xs, row.ask.sources) for row in rows]
-        to = [PerReplica([0] * len(row.ask.destinations), row.ask.destinations) for row in rows]
-        pairs = list(zip(values, to, strict=True))
-        wanted = [[arrays.bits(y) for y in result] for result in ops.batch_reduce(op, pairs, options)]
-        outs = []
-        for value, row in zip(values, rows, strict=True):
-            dtype = result_dtype(writable, op, row.xs[0].dtype.name)
-            made = [arrays.blank(row.xs[0].shape, dtype) if k is None else value[k] for k in row.targets]
-            outs.append(PerReplica(made, row.ask.destinations))
-        results = ops.batch_reduce(op, pairs, options, out=iter(outs))
-        for value, row, out, result, due in zip(values, rows, outs, results, wanted, strict=True):
-            assert type(result) is Mirrored
-            assert result.devices == row.ask.destinations
-            assert all(y is target for y, target in zip(result, out, strict=True))
-            assert [arrays.bits(y) for y in result] == due
-            for k, (x, component) in enumerate(zip(row.xs, value, strict=True)):
-                assert k in row.targets or arrays.bits(component) == x.tobytes()
-        for block in arrays.blocks:
-            assert (block[:GUARD] == POISON).all()
-            assert (block[block.size - GUARD :] == POISON).all()
-
-    law()
-
-
 @pytest.mark.parametrize(
     ("writable", "op", "dtype"),
-    pairs(WRITABLE, ["sum", "mean", "max"], ["float32", "float16", "int32"]),
+    [("numpy", "sum", "float32"), ("torch", "mean", "int32"), ("numpy", "max", "float16"), ("torch", "sum", "float16")],
     indirect=["writable"],
 )
 def test_large_values_in_place(arrays, op, dtype, monkeypatch):
@@ -121,8 +49,9 @@ def test_other_kinds_of_inputs_and_out(arrays):
     assert [y.tolist() for y in out] == [(2 * x).tolist()] * 2
 
 
-def test_inputs_may_be_shared(arrays):
-    """A value may be in several pairs, and an array in several replicas, if out contains the array at most once."""
+def test_shared_and_partly_sparse_inputs(arrays):
+    """A value may be in several pairs, and an array in several replicas, if out contains the array at most once. The
+    dense result of a value with sparse and dense components is written into out."""
     x = arrays.put([1.0, 2.0])
     value, outs = PerReplica([x, x]), [arrays.blanks(2, (2,)), arrays.blanks(2, (2,))]
     OPS.batch_reduce("sum", [(value, value)] * 2, out=outs)
@@ -130,20 +59,12 @@ def test_inputs_may_be_shared(arrays):
     other = arrays.blank((2,), "float64")
     OPS.reduce("sum", value, value, out=PerReplica([other, x]))
     assert [other.tolist(), x.tolist()] == [[2.0, 4.0]] * 2
-
-
-def test_partly_sparse_values(arrays):
-    """The dense result of a value with sparse and dense components is written into out."""
     rows, indices = arrays.put(np.ones((2, 3))), arrays.put(np.array([0, 2]))
     value = PerReplica([cr.IndexedSlices(rows, indices, (4, 3)), arrays.put(np.full((4, 3), 2.0))])
     out = PerReplica([arrays.blank((4, 3), "float64"), value[1]])
-    result = OPS.reduce("sum", value, value, out=out)
-    for y, target in zip(result, out, strict=True):
+    for y, target in zip(OPS.reduce("sum", value, value, out=out), out, strict=True):
         assert y is target
         assert y.tolist() == [[3.0] * 3, [2.0] * 3, [3.0] * 3, [2.0] * 3]
-
-
-# ---- Trees --------------------------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -151,50 +72,28 @@ class Layer(NamedTuple):
     b: Any
 
 
-def tree(arrays, k, dtype="float32"):
-    def leaf(shape, kind=dtype):
-        return arrays.put(np.full(shape, k, kind))
-
-    return {
-        "layers": [Layer(leaf((2, 3)), leaf(3)), Layer(leaf((3, 1)), leaf(()))],
-        "step": (leaf(1, "int32"),),
-        "no": None,
-    }
-
-
-def leaves(node):
-    if node is None:
-        return []
-    if isinstance(node, dict):
-        return [leaf for key in sorted(node) for leaf in leaves(node[key])]
-    return [leaf for child in node for leaf in leaves(child)] if isinstance(node, (list, tuple)) else [node]
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_trees_into_trees(arrays, in_place):
     """Each leaf's result is written into the same leaf of out; the results are new trees with the leaves of out, which
     may be the trees themselves."""
-    trees = [tree(arrays, 1), tree(arrays, 5)]
-    outs = trees if in_place else [tree(arrays, 0), tree(arrays, 0)]
+
+    def tree(k):
+        w, b, step = (arrays.put(np.full(shape, k, kind)) for shape, kind in (((2, 3), "f4"), ((), "f4"), (1, "i4")))
+        return {"layers": [Layer(w, b)], "step": (step,), "no": None}
+
+    def leaves(tree):
+        return [*tree["layers"][0], *tree["step"]]
+
+    trees = [tree(1), tree(5)]
+    outs = trees if in_place else [tree(0), tree(0)]
     results = cr.all_reduce(trees, "sum", out=(x for x in outs))
     assert [type(result["layers"][0]) for result in results] == [Layer, Layer]
-    for result, out, each in zip(results, outs, trees, strict=True):
+    for result, out, given in zip(results, outs, trees, strict=True):
+        assert result is not out
         assert all(y is target for y, target in zip(leaves(result), leaves(out), strict=True))
         assert all((np.asarray(y) == 6).all() for y in leaves(result))
-        assert in_place or not any((np.asarray(x) == 6).any() for x in leaves(each))
+        assert in_place or not any((np.asarray(x) == 6).any() for x in leaves(given))
     assert cr.all_reduce([{}, {}], out=[{}, {}]) == [{}, {}]
-
-
-def test_the_mean_of_integers_needs_a_float_out(arrays):
-    """The dtype of out is that of the result: for the mean of integers, that of true division."""
-    trees = [{"n": arrays.put(np.int64([1, 2]))}, {"n": arrays.put(np.int64([4, 2]))}]
-    wide = arrays.framework.mean_dtype("int64")
-    outs = [{"n": arrays.blank((2,), wide)} for _ in trees]
-    assert cr.all_reduce(trees, "mean", out=outs)[1]["n"].tolist() == [2.5, 2.0]
-    refused(arrays, MismatchError, r"^leaf tree\['n'\]: " + LIKE, cr.all_reduce, trees, "mean", out=trees)
-
-
-# ---- Custom reductions --------------------------------------------------------------------------------------------
 
 
 class CallsImplementation(cr.CrossDeviceOps):
@@ -214,31 +113,22 @@ class CallsBatchReduce(cr.CrossDeviceOps):
 
 @pytest.mark.parametrize(
     ("kind", "in_place", "writable"),
-    pairs([Adding, CallsImplementation, CallsBatchReduce], [False, True], WRITABLE),
+    each([Adding, CallsImplementation, CallsBatchReduce] * 2, [False, True], ["numpy", "numpy", "torch", "torch"]),
     indirect=["writable"],
 )
 def test_results_of_a_subclass_are_written_into_out(arrays, kind, in_place):
-    """The library writes the results of a custom implementation into out, also if they are results of other ops."""
-    values = [arrays.value(two(k)) for k in (1.0, 10.0, 100.0)]
+    """The library writes the results of a custom implementation into out, also if they are results of other ops, and
+    the result of accumulation_fn, which receives copies, so that out may be the value itself."""
+    values = [arrays.value(two(k)) for k in (1.0, 10.0, 100.0, 1000.0, 2000.0)]
     outs = values if in_place else [arrays.blanks(2, (6,)) for _ in values]
     results = [kind().reduce("sum", values[0], values[0], out=outs[0])]
-    results += kind().batch_reduce("sum", [(value, value) for value in values[1:]], out=outs[1:])
-    for result, target, due in zip(results, outs, (3.0, 30.0, 300.0), strict=True):
+    results += kind().batch_reduce("sum", [(value, value) for value in values[1:3]], out=outs[1:3])
+    by_function = cr.ReductionToOneDevice(accumulation_fn=added)
+    for op, value, out in (("sum", values[3], outs[3]), ("mean", values[4], outs[4])):
+        results.append(by_function.reduce(op, value, value, out=out))
+    for result, target, due in zip(results, outs, (3.0, 30.0, 300.0, 3000.0, 3000.0), strict=True):
         assert all(y is x for y, x in zip(result, target, strict=True))
         assert [y.tolist() for y in target] == [[due] * 6] * 2
-
-
-@pytest.mark.parametrize(
-    ("op", "in_place", "writable"), pairs(["sum", "mean"], [False, True], WRITABLE), indirect=["writable"]
-)
-def test_results_of_accumulation_fn_are_written_into_out(arrays, op, in_place):
-    """The library writes the result of accumulation_fn into out. The function receives copies, so out may be the value
-    itself."""
-    value = arrays.value(two())
-    out = value if in_place else arrays.blanks(2, (6,))
-    result = cr.ReductionToOneDevice(accumulation_fn=added).reduce(op, value, value, out=out)
-    assert all(y is x for y, x in zip(result, out, strict=True))
-    assert [y.tolist() for y in out] == [[3.0 if op == "sum" else 1.5] * 6] * 2
 
 
 def test_a_function_that_returns_another_dtype(arrays):
@@ -257,31 +147,11 @@ class Twice(cr.AllReduceCrossDeviceOps):
         return super().batch_reduce_implementation(reduce_op, pairs, options)
 
 
-class WithScratch(cr.AllReduceCrossDeviceOps):
-    """First reduces into its own buffer."""
-
-    def __init__(self, scratch):
-        super().__init__("auto")
-        self.scratch = scratch
-
-    def batch_reduce_implementation(self, reduce_op, pairs, options):
-        for value, names in pairs:
-            OPS.reduce(reduce_op, value, PerReplica([0, 0], names), out=self.scratch)
-        return super().batch_reduce_implementation(reduce_op, pairs, options)
-
-
 def test_a_subclass_may_reduce_a_value_twice():
     """A custom implementation does not receive out, so inputs do not change before it has returned."""
     value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 5.0])])
     assert Twice().reduce("sum", value, value, out=value)[1] is value[1]
     assert value[0].tolist() == value[1].tolist() == [4, 7]
-    scratch = PerReplica([np.zeros(2), np.zeros(2)])
-    result = WithScratch(scratch).reduce("sum", value, value)
-    assert scratch[0].tolist() == result[0].tolist() == [8, 14]
-    assert not any(np.shares_memory(x, y) for x in result for y in scratch)
-
-
-# ---- Torch --------------------------------------------------------------------------------------------------------
 
 
 def test_parameters_in_and_out(torch_):

@@ -2,11 +2,8 @@
 
 import numpy as np
 import pytest
-from budget import examples
 from expect import check, check_memory, check_places, cpus, digits, on
 from frameworks import CLASSES, NAMES, np_dtype
-from hypothesis import given
-from hypothesis import strategies as st
 from pairs import each, pairs
 
 import crossreduce as cr
@@ -61,18 +58,24 @@ def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=
 
 
 @pytest.mark.parametrize(
-    ("framework", "dtype", "kind"),
-    [(name, *case) for name in NAMES for case in each(DTYPES, CLASSES[name].kinds)],
+    ("framework", "dtype", "kind", "ops"),
+    [(name, *case) for name in NAMES for case in each(DTYPES, CLASSES[name].kinds, OPS)],
     indirect=["framework"],
 )
-def test_every_dtype(framework, dtype, kind):
-    """Slices of every dtype are concatenated; the mean of integers is a float, and half types are rounded once."""
-    parts = rows(2, 3, dtype=dtype)
+def test_slices_are_concatenated(framework, dtype, kind, ops):
+    """The sum has the slices of all replicas, in their order, and the dense shape; slices of one row stay separate. The
+    mean of integers is a float, and half types are rounded once. The inputs do not change."""
+    parts = rows(2, 0, 3, dtype=dtype)
     given = put(framework, kind, parts)
-    value = cr.PerReplica(given, cpus(0, 1))
-    for op in ("sum", "mean"):
-        result = cr.HierarchicalCopyAllReduce().reduce(op, value, value)
-        check_sparse(framework, kind, result, parts, cpus(0, 1), mean=op == "mean", inputs=given)
+    for op, to in (("sum", (0, 1, 2)), ("mean", (3, 0))):
+        result = OPS[ops].reduce(op, cr.PerReplica(given, cpus(0, 1, 2)), on(*to))
+        check_sparse(framework, kind, result, parts, cpus(*to), mean=op == "mean", inputs=given)
+        for y in result:
+            shape = y.dense_shape if hasattr(y, "dense_shape") else y.shape
+            assert tuple(int(size) for size in shape) == SHAPE
+    for component, (values, indices) in zip(given, parts, strict=True):
+        kept = framework.parts(component)
+        assert (kept.values.tolist(), kept.indices.tolist()) == (values.tolist(), indices.tolist())
 
 
 def test_mixed_index_dtypes(framework):
@@ -105,7 +108,7 @@ def test_no_dense_shape(framework):
 
 @pytest.mark.parametrize(
     ("framework", "kind", "ops", "op", "position"),
-    [(*kind, *others) for kind, *others in pairs(KINDS, OPS, ["sum", "mean"], [0, 2, 3])],
+    [(*kind, ops, op, at) for (kind, op), ops, at in each(pairs(KINDS, ["sum", "mean"]), OPS, [0, 2, 3])],
     indirect=["framework"],
 )
 def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op, position):
@@ -136,120 +139,78 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind):
 
 
 @kinds_table
-def test_one_sparse_array(framework, kind):
-    """A sparse array may be the value of one replica, a destination, and the value of a broadcast."""
-    parts = rows(3)
-    (x,) = put(framework, kind, parts)
+def test_one_sparse_array_and_gathers(framework, kind):
+    """A sparse array may be the value of one replica, a destination, and the value of a broadcast. Gather makes sparse
+    components dense and concatenates them."""
+    (x,) = put(framework, kind, rows(3))
     for ops in OPS.values():
-        check_sparse(framework, kind, ops.reduce("mean", x, "cpu:0"), parts, cpus(0), mean=True, inputs=[x])
-        check_sparse(framework, kind, ops.reduce("sum", x, x), parts, cpus(0), inputs=[x])
-        check_sparse(framework, kind, ops.broadcast(x, on(2, 0)), parts, cpus(2, 0), inputs=[x])
-
-
-@kinds_table
-def test_gather_of_sparse_components(framework, kind):
-    """Gather makes sparse components dense and concatenates them."""
+        check_sparse(framework, kind, ops.reduce("mean", x, x), rows(3), cpus(0), mean=True, inputs=[x])
+        check_sparse(framework, kind, ops.broadcast(x, on(2, 0)), rows(3), cpus(2, 0), inputs=[x])
     parts = rows(3, 0, 2)
     value = cr.PerReplica(put(framework, kind, parts), cpus(0, 1, 2))
     for axis in (0, 1):
+        wanted = np.concatenate([dense(*part) for part in parts], axis)
         for y in cr.HierarchicalCopyAllReduce().gather(value, on(1, 0), axis):
-            wanted = np.concatenate([dense(*part) for part in parts], axis)
             np.testing.assert_array_equal(framework.to_numpy(y), wanted)
 
 
-def test_uncoalesced_and_hybrid_coo(torch_):
-    """torch's COO arrays may be uncoalesced, coalesced, hybrid, or sparse in all axes; the sum equals torch's."""
-    torch, rng = torch_.torch, np.random.default_rng(0)
-    for sparse_axes, shape in ((1, (6,)), (2, (6, 2)), (1, (6, 2, 3)), (3, (4, 3, 2))):
-        xs = []
-        for count in (5, 0, 3):
-            indices = np.stack([rng.integers(0, size, count) for size in shape[:sparse_axes]], 1)
-            xs.append(torch_.sparse("coo", rng.integers(-9, 9, (count, *shape[sparse_axes:])) * 1.0, indices, shape))
-        xs.append(xs[0].coalesce())
-        wanted, value = sum(x.to_dense() for x in xs), cr.PerReplica(xs)
-        for op, divisor in (("sum", 1), ("mean", 4)):
-            for y in cr.HierarchicalCopyAllReduce().reduce(op, value, value):
-                assert (y.layout, y.sparse_dim(), y.shape) == (torch.sparse_coo, sparse_axes, shape)
-                assert not y.is_coalesced() or y._nnz() == 0
-                assert torch.equal(y.to_dense(), wanted / divisor)
-        mixed = cr.PerReplica([*xs, torch.ones(shape, dtype=torch.float64)])
-        for y in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
-            assert torch.equal(y, wanted + 1)
-
-
-def test_bcoo_of_every_shape(jax_):
-    """JAX's BCOO arrays may be sparse in all axes or in the first ones."""
+@pytest.mark.parametrize(("framework", "kind"), [("torch", "coo"), ("jax", "bcoo")], indirect=["framework"])
+def test_arrays_that_are_sparse_in_any_axes(framework, kind):
+    """torch's COO arrays, coalesced or not, and JAX's BCOO may be sparse in all axes or in the first ones."""
     rng = np.random.default_rng(0)
-    for sparse_axes, shape in ((1, (6,)), (2, (6, 2)), (1, (6, 2, 3)), (2, (4, 3, 2))):
-        xs, wanted = [], np.zeros(shape, "float32")
+    for axes, shape in ((1, (6, 2, 3)), (3, (4, 3, 2))):
+        xs, wanted = [], np.zeros(shape)
         for k, count in enumerate((5, 1, 3)):
-            indices = np.stack([rng.integers(0, size, count) for size in shape[:sparse_axes]], 1)
-            values = rng.integers(-9, 9, (count, *shape[sparse_axes:])).astype("float32")
-            xs.append(jax_.sparse("bcoo", values, indices, shape, k))
+            indices = np.stack([rng.integers(0, size, count) for size in shape[:axes]], 1)
+            values = rng.integers(-9, 9, (count, *shape[axes:])) * 1.0
+            xs.append(framework.sparse(kind, values, indices, shape, k))
             np.add.at(wanted, tuple(indices.T), values)
-        for y in cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica(xs, cpus(0, 1, 2)), on(0, 1, 2)):
-            assert (y.shape, y.n_sparse) == (shape, sparse_axes)
-            np.testing.assert_array_equal(np.asarray(y.todense()), wanted)
+        if kind == "coo":
+            xs[2] = xs[2].coalesce()
+        value = cr.PerReplica(xs, cpus(0, 1, 2))
+        for op, divisor in (("sum", 1), ("mean", 3)):
+            for y in cr.HierarchicalCopyAllReduce().reduce(op, value, value):
+                assert (framework.parts(y).kind, tuple(y.shape)) == (kind, shape)
+                assert (y.sparse_dim() if kind == "coo" else y.n_sparse) == axes
+                np.testing.assert_allclose(framework.dense(y, shape), wanted / divisor, rtol=0, atol=1e-13)
+                assert kind == "bcoo" or not y.is_coalesced()
+    mixed = cr.PerReplica([*xs, framework.array(np.ones(shape), 3)], cpus(0, 1, 2, 3))
+    for y in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
+        assert framework.to_numpy(y).tolist() == (wanted + 1).tolist()
 
 
 def test_padded_bcoo(jax_):
     """A BCOO that JAX padded (with indices beyond the shape) keeps its value, also in a value with dense components."""
-    x = jax_.bcoo.fromdense(jax_.array(np.array([1.0, 0, 2, 0], "float32"), 0), nse=4)
-    y = jax_.bcoo.fromdense(jax_.array(np.array([0.0, 3, 0, 0], "float32"), 1), nse=3)
+    x = jax_.sparse("bcoo", np.float32([1, 2, 0, 0]), np.array([0, 2, 4, 4]), (4,))
+    y = jax_.sparse("bcoo", np.float32([3, 0, 0]), np.array([1, 4, 4]), (4,), 1)
     value = cr.PerReplica([x, y], cpus(0, 1))
     for z in cr.HierarchicalCopyAllReduce().reduce("sum", value, value):
-        assert np.asarray(z.todense()).tolist() == [1, 3, 2, 0]
+        _, values, indices = jax_.parts(z)
+        total = np.zeros(5)  # the last element is that of the padding
+        np.add.at(total, indices, values)
+        assert total.tolist() == [1, 3, 2, 0, 0]
     mixed = cr.PerReplica([x, jax_.array(np.ones(4, "float32"), 1)], cpus(0, 1))
     for z in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
         assert np.asarray(z).tolist() == [2, 1, 3, 1]
 
 
-def test_any_slices(framework):
-    """For any slices, the sum has the slices of all replicas, in their order, and the dense shape; slices of one row
-    stay separate. Those of the mean are divided. The inputs do not change."""
-    kinds = st.sampled_from(framework.kinds)
-    lengths = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=4)
-    destinations = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
-
-    @examples(framework.examples)
-    @given(
-        kinds, lengths, st.integers(0, 99), st.sampled_from(["sum", "mean"]), st.sampled_from(list(OPS)), destinations
-    )
-    def law(kind, lengths, seed, op, ops, to):
-        parts = rows(*lengths, seed=seed)
-        given = put(framework, kind, parts)
-        result = OPS[ops].reduce(op, cr.PerReplica(given, cpus(*range(len(parts)))), on(*to))
-        check_sparse(framework, kind, result, parts, cpus(*to), mean=op == "mean", inputs=given)
-        for y in result:
-            shape = y.dense_shape if hasattr(y, "dense_shape") else y.shape
-            assert tuple(int(size) for size in shape) == SHAPE
-        for component, (values, indices) in zip(given, parts, strict=True):
-            kept = framework.parts(component)
-            assert (kept.values.tolist(), kept.indices.tolist()) == (values.tolist(), indices.tolist())
-
-    law()
-
-
-def slices(rows, dtype, shape=(2, 1)):
-    """Return IndexedSlices of NumPy arrays; all slices are of row 0."""
-    return cr.IndexedSlices(np.array(rows, dtype).reshape(-1, 1), np.zeros(len(rows), int), shape)
-
-
 @pytest.mark.parametrize(
-    ("op", "dtype", "rows", "wanted"),
+    ("op", "dtype", "numbers", "wanted"),
     [
         ("mean", "float16", [40000, 40000], 40000),
         ("mean", "int8", [100, 100], 100),
         ("sum", "float16", [2048, 1, 1], 2050),
     ],
 )
-def test_slices_of_one_row_are_added_in_the_accumulator(op, dtype, rows, wanted):
+def test_slices_of_one_row_are_added_in_the_accumulator(op, dtype, numbers, wanted):
     """A sparse component of a value with dense components, or that is gathered, is made dense in the dtype that the op
     accumulates in; a gather returns the dtype of the slices."""
-    value = cr.PerReplica([slices(rows, dtype), np.zeros((2, 1), dtype)])
+    values = np.array(numbers, dtype).reshape(-1, 1)
+    slices = cr.IndexedSlices(values, np.zeros(len(values), int), (2, 1))
+    value = cr.PerReplica([slices, np.zeros((2, 1), dtype)])
     assert cr.ReductionToOneDevice().reduce(op, value, "cpu:0")[0][0, 0] == wanted
     if op == "sum":
-        gathered = cr.CrossDeviceOps().gather(cr.PerReplica([slices(rows, dtype)]), "cpu:0", 0)[0]
+        gathered = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:0", 0)[0]
         assert (gathered.dtype, gathered[0, 0]) == (dtype, wanted)
 
 

@@ -19,7 +19,7 @@ from planned import planned_for
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
-from crossreduce import AllReduceCrossDeviceOps, HierarchicalCopyAllReduce, Link, PerReplica, Topology, simulate
+from crossreduce import AllReduceCrossDeviceOps, Link, PerReplica, Topology, simulate
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.options import ALGORITHMS
 from crossreduce.topology.machines import machine_names
@@ -44,10 +44,10 @@ def check_sum(ops, n, size=37):
     assert all(np.array_equal(part, xs[0]) for part in ops.broadcast(xs[0], value))
 
 
-PARTS = [(0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)]
+PARTS = [(0, 1, 2), (5, 6, 7, 4, 0), (7, 3)]
 
 
-@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, [*range(1, 9), *PARTS], [1, 3]), ids=str)
+@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, [1, 2, 5, 8, *PARTS], [1, 3]), ids=str)
 def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
     """1 to 8 replicas on the first GPUs of a DGX-1V, or on a connected part of it, get the correct sum by every
     algorithm; data may be routed through the other GPUs, also where some links are missing."""
@@ -118,45 +118,26 @@ def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op,
         oracle.check(part, op, xs)
 
 
-def test_batches_of_several_kinds():
-    """A batch of several shapes and dtypes, packed or not, dense and sparse, is reduced correctly on a topology."""
-    rng = np.random.default_rng(0)
-    kinds = [((3, 4), "float32"), ((), "int32"), ((0,), "float32"), ((50,), "float16"), ((7,), "float32")]
-    dense = [[rng.integers(-9, 9, shape).astype(dtype) for _ in range(8)] for shape, dtype in kinds]
-    rows = [cr.IndexedSlices(np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(8)]
-    batch = [(value, value) for value in map(PerReplica, dense)] + [(PerReplica(rows), "cpu:3")]
-    for algorithm, packs in each(ALGORITHMS, (0, 1, 4)):
-        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=DGX)
-        *results, sparse = ops.batch_reduce("sum", batch)
-        for xs, result in zip(dense, results, strict=True):
-            assert len(result) == 8
-            for part in result:
-                oracle.check(part, "sum", xs)
-        assert np.asarray(sparse[0].values).tolist() == [[2.0**k] * 2 for k in range(8)]
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "framework"),
-    each(["hierarchical_copy", "forest", "auto", "ring"], NAMES),
-    indirect=["framework"],
+    ("algorithm", "framework"), each(["hierarchical_copy", "forest", "auto", "ring"], NAMES), indirect=["framework"]
 )
-def test_each_framework(algorithm, framework):
-    """Arrays of every framework are reduced on a topology, on all of its devices and on some."""
-    for n in (8, 5):
-        xs = expect.small("float32", (6, 5), n)
-        arrays = framework.arrays(xs)
-        value = PerReplica(arrays)
-        ops = AllReduceCrossDeviceOps(algorithm, 2, topology=ON_HOST)
-        result = ops.reduce("mean", value, value)
-        expect.check(framework, result, "mean", xs, value.devices, arrays)
-        assert expect.unchanged(framework, arrays, xs)
-    (one,) = ops.reduce("sum", value, "cpu:2")
-    assert framework.to_numpy(one).tolist() == sum(xs).tolist()
-    for part in ops.broadcast(arrays[0], value):
-        assert framework.to_numpy(part).tolist() == xs[0].tolist()
-
-
-# The planned schedule is the one that runs.
+def test_batches_of_each_framework(algorithm, framework):
+    """A batch of several shapes and dtypes of any framework, packed or not, dense and sparse, is reduced on a topology,
+    on all of its devices and on some."""
+    for n, packs in ((8, 2), (5, 0), (8, 1)):
+        dense = [expect.small(*kind, n) for kind in (("float32", (6, 5)), ("int32", ()), ("float16", (0,)))]
+        rows = [framework.sparse("IndexedSlices", np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(n)]
+        values = [expect.value(framework, xs) for xs in dense]
+        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=ON_HOST)
+        *results, sparse = ops.batch_reduce(
+            "sum", [*((value, value) for value in values), (PerReplica(rows, names(n)), "cpu:3")]
+        )
+        for xs, value, result in zip(dense, values, results, strict=True):
+            expect.check(framework, result, "sum", xs, names(n), value)
+            assert expect.unchanged(framework, value, xs)
+        assert framework.parts(sparse[0]).values.tolist() == [[2.0**k] * 2 for k in range(n)]
+        for part in ops.broadcast(values[0][0], values[0]):
+            assert framework.to_numpy(part).tolist() == dense[0][0].tolist()
 
 
 @pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
@@ -176,37 +157,6 @@ def test_bytes_are_those_of_the_plan(algorithm, size):
     assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
 
 
-def test_the_plan_follows_the_size():
-    """ "auto" on a topology uses few rounds for small values, and all links equally for large ones, like cr.plan."""
-    moved = {}
-    for size in (2, 1 << 22):
-        null = NullFramework()
-        value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
-        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", value, value)
-        moved[size] = null.counts
-    small, large = cr.plan(DGX, nbytes=8), cr.plan(DGX, nbytes=1 << 24)
-    assert len(small.schedule.rounds) < len(large.schedule.rounds)
-    loads = {pair: count / DGX.link(*pair).bandwidth for pair, count in moved[1 << 22].bytes.items()}
-    assert set(loads) == {(link.src, link.dst) for link in DGX.links}
-    assert max(loads.values()) / min(loads.values()) < 1.01  # all links are busy for the same time
-    assert set(moved[2].bytes) != set(loads)
-
-
-@pytest.mark.parametrize("packs", [1, 2, 8, 20])
-def test_packs_of_hierarchical_copy_have_different_roots(packs):
-    """Every pack is reduced and copied along one tree; if there are several, they do not all combine on one device."""
-    null = NullFramework()
-    value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
-    HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)
-    trees = min(packs, 8)
-    made = cr.plan(DGX, nbytes=4 * 40 * 1024 * trees // packs, algorithm="hierarchical_copy", packs=trees)
-    assert len(made.schedule.chunks) == trees
-    combined = {step.dst for steps in made.schedule.rounds for step in steps if len(step.srcs) > 1}
-    assert len(combined) >= min(trees, 2)
-    assert null.counts.copies == 2 * 7 * packs
-    assert null.counts.additions == 7 * 40 * 1024
-
-
 @each_algorithm
 def test_disconnected_replicas_move_nothing(algorithm):
     """If the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
@@ -214,10 +164,9 @@ def test_disconnected_replicas_move_nothing(algorithm):
     null = NullFramework()
     value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
     ops = AllReduceCrossDeviceOps(algorithm, topology=Topology(names(4), links))
+    words = r"needs a route from cpu:0 to cpu:2, cpu:3, but no link leads out of \{cpu:0"
     for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
-        with pytest.raises(
-            cr.PlanError, match=r"needs a route from cpu:0 to cpu:2, cpu:3, but no link leads out of \{cpu:0"
-        ):
+        with pytest.raises(cr.PlanError, match=words):
             call()
     assert null.counts == NullFramework().counts
     part = PerReplica(list(value)[:2], names(2))
@@ -233,14 +182,6 @@ def test_devices_that_the_topology_does_not_have():
     many = PerReplica([np.ones(3)] * 9)
     with pytest.raises(cr.PlanError, match="lacks a device of this request: it has 8 devices for 9 replicas"):
         AllReduceCrossDeviceOps("ring", topology=DGX).reduce("sum", many, many)
-
-
-def test_a_forest_without_a_topology():
-    """ "forest" without a topology plans on a full mesh, on which it moves the same bytes as "direct"."""
-    null = NullFramework()
-    value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
-    AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
-    assert null.counts.bytes == dict.fromkeys(itertools.permutations(names(5), 2), 2 * 840 * 4 // 5)
 
 
 def test_threads_find_all_routes_of_one_topology():

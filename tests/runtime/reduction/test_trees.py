@@ -3,12 +3,10 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import threading
 from typing import Any, NamedTuple
 
 import numpy as np
-import oracle
 import pytest
 from expect import check, cpus, digits, small
 from frameworks import NAMES
@@ -19,9 +17,7 @@ from crossreduce.reduction.trees import flatten_tree
 
 CLASSES = [
     None,
-    cr.ReductionToOneDevice(),
     cr.ReductionToOneDevice("cpu:1"),
-    cr.HierarchicalCopyAllReduce(),
     cr.HierarchicalCopyAllReduce(0),
     cr.NcclAllReduce(3),
     cr.AllReduceCrossDeviceOps("ring"),
@@ -56,19 +52,14 @@ class Derived:
     def __post_init__(self, calls):
         self.twice = 2 * self.x
 
+    @functools.cached_property
+    def norm(self):
+        return float(self.x.sum())
+
 
 @dataclasses.dataclass(kw_only=True)
 class Child(Layer):
     extra: Any = None
-
-
-@dataclasses.dataclass
-class Normed:
-    x: np.ndarray
-
-    @functools.cached_property
-    def norm(self):
-        return float(self.x.sum())
 
 
 def numbers(tree):
@@ -84,37 +75,27 @@ def numbers(tree):
     return [np.asarray(tree).tolist()]
 
 
-def build(make, n=3):
-    """Return n trees, of which tree k is made from array k of ``digits``, and the sum of these arrays."""
-    xs = digits(n, (2,))
-    return [make(x) for x in xs], np.sum(xs, axis=0)
-
-
 MAKERS = {
     "array": lambda x: x,
-    "dict": lambda x: {"b": x, "a": 2 * x},
-    "nested": lambda x: {"a": [x, (2 * x, {"c": 3 * x})], "b": ()},
-    "list": lambda x: [x, 2 * x],
-    "tuple": lambda x: (x, 2 * x),
+    "nested": lambda x: {"b": [x, (2 * x, {"c": 3 * x})], "a": (), "d": None, "e": [None, x]},
     "namedtuple": lambda x: Pair(x, Pair(2 * x, [3 * x])),
-    "None": lambda x: {"a": None, "b": x, "c": [None, x]},
     "OrderedDict": lambda x: collections.OrderedDict(b=x, a=2 * x),
     "defaultdict": lambda x: collections.defaultdict(list, b=x),
     "deque": lambda x: collections.deque([x, 2 * x], maxlen=5),
     "dataclass": lambda x: Layer(x, 2 * x),
     "frozen dataclass": lambda x: Frozen(Layer(x, [2 * x]), 3 * x),
-    "dataclass with a derived field": lambda x: Derived(x),
-    "dataclass of dataclasses": lambda x: {
-        "a": [Frozen(Layer(x, None), Derived(x)), Child(w=x, b=x, extra=Layer(x, x))]
-    },
+    "derived dataclass": lambda x: Derived(x),
+    "dataclasses": lambda x: {"a": [Frozen(Layer(x, None), Derived(x)), Child(w=x, b=x, extra=Layer(x, x))]},
 }
 
 
 @pytest.mark.parametrize(("kind", "ops"), each(MAKERS, CLASSES), ids=str)
 def test_every_kind_of_tree(kind, ops):
-    """The result has one tree per replica, with the same nodes as the inputs and reduced leaves."""
-    trees, total = build(MAKERS[kind])
-    wanted = MAKERS[kind](total)
+    """The result has one new tree per replica, with the same nodes as the inputs and reduced leaves; the containers,
+    dataclasses and arrays of the inputs do not change."""
+    xs = digits(3, (2,))
+    trees, wanted = [MAKERS[kind](x) for x in xs], MAKERS[kind](np.sum(xs, axis=0))
+    before = [numbers(tree) for tree in trees]
     results = cr.all_reduce(trees, "sum", cross_device_ops=ops)
     assert type(results) is list
     assert len(results) == 3
@@ -125,37 +106,27 @@ def test_every_kind_of_tree(kind, ops):
             assert list(result) == list(wanted)
         if isinstance(result, collections.deque):
             assert result.maxlen == 5
-
-
-def test_inputs_are_not_changed():
-    """A reduction does not change the containers, dataclasses and arrays of its inputs."""
-    for make in MAKERS.values():
-        trees, _ = build(make)
-        before = [numbers(tree) for tree in trees]
-        leaves = [[id(x) for x in tree.values()] for tree in trees if type(tree) is dict]
-        results = cr.all_reduce(trees, "sum")
-        assert [numbers(tree) for tree in trees] == before
-        assert [[id(x) for x in tree.values()] for tree in trees if type(tree) is dict] == leaves
-        assert all(result is not tree for result in results for tree in trees)
+        assert all(result is not tree for tree in trees)
+    assert [numbers(tree) for tree in trees] == before
 
 
 def test_dataclasses():
     """A field that is not an argument of __init__ is a leaf like others, and __init__ does not run again; a frozen
     dataclass stays frozen; a result computes its own cached properties; replicas share no container."""
-    trees, total = build(Derived)
-    trees[0].twice = trees[0].x * 0
-    result = cr.all_reduce(trees)[0]
-    assert (result.x.tolist(), result.twice.tolist()) == (total.tolist(), (2 * (total - trees[0].x)).tolist())
-    trees, total = build(lambda x: Frozen(Layer(x, [x]), 1.0))
-    first, second, _ = cr.all_reduce(trees)
+    xs = digits(3, (2,))
+    total = np.sum(xs, axis=0)
+    trees = [Derived(x) for x in xs]
+    trees[0].twice = xs[0] * 0
+    assert trees[0].norm == xs[0].sum()
+    for result in cr.all_reduce(trees):
+        assert (result.x.tolist(), result.twice.tolist()) == (total.tolist(), (2 * (total - xs[0])).tolist())
+        assert result.norm == total.sum()
+    first, second, _ = cr.all_reduce([Frozen(Layer(x, [x]), 1.0) for x in xs])
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'scale'"):
         first.scale = 2
     first.layer.w[:] = 0
     first.layer.b.append(1)
     assert (second.layer.w.tolist(), len(second.layer.b), second.scale.item()) == (total.tolist(), 1, 3.0)
-    trees = [Normed(np.ones(3)), Normed(np.full(3, 5.0))]
-    assert trees[0].norm == 3
-    assert [tree.norm for tree in cr.all_reduce(trees)] == [18, 18]
 
 
 def test_lists_of_trees():
@@ -185,28 +156,17 @@ def test_python_numbers_are_leaves():
     for result in results:
         assert [(result[k].dtype.name, result[k].shape, result[k].item()) for k in "ifc"] == wanted
     assert cr.all_reduce([True, False], "max")[1].item() is True
-    assert [y.item() for y in cr.all_reduce([0, 0])] == [0, 0]
     ops = cr.AllReduceCrossDeviceOps("ring", topology=cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"]))
     for result in cr.all_reduce([[np.full(2, float(k)), float(k)] for k in range(3)], cross_device_ops=ops):
         assert (result[0].tolist(), result[1].item()) == ([3, 3], 3)
-
-
-@pytest.mark.parametrize(("ops", "framework"), each(CLASSES, NAMES), indirect=["framework"], ids=str)
-def test_a_single_array_as_the_tree(framework, ops):
-    """An array is a tree of one leaf, in every framework; ``devices`` has the device of each replica, in any spelling,
-    to which leaves are moved."""
-    xs = digits(3, (4,))
-    given = framework.arrays(xs)
-    for devices, names in ((None, cpus(0, 1, 2)), (["CPU:2", "cpu:0", "/device:CPU:1"], cpus(2, 0, 1))):
-        results = cr.all_reduce(given, "sum", devices=devices, cross_device_ops=ops)
-        check(framework, cr.Mirrored(results, names), "sum", xs, names, given)
 
 
 @pytest.mark.parametrize(
     ("op", "framework"), each([*cr.ReduceOp, "SUM", "Mean", "mIn"], NAMES), indirect=["framework"], ids=str
 )
 def test_leaves_stay_on_their_devices(framework, op):
-    """Leaf k of result i is on the device of leaf k of tree i, and has the same bits on all devices."""
+    """Leaf k of result i is on the device of leaf k of tree i, and has the same bits on all devices. ``devices`` has
+    the device of each replica, in any spelling, to which leaves are moved. An array is a tree of one leaf."""
     name = op.value if isinstance(op, cr.ReduceOp) else op.lower()
     leaves = {"w": small("float32", (3, 2), 4), "b": small("float32", (), 4, 1), "e": small("float32", (0,), 4)}
     trees = [{key: framework.array(xs[k], k) for key, xs in leaves.items()} for k in range(4)]
@@ -214,6 +174,10 @@ def test_leaves_stay_on_their_devices(framework, op):
     for key, xs in leaves.items():
         result, inputs = cr.Mirrored([r[key] for r in results], cpus(0, 1, 2, 3)), [tree[key] for tree in trees]
         check(framework, result, name, xs, cpus(0, 1, 2, 3), inputs)
+    given = [tree["w"] for tree in trees[:3]]
+    for ops in CLASSES:
+        moved = cr.all_reduce(given, op, devices=["CPU:2", "cpu:0", "/device:CPU:1"], cross_device_ops=ops)
+        check(framework, cr.Mirrored(moved, cpus(2, 0, 1)), name, leaves["w"][:3], cpus(2, 0, 1), given)
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
@@ -226,19 +190,6 @@ def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
             for key, framework in frameworks.items():
                 assert framework.to_numpy(result[key]).tolist() == np.sum(xs, axis=0).tolist()
             assert result["s"].item() == 3.0
-
-
-def test_parameters_and_modules(torch_):
-    """A module's parameters are reduced like tensors without gradients, and are not changed."""
-    torch = torch_.torch
-    models = [torch.nn.Linear(3, 2) for _ in range(3)]
-    before = [[p.detach().clone() for p in model.parameters()] for model in models]
-    results = cr.all_reduce([dict(model.named_parameters()) for model in models], "mean")
-    for key, (k, name) in itertools.product(range(3), enumerate(("weight", "bias"))):
-        oracle.check(results[key][name].numpy(), "mean", [row[k].numpy() for row in before])
-        assert not results[key][name].requires_grad
-    for model, kept in zip(models, before, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), kept, strict=True))
 
 
 def test_different_structures():
@@ -261,8 +212,6 @@ def test_different_structures():
         for k in range(len(trees)):
             assert f"replica {k}: " in str(caught.value)
     assert "replica 2: 2 leaves, only here: tree['c']" in str(caught.value)
-    with pytest.raises(cr.MismatchError, match=r"replica 0: 1 leaf; replica 1: 2 leaves, only here: tree\['b'\]"):
-        cr.all_reduce([{"a": one}, {"a": one, "b": one}])
 
 
 @pytest.mark.parametrize("ops", CLASSES, ids=str)
@@ -289,13 +238,11 @@ def test_errors_contain_the_path_of_the_leaf(ops):
 
 def test_lists_of_containers_of_a_framework(torch_):
     """A list of named tuples of torch is a tree, also after a call has taken one of them for an array."""
-    import torch
-
+    torch = torch_.torch
     made = torch.max(torch.ones(2, 3), 0)
     with pytest.raises(cr.ReductionError, match="max"):
         cr.AllReduceCrossDeviceOps().broadcast(made, ["cpu:0"])
-    reduced = cr.all_reduce([[made], [made]], "sum")
-    assert reduced[0][0].values.tolist() == [2.0] * 3
+    assert cr.all_reduce([[made], [made]], "sum")[0][0].values.tolist() == [2.0] * 3
 
 
 def test_leaves_are_not_the_list_of_the_caller():
@@ -308,19 +255,16 @@ def test_leaves_are_not_the_list_of_the_caller():
 
 def test_dataclasses_are_registered_once_by_many_threads():
     """When many threads reduce instances of a new dataclass at the same time, all get their results."""
-    errors = []
-
-    def call(kind):
-        try:
-            assert cr.all_reduce([kind(1.0), kind(2.0)])[1].x == 3.0
-        except BaseException as error:
-            errors.append(error)
-
+    results = []
     for number in range(20):
         kind = dataclasses.make_dataclass(f"New{number}", ["x"])
-        threads = [threading.Thread(target=call, args=(kind,)) for _ in range(8)]
+
+        def call(kind=kind):
+            results.append(cr.all_reduce([kind(1.0), kind(2.0)])[1].x)
+
+        threads = [threading.Thread(target=call) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert errors == []
+    assert results == [3.0] * 160

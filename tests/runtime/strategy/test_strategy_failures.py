@@ -9,23 +9,13 @@ import traceback
 
 import numpy as np
 import pytest
+from pairs import each
+from replicas import OwnError, notes, number
 
 import crossreduce as cr
 
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
-
-
-def number():
-    return context().replica_id_in_sync_group
-
-
-def notes(error):
-    return "\n".join(error.__notes__)
-
-
-class OwnError(Exception):
-    pass
 
 
 def reduce_(op="sum", value=1.0, **options):
@@ -35,26 +25,27 @@ def reduce_(op="sum", value=1.0, **options):
 MERGE = lambda: context().merge_call(lambda strategy: None)  # noqa: E731
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_an_exception_keeps_its_traceback_and_names_the_replica(n):
-    """The caller receives the same exception, with its traceback, and the replica's number in a note."""
-    raised = []
+ERRORS = [OwnError("mine", 5), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1)]
+
+
+@pytest.mark.parametrize(("error", "n"), each(ERRORS, [1, 2, 5]), ids=repr)
+def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
+    """The caller receives the same exception, also one that is not an error, such as SystemExit, with its traceback,
+    and the replica's number in a note."""
 
     def raises_here():
-        raised.append(OwnError("mine", 5))
-        raise raised[0]
+        raise error
 
     def step():
         if number() == n - 1:
             raises_here()
         context().all_reduce("sum", 1.0)
 
-    with pytest.raises(OwnError, match="mine") as caught:
+    with pytest.raises(type(error)) as caught:
         cr.MirroredStrategy(n).run(step)
-    assert caught.value is raised[0]
-    assert caught.value.args == ("mine", 5)
-    assert notes(caught.value) == f"in replica {n - 1} of {n}, on cpu:{n - 1}"
-    assert "raises_here" in "".join(traceback.format_exception(caught.value))
+    assert caught.value is error
+    assert notes(error) == f"in replica {n - 1} of {n}, on cpu:{n - 1}"
+    assert "raises_here" in "".join(traceback.format_exception(error))
 
 
 @pytest.mark.parametrize("wait", [reduce_(), MERGE], ids=["all_reduce", "merge_call"])
@@ -84,52 +75,53 @@ def test_waiting_replicas_end_at_once(wait):
 
 
 def test_computing_replicas_end_at_their_next_call():
-    """A replica that computes while another fails is stopped at its next call of the context; run waits for it."""
-    reached = []
+    """A replica that computes while another fails is stopped at its next call of the context, and, if it catches the
+    exception that stops it, at each later call; run waits for it."""
+    reached, failing = [], threading.Event()
 
     def step():
         context().all_reduce("sum", 1.0)  # all replicas have started
         if number() == 0:
+            failing.set()
             raise OwnError("own")
-        time.sleep(0.2)
-        reached.append("computed")
-        context().all_gather(np.ones(1), 0)
+        failing.wait(20)
+        time.sleep(0.05)
+        for _ in range(3):
+            try:
+                context().all_gather(np.ones(1), 0)
+            except BaseException as error:
+                reached.append(type(error).__name__)
+        context().all_reduce("sum", 1.0)
         reached.append("never")
 
     with pytest.raises(OwnError, match="own"):
         cr.MirroredStrategy(2).run(step)
-    assert reached == ["computed"]
+    assert reached == ["Stopped"] * 3
+
+
+class BrokenError(Exception):
+    """An error that cannot be printed."""
+
+    def __str__(self):
+        raise RuntimeError
 
 
 def test_the_first_failure_is_raised_and_the_others_are_named():
-    """Of several failures the first by time is raised; notes name the others."""
+    """Of several failures the first by time is raised; notes name the others, also one that cannot be printed."""
 
     def step():
         k = context().all_reduce("sum", 0) + number()
-        time.sleep((0.2, 0.0, 0.1)[k])
-        raise (ValueError, KeyError, OwnError)[k](f"text {k}")
+        time.sleep((0.16, 0.0, 0.08, 0.24)[k])
+        raise (ValueError, KeyError, OwnError, BrokenError)[k](f"text {k}")
 
     with pytest.raises(KeyError) as caught:
-        cr.MirroredStrategy(3).run(step)
+        cr.MirroredStrategy(4).run(step)
     assert caught.value.__notes__ == [
-        "in replica 1 of 3, on cpu:1",
+        "in replica 1 of 4, on cpu:1",
         "replica 2 on cpu:2 failed later: OwnError: text 2",
         "replica 0 on cpu:0 failed later: ValueError: text 0",
+        "replica 3 on cpu:3 failed later: BrokenError",
     ]
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
-def test_exits_in_a_replica_reach_the_caller(kind):
-    """Exceptions that are not errors, such as SystemExit, also reach the caller."""
-
-    def step():
-        if number():
-            raise kind
-        context().all_reduce("sum", 1.0)
-
-    with pytest.raises(kind) as caught:
-        cr.MirroredStrategy(2).run(step)
-    assert "in replica 1 of 2" in notes(caught.value)
 
 
 MISMATCHES = {
@@ -154,10 +146,8 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", MISMATCHES)
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("late", [0, 1])
-def test_different_calls_are_listed_at_once(case, n, late):
+@pytest.mark.parametrize(("case", "late", "n"), each(MISMATCHES, [0, 1], [3, 3, 2]))
+def test_different_calls_are_listed_at_once(case, late, n):
     """Different calls raise a MismatchError that lists each replica's call, without waiting for the timeout."""
     calls, words = MISMATCHES[case]
     found_out = threading.Event()
@@ -187,8 +177,9 @@ def test_different_calls_are_listed_at_once(case, n, late):
     assert "in replica" in notes(caught.value)
 
 
-def test_shapes_and_dtypes_that_differ_are_listed():
-    """Leaves that differ in shape or dtype raise a MismatchError with the leaf and each replica's array."""
+def test_wrong_arguments_of_calls_are_listed():
+    """Leaves that differ in shape or dtype raise a MismatchError with the leaf and each replica's array; other invalid
+    arguments raise the errors of the same calls outside replicas."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"
@@ -196,20 +187,25 @@ def test_shapes_and_dtypes_that_differ_are_listed():
         strategy.run(lambda x: context().all_reduce("sum", {"v": 1.0, "w": x}), args=(ones,))
     assert "test_strategy_failures.py" in "".join(traceback.format_exception(caught.value))
     kinds = cr.PerReplica([np.ones(2, "f4"), np.ones(2), np.ones(2)])
-    with pytest.raises(cr.MismatchError, match=r"float32\[2\]; replica 1 on cpu:1: float64\[2\]"):
-        strategy.run(lambda x: context().all_reduce("sum", x), args=(kinds,))
-    with pytest.raises(cr.UnsupportedError, match="the mean of bools"):
-        strategy.run(lambda: context().all_reduce("mean", np.array([True])))
-    with pytest.raises(cr.ArgumentError, match=r"leaf tree\['a'\]: this is not an array"):
-        strategy.run(lambda: context().all_reduce("mean", {"a": "text"}))
-    with pytest.raises(cr.ArgumentError, match="not a known reduction"):
-        strategy.run(lambda: context().all_reduce("average", 1.0))
-    with pytest.raises(cr.ArgumentError, match=r"the op comes before the value(?s:.*)all_reduce\(.sum., value\)"):
-        strategy.run(lambda: context().all_reduce(np.ones(2), "sum"))
-    with pytest.raises(cr.ArgumentError, match="the components do not have this axis"):
-        strategy.run(lambda: context().all_gather(np.ones(2), 1))
-    with pytest.raises(cr.MismatchError, match=r"(?s)structure.*replica 1"):
-        strategy.run(lambda: context().merge_call(print, args=({"a": 1.0} if number() else [1.0],)))
+    for error, words, call in (
+        (cr.MismatchError, r"float32\[2\]; replica 1 on cpu:1: float64\[2\]", reduce_("sum", kinds)),
+        (cr.UnsupportedError, "the mean of bools", reduce_("mean", np.array([True]))),
+        (cr.ArgumentError, r"leaf tree\['a'\]: this is not an array", reduce_("mean", {"a": "text"})),
+        (cr.ArgumentError, "not a known reduction", reduce_("average")),
+        (
+            cr.ArgumentError,
+            r"the op comes before the value(?s:.*)all_reduce\(.sum., value\)",
+            reduce_(np.ones(2), "sum"),
+        ),
+        (cr.ArgumentError, "do not have this axis", lambda: context().all_gather(np.ones(2), 1)),
+        (
+            cr.MismatchError,
+            r"(?s)structure.*replica 1",
+            lambda: context().merge_call(print, args=({"a": 1.0} if number() else [1.0],)),
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            strategy.run(call)
 
 
 def test_an_error_of_merge_call_is_raised_at_the_call():
@@ -271,24 +267,6 @@ def test_a_context_is_used_only_in_its_replica():
     assert "outside all replicas" in next(iter(strategy.local_results(strategy.run(other_thread))))
 
 
-def test_an_exception_that_cannot_be_printed_hides_no_other():
-    """The first failure reaches the caller even if a later one cannot be printed."""
-
-    class BrokenError(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    def step():
-        if context().all_reduce("sum", 0) + number():
-            time.sleep(0.1)
-            raise BrokenError
-        raise OwnError("own")
-
-    with pytest.raises(OwnError, match="own") as caught:
-        cr.MirroredStrategy(2).run(step)
-    assert caught.value.__notes__[1] == "replica 1 on cpu:1 failed later: BrokenError"
-
-
 def test_merge_call_accepts_functions_made_per_replica():
     """Functions that replicas create from the same source lines, partials and methods included, count as equal."""
 
@@ -310,13 +288,11 @@ def test_random_failures_never_hang():
     rng = random.Random(7)
     outcomes = set()
     for _ in range(60):
-        n = rng.randint(1, 9)
-        strategy = cr.MirroredStrategy(n)
-        steps = rng.randint(1, 6)
-        plan = {}
-        for _ in range(rng.choice((0, 0, 1, 1, 2))):
-            what = rng.choice(("raise", "return", "op", "tree", "merge", "shape", "swallow"))
-            plan[rng.randrange(n), rng.randrange(steps)] = what
+        n, steps = rng.randint(1, 9), rng.randint(1, 6)
+        faults = ("raise", "return", "op", "tree", "merge", "shape", "swallow")
+        plan = {
+            (rng.randrange(n), rng.randrange(steps)): rng.choice(faults) for _ in range(rng.choice((0, 0, 1, 1, 2)))
+        }
         naps = [rng.choice((0, 0, 0.002)) for _ in range(n)]
 
         def step(plan=plan, steps=steps, naps=naps):
@@ -332,27 +308,25 @@ def test_random_failures_never_hang():
                     context().merge_call(lambda strategy: 1)
                 try:
                     value = {"a": np.ones(3 if what == "shape" else 2)}
-                    op = "max" if what == "op" else "sum"
-                    context().all_reduce(op, [value] if what == "tree" else value)
+                    context().all_reduce("max" if what == "op" else "sum", [value] if what == "tree" else value)
                 except BaseException:
                     if what != "swallow":
                         raise
             return steps
 
+        failed = None
         try:
-            result = strategy.run(step, options=cr.CommunicationOptions(timeout_seconds=20))
+            result = cr.MirroredStrategy(n).run(step, options=cr.CommunicationOptions(timeout_seconds=20))
         except (OwnError, cr.MismatchError) as error:
             failed = error
-        else:
-            failed = None
-            assert len(result) == n
-            harmless = {"swallow"} | (set(plan.values()) if n == 1 else set())
-            # run may also return if every replica has a planned fault, since their calls may then be equal
-            assert set(plan.values()) <= harmless or len({k for k, _ in plan}) == n
+        outcomes.add(type(failed))
         if type(failed) is OwnError:
             assert plan[failed.args] == "raise"
             assert f"in replica {failed.args[0]} of {n}" in notes(failed)
         elif failed:
             assert set(plan.values()) - {"raise"}
-        outcomes.add(type(failed))
+        else:
+            assert len(result) == n
+            # Calls may be equal in spite of faults: of one replica, or if every replica has a fault.
+            assert n == 1 or set(plan.values()) <= {"swallow"} or len({k for k, _ in plan}) == n
     assert outcomes == {OwnError, cr.MismatchError, type(None)}

@@ -1,8 +1,6 @@
 """Frameworks in replicas: gradients through all_reduce, modes that a framework sets per thread, modules, tracing."""
 
 import copy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from expect import digits
 
 import crossreduce as cr
 
-COUNTS = (1, 2, 3, 8)
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -20,46 +17,29 @@ def leaves(n, shape=(3,)):
     return [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in digits(n, shape)]
 
 
-@pytest.mark.parametrize("n", COUNTS)
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_the_gradient_of_an_all_reduce_equals_that_of_one_thread(torch_, n, op):
-    """backward through all_reduce gives each replica the gradient of the sum of all losses."""
-    scale = [torch.tensor([k + 1.0, 2.0, -k]) for k in range(n)]
+@pytest.mark.parametrize(("n", "op"), [(1, "mean"), (3, "sum"), (4, "mean")])
+def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
+    """backward through all_reduce gives each replica the gradient of the sum of all losses; through all_gather, for its
+    own rows, the sum of all replicas' gradients."""
+    scale = [torch.tensor([k + 1.0, 2.0, -k], dtype=torch.float64) for k in range(n)]
     xs, ys = leaves(n), leaves(n, ())
+    rows = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
 
-    def step(x, y, w):
+    def step(x, y, w, own):
         reduced = context().all_reduce(op, {"x": x * x, "y": y, "count": 1})
         assert reduced["x"].requires_grad
-        assert not reduced["count"].requires_grad if isinstance(reduced["count"], torch.Tensor) else True
-        loss = (reduced["x"] * w).sum() * reduced["y"]
-        loss.backward()
-        return x.grad, y.grad
-
-    got = cr.MirroredStrategy(n).run(step, args=tuple(map(cr.PerReplica, (xs, ys, scale))))
-    xs1, ys1 = leaves(n), leaves(n, ())
-    total, t = sum(x * x for x in xs1), sum(ys1)
-    if op == "mean":
-        total, t = total / n, t / n
-    sum((total * w).sum() * t for w in scale).backward()
-    for k in range(n):
-        torch.testing.assert_close(got[0][k], xs1[k].grad, rtol=1e-13, atol=0)
-        torch.testing.assert_close(got[1][k], ys1[k].grad, rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("n", COUNTS)
-def test_the_gradient_of_an_all_gather_is_its_own_part_of_the_sum(torch_, n):
-    """backward through all_gather gives each replica, for its own rows, the sum of all replicas' gradients."""
-    xs = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
-
-    def step(x):
-        gathered = context().all_gather({"x": x, "n": torch.ones(1)}, 0)["x"]
+        ((reduced["x"] * w).sum() * reduced["y"]).backward()
+        gathered = context().all_gather({"x": own, "n": torch.ones(1)}, 0)["x"]
         (gathered * gathered * (context().replica_id_in_sync_group + 1.0)).sum().backward()
-        return x.grad
+        return x.grad, y.grad, own.grad
 
-    got = cr.MirroredStrategy(n).run(step, args=(cr.PerReplica(xs),))
-    factor = sum(k + 1 for k in range(n))
-    for x, grad in zip(xs, got, strict=True):
-        assert grad.tolist() == (2 * factor * x).tolist()
+    got = cr.MirroredStrategy(n).run(step, args=tuple(map(cr.PerReplica, (xs, ys, scale, rows))))
+    over = n if op == "mean" else 1  # n is a power of two if the op divides, so all results are exact
+    total, count, weights = sum(x.detach() ** 2 for x in xs) / over, sum(y.item() for y in ys) / over, sum(scale)
+    for x, own, x_grad, y_grad, own_grad in zip(xs, rows, *got, strict=True):
+        assert x_grad.tolist() == (2 * x * weights * count / over).tolist()
+        assert y_grad.item() == (total * weights).sum() / over
+        assert own_grad.tolist() == (n * (n + 1) * own).tolist()
 
 
 def test_second_gradients(torch_):
@@ -81,36 +61,33 @@ def test_second_gradients(torch_):
 def test_gradients_are_never_lost_silently(torch_):
     """all_reduce raises an error where it has no gradient: by max, of sparse values, if only some replicas need one, in
     torch.func; so does backward after the run, or in one replica only."""
-    strategy = cr.MirroredStrategy(2)
-    xs = cr.PerReplica(leaves(2))
-    with pytest.raises(cr.UnsupportedError, match="an all-reduce by max has no gradient"):
-        strategy.run(lambda x: context().all_reduce("max", x), args=(xs,))
-    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
+    strategy, xs = cr.MirroredStrategy(2), cr.PerReplica(leaves(2))
     sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
-    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
-        strategy.run(lambda x: context().all_reduce("sum", x), args=(sparse,))
     slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))
-    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
-        strategy.run(lambda: context().all_reduce("sum", slices))
     half = cr.PerReplica([xs[0], xs[1].detach()])
-    with pytest.raises(cr.MismatchError, match=r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n"):
-        strategy.run(lambda x: context().all_reduce("sum", x), args=(half,))
-    late = strategy.run(lambda x: context().all_reduce("sum", x), args=(xs,))
-    with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
-        late[0].sum().backward()
+
+    def total(x):
+        return context().all_reduce("sum", x)
 
     def one_alone(x):
-        y = context().all_reduce("sum", x).sum()
+        y = total(x).sum()
         if context().replica_id_in_sync_group:
             y.backward()
 
-    with pytest.raises(
-        cr.MismatchError, match="replica 0 on cpu:0 has returned; replica 1 on cpu:1 waits in all_reduce"
+    for error, words, step, given in (
+        (cr.UnsupportedError, "by max has no gradient", lambda x: context().all_reduce("max", x), xs),
+        (cr.UnsupportedError, "sparse values has no gradient", total, sparse),
+        (cr.UnsupportedError, "sparse values has no gradient", total, slices),
+        (cr.MismatchError, r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n", total, half),
+        (cr.MismatchError, "0 on cpu:0 has returned; replica 1 on cpu:1 waits in all_reduce", one_alone, xs),
+        (cr.UnsupportedError, r"torch\.func", torch.func.grad(lambda x: total(x).sum()), xs),
     ):
-        strategy.run(one_alone, args=(xs,))
-    functional = torch.func.grad(lambda x: context().all_reduce("sum", x).sum())
-    with pytest.raises(cr.UnsupportedError, match=r"torch\.func"):
-        strategy.run(functional, args=(xs,))
+        with pytest.raises(error, match=words):
+            strategy.run(step, args=(given,))
+    late = strategy.run(total, args=(xs,))
+    with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
+        late[0].sum().backward()
+    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
 
 
 def test_replicas_inherit_torch_modes(torch_):
@@ -178,9 +155,8 @@ def test_traced_jax_values_are_refused(jax_):
     xs = cr.PerReplica(jax_.arrays([np.full(2, 1.0), np.full(2, 3.0)]))
     for transform in (jax.jit, jax.grad):
         function = transform(lambda x: context().all_reduce("sum", x).sum())
-        with pytest.raises(
-            cr.UnsupportedError, match=r"(?s)a traced value cannot be reduced with.*crossreduce\.jax\.all_reduce"
-        ):
+        words = r"(?s)a traced value cannot be reduced with.*crossreduce\.jax\.all_reduce"
+        with pytest.raises(cr.UnsupportedError, match=words):
             strategy.run(function, args=(xs,))
     gradient = jax.jit(jax.grad(lambda x: (x**2).sum()))
     result = strategy.run(lambda x: context().all_reduce("mean", gradient(x)), args=(xs,))
@@ -188,67 +164,41 @@ def test_traced_jax_values_are_refused(jax_):
     assert [jax_.device_of(x) for x in result] == ["cpu:0", "cpu:1"]
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [1, 3])
 def test_replicated_modules_train_as_one(torch_, n):
     """n copies of a module, each with its optimizer and share of a batch, stay bitwise equal, and learn like one."""
     rng = np.random.default_rng(1)
-    x = torch.tensor(rng.standard_normal((22, 5)))
-    y = torch.tensor(rng.standard_normal((22, 2)))
+    x, y = (torch.tensor(rng.standard_normal((22, size))) for size in (5, 2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = copy.deepcopy(model.state_dict())
     strategy = cr.MirroredStrategy(n)
-    models, optimizers = strategy.replicate((model, torch.optim.Adam(model.parameters(), lr=0.01)))
+    models, optimizers = strategy.replicate((model, optimizer))
 
     def step(model, optimizer, batch, size):
         x, y = batch
         optimizer.zero_grad()
         loss = ((model(x) - y) ** 2).sum() / size
         loss.backward()
-        for p, g in zip(
-            model.parameters(), context().all_reduce("sum", [p.grad for p in model.parameters()]), strict=True
-        ):
-            p.grad = g
+        weights = list(model.parameters())
+        for p, gradient in zip(weights, context().all_reduce("sum", [p.grad for p in weights]), strict=True):
+            p.grad = gradient
         optimizer.step()
         return loss.detach()
 
     batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, 22, 8)] * 5  # 5 times batches of 8, 8 and 6 samples
-    losses = [
-        float(
-            strategy.reduce("sum", strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0]))))
-        )
-        for batch in batches
-    ]
+    losses = []
+    for batch in batches:
+        parts = strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0])))
+        losses.append(float(strategy.reduce("sum", parts)))
     assert all(torch.equal(a, b) for a, b in zip(first.values(), model.state_dict().values(), strict=True))
     for other in models:
         for a, b in zip(models[0].parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    wanted = []
-    for xb, yb in batches:
-        optimizer.zero_grad()
-        loss = ((model(xb) - yb) ** 2).sum() / len(xb)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = [step(model, optimizer, batch, len(batch[0])).item() for batch in batches]  # without a strategy
     np.testing.assert_allclose(losses, wanted, rtol=1e-9)  # 15 steps in float64
     assert losses[-1] < losses[0]
-
-
-def test_importing_and_numpy_replicas_load_no_framework():
-    """Replicas of NumPy arrays import neither torch nor JAX, and run if importing JAX fails."""
-    code = """
-import sys
-import numpy as np
-import crossreduce as cr
-cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", np.ones(2)))
-cr.MirroredStrategy()
-print(sorted({"torch", "jax", "tensorflow"} & set(sys.modules)))
-sys.modules["jax"] = None
-cr.MirroredStrategy(2).run(lambda: 1)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("kind", ["tpu", "cuda"])

@@ -5,19 +5,15 @@ import itertools
 import numpy as np
 import oracle
 import pytest
-from expect import digits
+from expect import digits, value
 from pairs import pairs
 
 import crossreduce as cr
 
-COUNTS = (1, 2, 3, 5, 8, 9)
+COUNTS = (1, 3, 8)
 LIBRARIES = ("numpy", "torch", "jax")
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
-
-
-def values(library, xs):
-    return cr.PerReplica(library.arrays(xs))
 
 
 @pytest.mark.parametrize("n", COUNTS)
@@ -25,7 +21,7 @@ def test_reduce_and_gather_return_one_array_per_leaf(library, n):
     """reduce and gather of a result of run return one array per leaf, on the first replica's device."""
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (3,))
-    tree = strategy.run(lambda x: {"x": x, "n": 2}, args=(values(library, xs),))
+    tree = strategy.run(lambda x: {"x": x, "n": 2}, args=(value(library, xs),))
     total = strategy.reduce("sum", tree)
     oracle.check(library.to_numpy(total["x"]), "sum", xs)
     assert total["n"] == 2 * n
@@ -36,7 +32,7 @@ def test_reduce_and_gather_return_one_array_per_leaf(library, n):
     assert all(library.to_numpy(x).tolist() == np.concatenate(xs).tolist() for x in again)
 
 
-@pytest.mark.parametrize(("library", "n", "total"), pairs(LIBRARIES, COUNTS, [0, 1, 4, 7, 20]), indirect=["library"])
+@pytest.mark.parametrize(("library", "n", "total"), pairs(LIBRARIES, COUNTS, [0, 1, 4, 20]), indirect=["library"])
 def test_reduce_along_an_axis_counts_elements(library, n, total):
     """Along an axis of uneven shares the mean counts all samples, and min and max skip empty shares."""
     strategy = cr.MirroredStrategy(n)
@@ -59,10 +55,10 @@ def test_reduce_along_an_axis_counts_elements(library, n, total):
 def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
     """Along an axis, too, half types are added in float32 and rounded once; the mean of integers is a float."""
     strategy = cr.MirroredStrategy(3)
-    halves = values(library, [np.full(2, 40000, np.float16)] * 3)
+    halves = value(library, [np.full(2, 40000, np.float16)] * 3)
     got = library.to_numpy(strategy.reduce("mean", halves, axis=0))
     assert (got.dtype, got.item()) == (np.float16, 40000)
-    small = values(library, [np.array([100, 101], np.int8)] * 3)
+    small = value(library, [np.array([100, 101], np.int8)] * 3)
     got = library.to_numpy(strategy.reduce("mean", small, axis=0))
     assert (got.dtype.name, got.item()) == (library.mean_dtype("int8"), 100.5)
 
@@ -87,15 +83,15 @@ def test_reduce_of_a_single_array():
     assert "reduce(..., axis=...)" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
-def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
+def test_replicas_that_differ_are_not_reduced_along_an_axis(library):
     """Along an axis, components that differ in dtype or number of axes raise an error that lists dtypes and shapes."""
-    value = values(library, [np.ones(2), np.ones(3), other])
-    with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
-        cr.MirroredStrategy(3).reduce("sum", value, axis=0)
+    for other in (np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))):
+        given = value(library, [np.ones(2), np.ones(3), other])
+        with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
+            cr.MirroredStrategy(3).reduce("sum", given, axis=0)
 
 
-@pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 1, 2, 7, 24]), indirect=["library"])
+@pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 2, 7, 24]), indirect=["library"])
 def test_shares_tile_the_batch(library, n, size):
     """Shares are consecutive parts of the batch; they differ by at most one sample, and each is on its device."""
     strategy = cr.MirroredStrategy(n)
@@ -186,33 +182,28 @@ def test_replicate_copies_to_each_device(library):
         strategy.replicate({"v": variable})
 
 
-def test_local_results_are_the_components():
-    """local_results returns the components of a distributed value, and a tuple of one for any other value."""
-    strategy = cr.MirroredStrategy(2)
-    assert strategy.local_results(cr.PerReplica([1, 2])) == (1, 2)
-    assert strategy.local_results("x") == ("x",)
-
-
 def test_extended_reduces_and_broadcasts(library):
-    """strategy.extended reduces to any destinations (None: all devices); its update calls a function per replica."""
+    """strategy.extended reduces to any destinations (None: all devices); its update calls a function per replica.
+    local_results returns the components of a distributed value, and a tuple of one for any other value."""
     n = 3
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (2,))
-    value = values(library, xs)
-    everywhere = strategy.extended.reduce_to("sum", value, None)
-    assert everywhere.devices == strategy.devices
-    (there,) = strategy.extended.reduce_to("sum", value, "cpu:2")
+    given = value(library, xs)
+    assert strategy.extended.reduce_to("sum", given, None).devices == strategy.devices
+    (there,) = strategy.extended.reduce_to("sum", given, "cpu:2")
     oracle.check(library.to_numpy(there), "sum", xs)
-    first, second = strategy.extended.batch_reduce_to("max", [(value, None), (value, "cpu:1")])
+    first, second = strategy.extended.batch_reduce_to("max", [(given, None), (given, "cpu:1")])
     assert (first.devices, second.devices) == (strategy.devices, ("cpu:1",))
     copies = strategy.extended.broadcast_to(library.array(xs[1]))
     assert [library.to_numpy(x).tolist() for x in copies] == [xs[1].tolist()] * n
     log = strategy.extended.update(
-        value, lambda x, k, same: (library.to_numpy(x).tolist(), k, same), args=(cr.PerReplica([7, 8, 9]), 1)
+        given, lambda x, k, same: (library.to_numpy(x).tolist(), k, same), args=(cr.PerReplica([7, 8, 9]), 1)
     )
     assert log[1].values == (7, 8, 9)
     with pytest.raises(cr.ArgumentError, match="var must be a variable"):
         strategy.extended.update(xs[0], print)
     with pytest.raises(cr.ArgumentError, match="is not a pair"):
-        strategy.extended.batch_reduce_to("sum", [value])
+        strategy.extended.batch_reduce_to("sum", [given])
     assert strategy.extended.batch_reduce_to("sum", []) == []
+    assert strategy.local_results(cr.PerReplica([1, 2])) == (1, 2)
+    assert strategy.local_results("x") == ("x",)

@@ -1,15 +1,16 @@
 """Variables: mirrored and sync-on-read, read and assigned in both contexts."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import oracle
 import pytest
-from expect import digits
+from expect import digits, value
+from pairs import each
 
 import crossreduce as cr
 
-COUNTS = (1, 2, 3, 8)
+COUNTS = (1, 2, 5)
 context = cr.get_replica_context
 HOW = {"assign": lambda old, x: x, "assign_add": lambda old, x: old + x, "assign_sub": lambda old, x: old - x}
 
@@ -24,21 +25,21 @@ def components(library, var):
 
 
 @pytest.mark.parametrize("n", COUNTS)
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_mirrored_variables_stay_equal(library, n, aggregation):
+def test_mirrored_variables_stay_equal(library, n):
     """Replicas' assignments to a mirrored variable are combined, and all components become bitwise equal."""
     strategy = cr.MirroredStrategy(n)
     start, xs = np.arange(4.0), [x.astype(float) for x in digits(n, (4,))]
-    combined = xs[0] if aggregation == "only_first_replica" else oracle.reduce(aggregation, xs, "float64")
-    for how, expected in HOW.items():
+    given = value(library, xs)
+    for aggregation, how in each(["sum", "mean", "only_first_replica"], HOW):
+        combined = xs[0] if aggregation == "only_first_replica" else oracle.reduce(aggregation, xs, "float64")
         var = variable(strategy, library.array(start), aggregation=aggregation)
 
         def step(x, var=var, how=how):
             assert getattr(var, how)(x) is var
             return var.value()
 
-        seen = strategy.run(step, args=(cr.PerReplica(library.arrays(xs)),))
-        wanted = expected(start, combined).tolist()
+        seen = strategy.run(step, args=(given,))
+        wanted = HOW[how](start, combined).tolist()
         assert components(library, var) == [wanted] * n, how
         assert [library.to_numpy(x).tolist() for x in seen] == [wanted] * n, how
         assert [library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(var)] == [True] * n, how
@@ -46,7 +47,7 @@ def test_mirrored_variables_stay_equal(library, n, aggregation):
         assert not any(library.shares(a, b) for k, a in enumerate(var.values) for b in var.values[:k]), how
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", [1, 3])
 def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(library, n):
     """In the cross-replica context an array goes to all components; a PerReplica is combined first."""
     strategy = cr.MirroredStrategy(n)
@@ -57,18 +58,16 @@ def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(lib
     assert components(library, var) == [xs[0].tolist()] * n
     with strategy.scope():
         var.assign_add(1)
-    var.assign_sub(cr.PerReplica(library.arrays(xs)))
+    var.assign_sub(value(library, xs))
     assert components(library, var) == [(xs[0] + 1 - sum(xs)).tolist()] * n
     var.assign(cr.Mirrored(library.arrays([xs[0]] * n)))
     var.assign_add(variable(strategy, library.array(xs[0])))
     assert components(library, var) == [(2 * xs[0]).tolist()] * n
     assert library.to_numpy(start).tolist() == [0, 0]
-    plain = variable(strategy, start)
     if n > 1:
-        with pytest.raises(
-            cr.ArgumentError, match="replicas cannot be assigned to a mirrored variable without aggregation"
-        ):
-            plain.assign(cr.PerReplica(library.arrays(xs)))
+        words = "replicas cannot be assigned to a mirrored variable without aggregation"
+        with pytest.raises(cr.ArgumentError, match=words):
+            variable(strategy, start).assign(value(library, xs))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -76,16 +75,17 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
     """Without aggregation a replica's assignment raises an error, since copies could differ; also for one replica."""
     strategy = cr.MirroredStrategy(n)
     var = variable(strategy, np.zeros(2), name="w")
-    with pytest.raises(
-        ValueError, match=r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
-    ):
+    words = r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
+    with pytest.raises(ValueError, match=words):
         strategy.run(lambda: var.assign_add(1.0))
     assert [x.tolist() for x in var] == [[0, 0]] * n
 
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere aggregates."""
+    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere aggregates. There it reads
+    as the value assigned to it, also if it aggregates by sum; assign_add to such a sum of several replicas raises an
+    error, as in TensorFlow."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -100,7 +100,7 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
                 var.assign_sub(1.0)
         return made["none"].value()
 
-    seen = strategy.run(step, args=(cr.PerReplica(library.arrays(xs)),))
+    seen = strategy.run(step, args=(value(library, xs),))
     own = [x + (k > 0) for k, x in enumerate(xs)]
     assert [library.to_numpy(x).tolist() for x in seen] == [x.tolist() for x in own]
     oracle.check(library.to_numpy(made["sum"].value()), "sum", own)
@@ -112,24 +112,15 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
             made["none"].value()
     assert strategy.local_results(made["none"]) == made["none"].values
     assert library.to_numpy(strategy.reduce("max", made["none"])).tolist() == np.max(own, 0).tolist()
-
-
-@pytest.mark.parametrize("n", COUNTS)
-def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(library, n):
-    """In the cross-replica context a sync-on-read variable reads as the value assigned to it, also if it aggregates by
-    sum; assign_add to such a sum of several replicas raises an error, as in TensorFlow."""
-    strategy = cr.MirroredStrategy(n)
     seven = library.array(np.full(2, 7))
     total = variable(strategy, library.array(np.ones(2, np.int64)), synchronization="on_read", aggregation="sum")
-    total.assign(seven)
-    assert library.to_numpy(total.value()).tolist() == [7, 7]
-    mean = variable(strategy, library.array(np.ones(2)), synchronization="on_read", aggregation="mean")
-    mean.assign_add(2.0)
-    assert library.to_numpy(mean.value()).tolist() == [3, 3]
+    assert library.to_numpy(total.assign(seven).value()).tolist() == [7, 7]
+    due = (library.to_numpy(made["mean"].value()) + 2).tolist()  # before a tensor of torch is written in place
+    assert library.to_numpy(made["mean"].assign_add(2.0).value()).tolist() == due
     if n > 1:
         with pytest.raises(cr.ContextError, match="assign_add outside of replicas is not defined for a sync-on-read"):
             total.assign_add(seven)
-    total.assign(cr.PerReplica(library.arrays([np.full(2, 10**k) for k in range(n)])))
+    total.assign(value(library, [np.full(2, 10**k) for k in range(n)]))
     assert library.to_numpy(total.value()).tolist() == [sum(10**k for k in range(n))] * 2
 
 
@@ -158,23 +149,20 @@ def test_runs_in_several_threads_keep_a_variable_consistent(library):
     strategy = cr.MirroredStrategy(3)
     var = variable(strategy, library.array(np.zeros(1000)), aggregation="sum")
 
-    def work():
-        for _ in range(20):
+    def work(_):
+        for _ in range(10):
             strategy.run(lambda: var.assign_add(1.0))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert components(library, var) == [[3 * 3 * 20.0] * 1000] * 3
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert components(library, var) == [[3 * 3 * 10.0] * 1000] * 3
 
 
 def test_update_runs_for_each_component(library):
     """extended.update calls the function for each component in order, with that replica's arguments."""
     strategy = cr.MirroredStrategy(3)
     var = variable(strategy, library.array(np.ones(2)))
-    grads = cr.PerReplica(library.arrays([np.full(2, float(k)) for k in range(3)]))
+    grads = value(library, [np.full(2, float(k)) for k in range(3)])
     order = []
 
     def fn(w, g, rate, *, name):
@@ -193,15 +181,6 @@ def test_update_runs_for_each_component(library):
     assert strategy.extended.update(var, lambda w: w.assign_add(1.0)) is None
 
 
-def test_a_variable_as_a_numpy_array_without_a_copy(library):
-    """``copy=False`` returns the elements in the variable's dtype, and is an error for a dtype that needs a copy."""
-    kept = variable(cr.MirroredStrategy(2), library.array(np.arange(3, dtype="float32")), aggregation="mean")
-    assert (kept.__array__(copy=False) == np.arange(3)).all()
-    assert kept.__array__(np.dtype("float32"), copy=False).dtype == np.float32
-    with pytest.raises(ValueError, match="cannot be converted to float64 without a copy"):
-        kept.__array__(np.dtype("float64"), copy=False)
-
-
 def test_numbers_shapes_and_dtypes(library):
     """A variable keeps its framework, shape and dtype; numbers that keep the dtype can be added and assigned."""
     strategy = cr.MirroredStrategy(2)
@@ -212,37 +191,36 @@ def test_numbers_shapes_and_dtypes(library):
     assert library.to_numpy(scalar.value()).dtype == np.float32
     vector = variable(strategy, library.array(np.ones(2, np.float32)), name="v")
     for wrong in (1.0, library.array(np.ones(3, np.float32)), library.array(np.ones(2, np.int32)), np.complex64(1)):
-        with pytest.raises(
-            cr.MismatchError, match=r"(?s)the framework, shape and dtype of the variable.*Variable\(v: float32\[2\]"
-        ):
+        words = r"(?s)the framework, shape and dtype of the variable.*Variable\(v: float32\[2\]"
+        with pytest.raises(cr.MismatchError, match=words):
             vector.assign(wrong)
     integer = variable(strategy, library.array(np.int32(1)), aggregation="sum")
-    with pytest.raises(cr.MismatchError, match="must have the framework, shape and dtype of the variable"):
-        integer.assign_add(0.5)
-    for wrong in (0.5, 1j):
+    flag = variable(strategy, library.array(np.bool_(True)))
+    for assign, wrong in ((integer.assign_add, 0.5), (integer.assign, 0.5), (integer.assign, 1j), (flag.assign, 2)):
         with pytest.raises(cr.MismatchError, match="must have the framework, shape and dtype of the variable"):
-            integer.assign(wrong)
-    with pytest.raises(cr.MismatchError, match="must have the framework, shape and dtype of the variable"):
-        variable(strategy, library.array(np.bool_(True))).assign(2)
+            assign(wrong)
     assert components(library, integer) == [1, 1]
     assert components(library, variable(strategy, library.array(np.complex64(1))).assign(2)) == [2, 2]
     for count in (1, 3):
-        given = cr.PerReplica(library.arrays([np.int32(5)] * count))
+        given = value(library, [np.int32(5)] * count)
         with pytest.raises(cr.ArgumentError, match="needs one component for each replica"):
             strategy.run(lambda given=given: integer.assign(given))
     with pytest.raises(cr.MismatchError, match="must have as many components as the variable"):
-        vector.assign(cr.PerReplica(library.arrays([np.ones(2, np.float32)] * 3)))
+        vector.assign(value(library, [np.ones(2, np.float32)] * 3))
 
 
 def test_a_variable_reads_as_a_numpy_array(library):
-    """np.asarray of a variable is its value in the current context: the replica's own, or all components combined."""
+    """np.asarray of a variable is its value in the current context: the replica's own, or all components combined.
+    ``copy=False`` is an error for a dtype that needs a copy."""
     strategy = cr.MirroredStrategy(2)
     var = variable(strategy, library.array(np.arange(3.0)))
-    assert np.asarray(var).tolist() == [0, 1, 2]
     assert np.array(var, dtype=np.float32).dtype == np.float32
     copied = np.array(var)
     copied += 1
-    assert np.asarray(var).tolist() == [0, 1, 2]
+    assert np.asarray(var).tolist() == var.__array__(copy=False).tolist() == [0, 1, 2]
+    assert var.__array__(np.dtype("float64"), copy=False).dtype == np.float64
+    with pytest.raises(ValueError, match="cannot be converted to float32 without a copy"):
+        var.__array__(np.dtype("float32"), copy=False)
     own = variable(strategy, library.array(np.zeros(())), synchronization="on_read", aggregation="sum")
     numbers = strategy.run(
         lambda: (own.assign_add(1.0 + context().replica_id_in_sync_group), float(np.asarray(own)))[1]
@@ -293,37 +271,9 @@ def test_different_assignments_are_listed():
     """If replicas make different assignments, or assign to different variables, a MismatchError lists them."""
     strategy = cr.MirroredStrategy(2)
     a, b = (variable(strategy, 1.0, name=name, aggregation="sum") for name in "ab")
-    with pytest.raises(
-        cr.MismatchError, match=r"(?s)replica 0.*assign of Variable\(a.*replica 1.*assign of Variable\(b"
-    ):
+    words = r"(?s)replica 0.*assign of Variable\(a.*replica 1.*assign of Variable\(b"
+    with pytest.raises(cr.MismatchError, match=words):
         strategy.run(lambda: (b if context().replica_id_in_sync_group else a).assign(2.0))
     with pytest.raises(cr.MismatchError, match=r"(?s)assign_add of Variable\(a"):
         strategy.run(lambda: a.assign(2.0) if context().replica_id_in_sync_group else a.assign_add(2.0))
     assert list(a) == list(b) == [1.0, 1.0]
-
-
-def test_n_replicas_train_like_one(library):
-    """n replicas with mirrored weights and an uneven batch learn the same weights as one replica."""
-    rng = np.random.default_rng(0)
-    x, true = rng.integers(-3, 4, (14, 3)).astype(np.float64), np.array([1.0, -2.0, 3.0])
-    y = x @ true
-    results = []
-    for n in (1, 4):
-        strategy = cr.MirroredStrategy(n)
-        weights = variable(strategy, library.array(np.zeros(3)), aggregation="sum")
-
-        def step(x, y, weights=weights):
-            error = x @ weights.value() - y
-            weights.assign_sub((error @ x) * (0.125 / 14))
-            return (error * error).sum()
-
-        losses = [
-            float(strategy.reduce("sum", strategy.run(step, args=batch)))
-            for batch in strategy.distribute_dataset([(library.array(x), library.array(y))] * 20)
-        ]
-        results.append((losses, components(library, weights)))
-    assert results[1][1] == results[1][1][:1] * 4
-    # 20 steps of sums of at most 14 products of numbers below 60: errors far below 1e-9
-    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-9)
-    np.testing.assert_allclose(results[0][1][0], results[1][1][0], rtol=1e-9)
-    assert results[0][0][-1] < 0.01 * results[0][0][0]

@@ -38,22 +38,13 @@ def start(handling):
         return start_thread(threading.Thread(target=int))
 
 
-class Group:
-    def check(self):
-        pass
-
-
 @pytest.mark.parametrize("handling", [False, True])
-def test_an_interrupt_during_a_start_is_raised_as_it_is(monkeypatch, handling):
-    """The handler's exception is raised instead of the RuntimeError, also while another exception is handled."""
+def test_the_exceptions_of_a_start(monkeypatch, handling):
+    """The signal handler's exception is raised instead of the RuntimeError that follows from it; a RuntimeError of the
+    system is raised unchanged; both also while another exception is handled."""
     monkeypatch.setattr(threading.Thread, "start", started_and_interrupted)
     with pytest.raises(KeyboardInterrupt, match="the signal"):
         start(handling)
-
-
-@pytest.mark.parametrize("handling", [False, True])
-def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch, handling):
-    """A RuntimeError of the system is raised unchanged, also while another exception is handled."""
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         start(handling)
@@ -62,9 +53,8 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch, handling):
 def test_an_interrupt_during_the_start_of_the_watchdog_is_no_warning(monkeypatch):
     """Ctrl-C while the watchdog starts is raised; only a thread that the system refuses is a warning."""
     monkeypatch.setattr(threading.Thread, "start", started_and_interrupted)
-    group = Group()
     with pytest.raises(KeyboardInterrupt, match="the signal"):
-        WatchedTransport(None, group.check)
+        WatchedTransport(None, lambda: None)
 
 
 @pytest.mark.parametrize("interrupt", [started_and_interrupted, never_started])

@@ -22,6 +22,11 @@ def on(*numbers):
     return cr.PerReplica([0] * len(numbers), cpus(*numbers))
 
 
+def value(framework, xs):
+    """Return a PerReplica of arrays of the framework, the k-th on ``cpu:k``."""
+    return cr.PerReplica(framework.arrays(xs), cpus(*range(len(xs))))
+
+
 def small(dtype, shape, n, seed=0):
     """Return n random arrays of small integers, whose sums and products are exact in most dtypes."""
     rng = np.random.default_rng(seed)

@@ -9,8 +9,8 @@ import importlib
 import os
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
+from oracle import dtype_of as np_dtype
 
 # Leave a framework out only on a machine that lacks it, such as one with a GPU but without TensorFlow.
 NAMES = tuple(os.environ.get("CROSSREDUCE_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(","))
@@ -19,13 +19,7 @@ DTYPES = (
     "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8",
     "complex64", "complex128", "bool",
 )  # fmt: skip
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 COMPLEX = ("complex64", "complex128")
-
-
-def np_dtype(name):
-    """Return NumPy's dtype with a name; bfloat16 is defined by ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def defined(op, dtype):
@@ -54,9 +48,6 @@ class Framework:
     def __repr__(self):
         return self.name
 
-    def device(self, k):
-        return f"cpu:{k}"
-
     def arrays(self, xs):
         """Return arrays of the framework, the k-th on the k-th device."""
         return [self.array(x, k) for k, x in enumerate(xs)]
@@ -83,19 +74,22 @@ class Framework:
         np.add.at(out, tuple(indices.T) if indices.ndim == 2 else indices, values)
         return out
 
+    def mean_dtype(self, dtype):
+        """Return the dtype of the mean of arrays of integers: that of true division."""
+        return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
+
+    def shares(self, a, b):
+        return False  # of immutable arrays; sharing them has no effect
+
     def memory(self, x):
         """Return the arrays that a result consists of."""
         import crossreduce as cr
 
         return [x.values, x.indices] if isinstance(x, cr.IndexedSlices) else [x]
 
-    def is_array(self, x):
-        return isinstance(x, self.kind)
-
 
 class NumPy(Framework):
     name, examples, mutable, kinds = "numpy", 150, True, ("IndexedSlices",)
-    kind = np.ndarray
 
     def array(self, x, k=0):
         return np.array(x)
@@ -107,9 +101,6 @@ class NumPy(Framework):
     def device_of(self, x):
         return "cpu"  # one memory, which all devices cpu:k share
 
-    def mean_dtype(self, dtype):
-        return np.true_divide(np.ones(1, np_dtype(dtype)), 2, dtype=None).dtype.name
-
     def shares(self, a, b):
         return np.shares_memory(a, b)
 
@@ -120,7 +111,7 @@ class Torch(Framework):
     def __init__(self, kind="cpu"):
         import torch
 
-        self.torch, self.kind, self.where = torch, torch.Tensor, kind
+        self.torch, self.where = torch, kind
 
     def array(self, x, k=0):
         x = np.array(x, order="C")
@@ -153,14 +144,14 @@ class Torch(Framework):
         return self.torch.sparse_coo_tensor(self.array(rows), self.array(values), tuple(shape), check_invariants=False)
 
     def parts(self, x):
-        if not isinstance(x, self.kind):
+        if not isinstance(x, self.torch.Tensor):
             return super().parts(x)
         assert x.layout is self.torch.sparse_coo
         indices = self.to_numpy(x._indices()).T
         return Parts("coo", self.to_numpy(x._values()), indices[:, 0] if indices.shape[1] == 1 else indices)
 
     def memory(self, x):
-        if isinstance(x, self.kind) and x.layout is self.torch.sparse_coo:
+        if isinstance(x, self.torch.Tensor) and x.layout is self.torch.sparse_coo:
             return [x._values(), x._indices()]
         return super().memory(x)
 
@@ -176,7 +167,7 @@ class Jax(Framework):
         if jax.config.jax_num_cpu_devices != DEVICES:
             jax.config.update("jax_num_cpu_devices", DEVICES)
         jax.config.update("jax_enable_x64", True)
-        self.jax, self.bcoo, self.kind = jax, sparse.BCOO, jax.Array
+        self.jax, self.bcoo = jax, sparse.BCOO
         self.devices = jax.devices(kind)
         if kind == "cpu":
             assert len(self.devices) == DEVICES, "JAX was used before its devices were set up"
@@ -191,12 +182,6 @@ class Jax(Framework):
     def device_of(self, x):
         (device,) = x.devices()
         return f"{device.platform}:{device.id}"
-
-    def mean_dtype(self, dtype):
-        return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
-
-    def shares(self, a, b):
-        return False  # arrays are immutable, so sharing has no effect
 
     def sparse(self, kind, values, indices, shape, k=0):
         if kind == "IndexedSlices":
@@ -227,7 +212,7 @@ class TensorFlow(Framework):
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
         tf.config.list_logical_devices()  # from now on the devices cannot be changed, by a command in this process say
         tf.get_logger().setLevel("ERROR")
-        self.tf, self.kind = tf, tf.Tensor
+        self.tf = tf
 
     def array(self, x, k=0):
         with self.tf.device(f"/CPU:{k}"):
@@ -241,12 +226,6 @@ class TensorFlow(Framework):
 
     def device_of(self, x):
         return "cpu:" + x.device.rpartition("CPU:")[2]
-
-    def mean_dtype(self, dtype):
-        return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
-
-    def shares(self, a, b):
-        return False  # arrays are immutable, so sharing has no effect
 
     def sparse(self, kind, values, indices, shape, k=0):
         if kind == "IndexedSlices":

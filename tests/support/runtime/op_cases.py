@@ -24,11 +24,13 @@ each_ops = pytest.mark.parametrize("ops", OPS, ids=label)
 ops_and_framework = pytest.mark.parametrize(("ops", "framework"), each(OPS, NAMES), indirect=["framework"], ids=label)
 
 
-def with_ops(name, values):
-    """Parametrize a test over values, each with one of the ops in turn."""
-    return pytest.mark.parametrize((name, "ops"), each(values, OPS), ids=label)
-
-
 def value(n=2):
     """Return a valid value of n replicas."""
     return cr.PerReplica([np.full(3, float(k)) for k in range(n)])
+
+
+def refused_by_all(error, words, *calls):
+    """Assert that each call raises an error with these words."""
+    for call in calls:
+        with pytest.raises(error, match=words):
+            call()

@@ -1,0 +1,16 @@
+"""What the tests of failing replicas share: an error of their own, the number of the replica, the notes of an error."""
+
+import crossreduce as cr
+
+
+class OwnError(Exception):
+    """An error that only tests raise."""
+
+
+def number():
+    """Return the number of the replica that calls."""
+    return cr.get_replica_context().replica_id_in_sync_group
+
+
+def notes(error):
+    return "\n".join(error.__notes__)
