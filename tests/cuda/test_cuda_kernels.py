@@ -22,39 +22,19 @@ def library():
     return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
 
 
-def with_rows(folder, dtypes, *flags):
-    """Compile only the kernels for some dtypes, as all take much longer, in a new folder."""
-    rows = {launches.kernel_name(numbers)[0] for numbers in launches.all_numbers() if numbers.dtype in dtypes}
-    source = folder / "native"
-    shutil.copytree(KERNELS, source)
-    lines = (source / "kernels.inc").read_text().splitlines(keepends=True)
-    named = [re.match(r"(KERNEL|MIN_MAX)\((\w+), ", line) for line in lines]
-    prefix = {"KERNEL": "", "MIN_MAX": "min_"}
-    kept = [line for line, row in zip(lines, named, strict=True) if row is None or prefix[row[1]] + row[2] in rows]
-    assert len(kept) < len(lines)
-    (source / "kernels.inc").write_text("".join(kept))
-    command = ["g++", *FLAGS, *flags, "-Wno-error", "-Wl,-Bsymbolic", "-shared", f"-I{source}"]
-    subprocess.run([*command, NATIVE / "cuda_host.cpp", "-o", folder / "cuda_host.so"], check=True, timeout=250)
-    return folder / "cuda_host.so"
-
-
-def checked(library, batches, *dtypes, sanitized=False):
-    """Run drawn batches of every kernel of all or some dtypes in a process of its own; return the finished process."""
-    environment = {}
-    if sanitized:
-        asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-        environment = {"LD_PRELOAD": asan.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-    return ran("cuda_launches.py", library, batches, 1, *dtypes, **environment)
+def drawn_batches(library, *dtypes, **environment):
+    """Check drawn batches of every kernel of all or some dtypes in a process of its own; return how many of each."""
+    done = ran("cuda_launches.py", library, count(300), 1, *dtypes, **environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {dtype: int(number) for dtype, number in map(str.split, done.stdout.splitlines())}
 
 
 def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
     """Drawn batches of every kernel: several parts, orders, alignments, in place; only the bytes of results change."""
-    done = checked(library, count(300))
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = dict(line.split() for line in done.stdout.splitlines())
+    counts = drawn_batches(library)
     assert sorted(counts) == sorted({numbers.dtype for numbers in launches.all_numbers()})
     assert len(counts) == 15
-    assert min(map(int, counts.values())) >= count(300)
+    assert min(counts.values()) >= count(300)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +42,20 @@ def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
 )
 def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
     """Under sanitizers, drawn batches access no byte beside a source or result, and have no undefined behaviour."""
-    done = checked(with_rows(tmp_path, dtypes, "-Og", *SANITIZERS), count(300), *dtypes, sanitized=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {launches.kernel_name(numbers)[0] for numbers in launches.all_numbers() if numbers.dtype in dtypes}
+    shutil.copytree(KERNELS, tmp_path / "native")
+    table = tmp_path / "native" / "kernels.inc"  # to compile all kernels takes much longer
+    lines = table.read_text().splitlines(keepends=True)
+    named = [re.match(r"(KERNEL|MIN_MAX)\((\w+), ", line) for line in lines]
+    prefix = {"KERNEL": "", "MIN_MAX": "min_"}
+    kept = [line for line, row in zip(lines, named, strict=True) if row is None or prefix[row[1]] + row[2] in rows]
+    assert len(kept) < len(lines)
+    table.write_text("".join(kept))
+    command = ["g++", *FLAGS, "-Og", *SANITIZERS, "-Wno-error", "-Wl,-Bsymbolic", "-shared", f"-I{table.parent}"]
+    library = tmp_path / "cuda_host.so"
+    subprocess.run([*command, NATIVE / "cuda_host.cpp", "-o", library], check=True, timeout=250)
+    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    drawn_batches(library, *dtypes, LD_PRELOAD=asan.strip(), ASAN_OPTIONS="detect_leaks=0")
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):

@@ -205,8 +205,8 @@ def test_jit_with_a_constant_on_another_device(jax, jax_):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients(traced, jax, jax_):
-    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n; without jit it is on
-    the replica's device."""
+    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n, without jit on the
+    replica's device; vmap can transform a reduction, too."""
 
     def loss(xs):
         results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])
@@ -218,6 +218,9 @@ def test_gradients(traced, jax, jax_):
     for k, grad in enumerate(grads):
         assert grad.tolist() == [2.0] * 4
         assert traced or grad.devices() == {jax.devices("cpu")[k]}
+    stacked = [np.stack([x, 2 * x]) for x in xs]
+    total = jax.vmap(lambda *xs: cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica(xs), "cpu:0")[0])(*stacked)
+    np.testing.assert_array_equal(np.asarray(total), sum(stacked))
 
 
 def test_export_with_a_symbolic_size(jax):

@@ -183,23 +183,6 @@ def test_unknown_rank() -> None:
         traced(tf.ones([3]))
 
 
-def test_named_devices_inside_a_function() -> None:
-    """Inside tf.function, values with devices are reduced on these; for others, TensorFlow's placer chooses."""
-    names = ["cpu:1", "cpu:2", "cpu:0"]
-
-    @tf.function(autograph=False)
-    def reduce(*xs: tf.Tensor) -> list[tf.Tensor]:
-        value = cr.PerReplica(xs, names)
-        named = list(HIERARCHICAL.reduce("sum", value, value))
-        assert [cr.PerReplica([x]).devices[0] for x in named] == names
-        with tf.device("CPU:7"):
-            free = list(HIERARCHICAL.reduce("sum", cr.PerReplica(xs), cr.PerReplica(xs)))
-        assert [x.device for x in free] == ["", "", ""]
-        return [*named, *free]
-
-    assert [float(x) for x in reduce(*(on(k, float(k)) for k in range(3)))] == [3.0] * 6
-
-
 @pytest.mark.parametrize(("algorithm", "traced"), each(ALGORITHMS, [False, True]))
 def test_gradients(algorithm: str, traced: bool) -> None:
     """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""

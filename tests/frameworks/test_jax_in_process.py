@@ -222,19 +222,20 @@ def test_a_device_that_does_not_arrive_is_named():
     assert all(others.acquire(timeout=60) for _ in range(7))
     time.sleep(1)  # the others go from their callbacks to all_reduce
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
-    kernels.native().xla_handlers(*settings, 0.3)
+    kernels.native().xla_handlers(*settings, 0.8)
     try:
         match = (
-            r"(?s)axis 'd': position 3, 7 did not arrive within 0.3 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
+            r"(?s)axis 'd': position 3, 7 did not arrive within 0.8 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(run(x))
         assert not waiting.is_ready()  # the error did not wait for the program before
         release.set()
-        assert waiting.tolist() == every(x).tolist() == [8] * 8
+        assert waiting.tolist() == [8] * 8
     finally:
         release.set()
         kernels.native().xla_handlers(*settings, 40.0)
+    assert every(x).tolist() == [8] * 8
 
 
 def test_an_invalid_timeout_is_rejected(monkeypatch):

@@ -10,7 +10,6 @@ from pairs import each, pairs
 from tensorflow_values import MODES, crt, tf
 
 import crossreduce as cr
-from crossreduce.engines.host import HostExecutable
 
 keras = tf.keras
 OPS = {
@@ -229,29 +228,6 @@ def test_merge_call_and_variables_with_aggregation():
     assert [float(x) for x in total.values] == [7.0] * 3
     assert [float(x) for x in mean.values] == [np.float32(7 / 3)] * 3
     assert float(read.read_value()) == 7.0
-
-
-def test_eager_all_reduce_runs_in_the_host_engine(monkeypatch):
-    """The host engine runs ``ctx.all_reduce`` of eager tensors, also if a GradientTape records in the replica's thread.
-
-    The strategy defines the gradient of the reduction, and merge_call runs in a thread without a tape.
-    """
-    runs = []
-    run = HostExecutable.run
-    monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))
-    strategy = strategy_of(3)
-
-    def step():
-        x = tf.identity(2.0)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = 5.0 * replica().all_reduce("sum", x)
-        return y, tape.gradient(y, x)
-
-    y, gradient = strategy.run(step)
-    assert [float(x) for x in local(strategy, y)] == [30.0] * 3
-    assert [float(x) for x in local(strategy, gradient)] == [15.0] * 3
-    assert runs == [1, 1]
 
 
 CLASSES, SAMPLES, FEATURES = 3, 120, 8

@@ -207,23 +207,6 @@ def test_sparse_under_tracing(tracing):
     assert tracing.to_numpy(dense).tolist() == [[1, 1], [4, 5], [1, 1], [6, 7], [1, 1]]
 
 
-def test_grad_and_vmap_of_jax(jax_):
-    """jax.grad and jax.vmap can transform a reduction: the gradient of a mean of n replicas is 1/n for each replica."""
-    jax, jnp = jax_.jax, jax_.jax.numpy
-
-    def total(*arrays):
-        value = cr.PerReplica(arrays)
-        return jnp.sum(cr.HierarchicalCopyAllReduce().reduce("mean", value, value)[1] * jnp.arange(3.0))
-
-    arrays = [jnp.arange(3.0) + k for k in range(4)]
-    for function in (jax.grad(total, argnums=(0, 1, 2, 3)), jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))):
-        for gradient in function(*arrays):
-            np.testing.assert_allclose(np.asarray(gradient), np.arange(3.0) / 4, rtol=1e-15)
-    stacked = [jnp.stack([x, 2 * x]) for x in arrays]
-    result = jax.vmap(lambda *xs: cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica(xs), "cpu:0")[0])(*stacked)
-    np.testing.assert_array_equal(np.asarray(result), np.asarray(sum(stacked)))
-
-
 def test_unknown_sizes_that_differ_are_errors_at_run_time(tensorflow_):
     """If tf.function leaves sizes unknown, components of different shapes raise an error when the function runs."""
     tf, spec = tensorflow_.tf, tensorflow_.tf.TensorSpec

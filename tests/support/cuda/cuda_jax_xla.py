@@ -15,6 +15,7 @@ from unittest import mock
 import jax
 import jax.experimental.layout
 import numpy as np
+import strategies
 from fake_cuda import FakeDriver
 
 from crossreduce import values as values_module
@@ -24,7 +25,20 @@ from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.engines.cuda.jax import memory
 from crossreduce.frameworks.jax import arrays as framework
 
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
+CASES = [(dtype, op) for dtype in DTYPES for op in strategies.OPS if op in strategies.ops_for(dtype)]
 HOST = 8  # of 9 JAX devices, the one that stands in for the host
+
+
+def values(draw, dtype, shape):
+    """Return drawn values: sums of floats depend on their order."""
+    kind = jax.numpy.dtype(dtype)
+    if dtype == "bool":
+        return draw.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return np.asarray(draw.integers(0, 100, shape)).astype(kind)
+    found = np.asarray(draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape))
+    return (found + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else found.astype(kind)
 
 
 def number(device):

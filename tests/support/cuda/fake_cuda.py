@@ -65,10 +65,10 @@ def built(stub=False, soname="libcuda.so.1"):
     return compiled("libcuda.so.1", ["g++", "-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread"], objects)
 
 
-def ran(name, *arguments, package=PACKAGE.parent, timeout=550, **environment):
+def ran(name, *arguments, timeout=550, **environment):
     """Run a program of the tests in a process of its own; return the finished process."""
     command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
-    given = os.environ | {"PYTHONPATH": python_path(package)} | environment
+    given = os.environ | {"PYTHONPATH": python_path(PACKAGE.parent)} | environment
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
