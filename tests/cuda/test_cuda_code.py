@@ -20,7 +20,6 @@ ROOT = machine_code.ROOT
 SCRIPT = ROOT / "scripts/build_cuda_kernels"
 NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
 PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
-SOME = ["bfloat16", "complex64", "float16", "int32"]  # with the kernels that round to halves
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +115,12 @@ def test_ptx_rounds_each_result_once_to_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "dtypes", [SOME, pytest.param(sorted(launches.SHORT), marks=pytest.mark.slow)], ids=["some", "all"]
+    "dtypes", [["float16", "int32"], pytest.param(sorted(launches.SHORT), marks=pytest.mark.slow)], ids=["two", "all"]
 )
 def test_the_compiled_instructions_give_the_bits_of_the_reference(dtypes):
     """The PTX of the kernels for some dtypes, translated to C: drawn batches, and conversions to halves."""
     names = {name for each in launches.all_numbers() if each.dtype in dtypes for name in launches.kernels_of(each)}
+    names |= set(roundings.KERNELS)
     kernels = {name: each for name, each in ptx_to_c.kernels(machine_code.ptx()).items() if name in names}
     library = ptx_to_c.loaded(kernels)
     counts = launches.check_each(library, count(100), 3, dtypes)

@@ -10,7 +10,7 @@ CHECKS = {
     "many": (3, 3),
     "hosts": (6, 6),
     "draws": (count(98, 49), count(98, 49)),
-    "dropped": (count(24, 6), count(200)),
+    "dropped": (count(24, 6), count(150)),
     "failures": (count(7, 2), count(25)),
     "captures": (count(24), count(24)),
     "threads": (count(20), 4 * count(20)),

@@ -86,11 +86,17 @@ def test_half_types_round_once_and_nan_propagates(algorithm):
         "max": [40000, nan, 2, nan, 0, inf],
     }
     kinds = [oracle.dtype_of(dtype) for dtype in ("float16", "bfloat16", "float32")]
-    run = jax.jit(spread(lambda x: {op: all_reduce(x, "d", op, algorithm=algorithm) for op in want}, 2))
-    for op, row in run([xs.astype(kind) for kind in kinds]).items():
-        for x, kind in zip(row, kinds, strict=True):
-            expected = np.array(want[op]).astype(kind)
-            np.testing.assert_array_equal(same_everywhere(x).astype("float32"), expected.astype("float32"))
+
+    def own(x):
+        return {op: all_reduce(x, "d", op, algorithm=algorithm) for op in want}
+
+    given = [xs.astype(kind) for kind in kinds]
+    by_xla = jax.tree.map(lambda x: x[0], jax.vmap(own, axis_name="d")(given))
+    for found in (jax.tree.map(same_everywhere, jax.jit(spread(own, 2))(given)), by_xla):
+        for op, row in found.items():
+            for x, kind in zip(row, kinds, strict=True):
+                expected = np.array(want[op]).astype(kind)
+                np.testing.assert_array_equal(np.asarray(x).astype("float32"), expected.astype("float32"))
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling"])
