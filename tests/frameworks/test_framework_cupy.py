@@ -126,8 +126,8 @@ def test_every_op_and_dtype_gives_the_bits_of_numpy(cupy, put, get):
     rng = np.random.default_rng(0)
     cases = ((1, 0, 0), (2, 1, 2), (3, 3, 0), (3, 0, 2), (8, 2, 8))  # devices, packs, streams
     for number, algorithm in enumerate(ALGORITHMS):
-        for k, op in enumerate(OPS):
-            n, packs, streams = cases[(number + k) % len(cases)]
+        for k in (number % 5, (number + 2) % 5):
+            op, (n, packs, streams) = OPS[k], cases[(number + k) % len(cases)]
             with own_streams(cupy, range(streams)):
                 kinds = [(d, s) for d in DTYPES if op in ops_for(d) for s in ((), (0,), (5, 3))]
                 batch = [[drawn(*kind, rng) for _ in range(n)] for kind in kinds]

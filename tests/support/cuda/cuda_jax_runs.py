@@ -36,6 +36,7 @@ from crossreduce import frameworks
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
+from crossreduce.errors import BackendError
 
 FRAMEWORK = frameworks.get("jax")
 SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
@@ -228,7 +229,7 @@ def check_gradients(gpu):
     draw = np.random.default_rng(3)
     xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
     weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
-    cases = budget.some(product(("sum", "mean", "max", "product"), range(5)))
+    cases = budget.some(product(("sum", "mean", "max", "product"), range(4)))
     for op, number in cases:
 
         def loss(*xs, op=op, devices=None):
@@ -240,17 +241,15 @@ def check_gradients(gpu):
             jax.grad(partial(loss, devices=names(3)), argnums=(0, 1, 2)),
             jax.jit(lambda *xs, loss=loss: jax.jvp(loss, xs, tuple(x + 1 for x in xs))),
             jax.jit(jax.vmap(lambda *ys, op=op: cr.all_reduce(list(ys), op))),
-            jax.jit(jax.hessian(lambda x, op=op: cr.all_reduce([x, x * xs[1][0]], op)[1].sum())),
         ][number]
-        arguments = [xs[0][0]] if number == 4 else xs
         with mock.patch.object(cuda_jax, "supports", return_value=False):
-            right = jax.tree.leaves(function(*arguments))
+            right = jax.tree.leaves(function(*xs))
         assert gpu.ran() == 0
         jax.clear_caches()
-        found = jax.tree.leaves(function(*arguments))
+        found = jax.tree.leaves(function(*xs))
         for a, b in zip(found, right, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
-        assert gpu.ran() or number in (0, 1, 3, 4), (op, number)  # gradients of sums do not need their value
+        assert gpu.ran() or number != 2, op  # gradients of sums do not need their value
     return len(cases)
 
 
@@ -292,8 +291,6 @@ def check_errors(gpu):
         count += fails(partial(call, here[0], number=number), pattern)
     # Kernels that cannot be loaded: the loop.
     jax.clear_caches()
-    from crossreduce.errors import BackendError
-
     with mock.patch.object(cuda_jax, "load_kernels", side_effect=BackendError("no code")):
         assert cr.all_reduce(here, "max", devices=names(2, 1))[0].tolist() == (np.arange(8.0) + 1).tolist()
     gpu.ran()
@@ -340,7 +337,7 @@ def check_graphs(gpu):
 def check_serialized(gpu, folder):
     """Executables that another process has serialized run the right plans, whatever was compiled here in what order."""
     xs = [jnp.arange(64.0) ** k for k in range(5)]
-    ops = ["sum", "mean", "max", "min", "product"]
+    ops = ["sum", "mean", "max"]
     programs = {op: jax.jit(lambda *xs, op=op: cr.all_reduce(list(xs), op)) for op in ops}
     if not list(Path(folder).iterdir()):
         for op, program in programs.items():
