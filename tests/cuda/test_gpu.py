@@ -9,7 +9,7 @@ import oracle
 import pytest
 from expect import check_memory, digits, result_dtype, small
 from frameworks import DTYPES, Jax, Torch
-from pairs import pairs
+from pairs import each, pairs
 from strategies import ops_for
 
 import crossreduce as cr
@@ -60,7 +60,7 @@ def test_every_contribution_is_added_once_on_gpu(gpu):
 
 def test_every_dtype_on_gpu(gpu):
     """Every reduction of every dtype equals the oracle, for every algorithm."""
-    for algorithm, dtype in pairs(ALGORITHMS, DTYPES):
+    for algorithm, dtype in each(ALGORITHMS, DTYPES):
         xs = small(dtype, (3, 2), 8)
         given = put(gpu, xs)
         value = cr.PerReplica(given)
