@@ -12,10 +12,8 @@ def test_one_device(library):
     """
     found = printed("cuda_jax_runs.py", library, "eager", "traced", "gradients", "errors", "graphs").split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    assert checked["eager"] == (159 if SHARE >= 1 else 24)
-    assert checked["traced"] == (112 if SHARE >= 1 else 16)
-    assert checked["gradients"] == (16 if SHARE >= 1 else 3)
-    assert (checked["errors"], checked["graphs"]) == (8, 8)
+    gradients = 16 if SHARE >= 1 else 3
+    assert checked == {"eager": 14, "traced": 13, "gradients": gradients, "errors": 8, "graphs": 8}
 
 
 def test_executables_of_another_process(library, tmp_path):
@@ -43,11 +41,6 @@ def test_several_devices(library, peers, checks):
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    wanted = {
-        "bits": 80 if SHARE >= 1 else 12,
-        "calls": 19,
-        "left": 12,
-        "dropped": 23 if SHARE >= 1 else 11,
-    }
+    wanted = {"bits": 14, "calls": 19, "left": 12, "dropped": 23 if SHARE >= 1 else 11}
     assert checked.pop("failures", 41) > (40 if SHARE >= 1 else 6)
     assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}

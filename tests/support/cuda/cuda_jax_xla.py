@@ -17,6 +17,7 @@ import jax.experimental.layout
 import numpy as np
 import strategies
 from fake_cuda import FakeDriver
+from pairs import each
 
 from crossreduce import values as values_module
 from crossreduce.devices import parse
@@ -26,7 +27,14 @@ from crossreduce.engines.cuda.jax import memory
 from crossreduce.frameworks.jax import arrays as framework
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
-CASES = [(dtype, op) for dtype in DTYPES for op in strategies.OPS if op in strategies.ops_for(dtype)]
+ALGORITHMS = ("direct", "ring", "hierarchical_copy", "one_device", "halving_doubling", "auto")
+SHAPES = [(257,), (3, 5), (), (0, 2), (1000,), (7, 1, 2)]
+# Each dtype with one of its ops, each op, and each algorithm.
+CASES = [
+    (dtype, strategies.ops_for(dtype)[k % len(strategies.ops_for(dtype))], algorithm)
+    for k, (dtype, algorithm) in enumerate(each(DTYPES, ALGORITHMS))
+]
+assert {op for _, op, _ in CASES} == {*strategies.OPS}
 HOST = 8  # of 9 JAX devices, the one that stands in for the host
 
 
@@ -238,7 +246,7 @@ class Xla:
         self.imports.clear()
         self.kept.clear()
         self.made.clear()
-        for address in [each for each in self.owned if each not in self.probes]:
+        for address in [at for at in self.owned if at not in self.probes]:
             self.fake.disown(address)
             del self.owned[address]
         report = self.fake.report()
