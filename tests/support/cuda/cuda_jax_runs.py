@@ -115,13 +115,12 @@ def check_bits(gpu, is_traced):
     for dtype, op, algorithm, count, shapes in cases:
         rows = [[values(draw, dtype, shape) for _ in range(count)] for shape in shapes]
         ops = cr.AllReduceCrossDeviceOps(algorithm)
-        on_host = [jax.devices()[0]] * count
 
         def reduced(rows, devices, op=op, ops=ops):
-            given = [cr.PerReplica(row, devices=devices) for row in rows]
-            return [list(each.values) for each in ops.batch_reduce(op, [(value, value) for value in given])]
+            found = [cr.PerReplica(row, devices=devices) for row in rows]
+            return [list(result.values) for result in ops.batch_reduce(op, [(value, value) for value in found])]
 
-        given = [[jax.device_put(x, where) for x, where in zip(row, on_host, strict=True)] for row in rows]
+        given = [[jax.device_put(x, jax.devices()[0]) for x in row] for row in rows]
         hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
         right = reduced(given, hosts)
         assert gpu.ran() == 0
@@ -164,18 +163,10 @@ def check_eager(gpu):
             cr.all_reduce(opposite, devices=names(3, 2))
         except FloatingPointError:
             count += 1
-    with jax.disable_jit():
-        assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
     assert gpu.ran() > 0
-    for devices, given in (
-        (["cuda:0", "cuda:1", "cuda:2"], xs),
-        (names(3), [jnp.asarray(2.0), jnp.asarray(3.0), jnp.asarray(4.0)]),  # weakly typed
-        (names(3), [jnp.zeros((0, 3))] * 3),
-    ):
-        results = cr.all_reduce(given, "sum", devices=devices)
-        assert all((np.asarray(x) == sum(np.asarray(x) for x in given)).all() for x in results)
-        assert [x.weak_type for x in results] == [given[0].weak_type] * 3
-        assert gpu.ran() == 0
+    weak = cr.all_reduce([jnp.asarray(2.0), jnp.asarray(3.0)], devices=names(2))
+    assert [(float(x), x.weak_type) for x in weak] == [(5.0, True)] * 2
+    assert gpu.ran() == 0
     return count
 
 
