@@ -26,21 +26,21 @@ def test_executables_of_another_process(library, tmp_path):
 @pytest.mark.parametrize(
     ("peers", "checks"),
     [
-        ("full", "calls left dropped"),
+        ("full", "calls left"),
         ("none", "bits failures"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("full", "bits failures"), ("pairs", "bits"), ("mesh", "bits"), ("none", "dropped"))
+            for each in (("full", "bits failures"), ("pairs", "bits"), ("mesh", "bits"))
         ),
     ],
 )
 def test_several_devices(library, peers, checks):
     """All dtypes, ops, algorithms and destinations, with any peer access: the bits of the host engine, in order.
 
-    Every wait is needed, and failed calls of the driver raise a ``DriverError``. The rest is left to the loop.
+    Failed calls of the driver raise a ``DriverError``. What the engine cannot do is left to the loop.
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    wanted = {"bits": 14, "calls": 19, "left": 12, "dropped": 23 if SHARE >= 1 else 11}
+    wanted = {"bits": 14, "calls": 19, "left": 12}
     assert checked.pop("failures", 41) > (40 if SHARE >= 1 else 6)
     assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}

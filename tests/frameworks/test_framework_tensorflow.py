@@ -8,7 +8,6 @@ import operator
 import numpy as np
 import pytest
 from frameworks import NAMES, load
-from pairs import each
 
 import crossreduce as cr
 from crossreduce.frameworks import get
@@ -17,7 +16,6 @@ if "tensorflow" not in NAMES:
     pytest.skip("tensorflow is left out by CROSSREDUCE_TEST_FRAMEWORKS", allow_module_level=True)
 tf = load("tensorflow").tf  # sets up logical devices, once for all tests
 
-ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "auto")
 HIERARCHICAL = cr.HierarchicalCopyAllReduce()
 
 
@@ -183,7 +181,7 @@ def test_unknown_rank() -> None:
         traced(tf.ones([3]))
 
 
-@pytest.mark.parametrize(("algorithm", "traced"), each(ALGORITHMS, [False, True]))
+@pytest.mark.parametrize(("algorithm", "traced"), [("ring", False), ("hierarchical_copy", True), ("one_device", True)])
 def test_gradients(algorithm: str, traced: bool) -> None:
     """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
@@ -214,16 +212,11 @@ def test_gradients_of_other_ops_and_of_half_types() -> None:
         assert [float(g) for g in tape.gradient(y, sources)] == want
 
 
-def test_variables_are_differentiable() -> None:
-    """The tape records the read of a variable, so the variable has a gradient."""
+def test_variables_are_read_and_differentiable() -> None:
+    """The tape records the read of a variable, so it has a gradient; a Keras variable is read like the one inside."""
     variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])]
     with tf.GradientTape() as tape:
         y = HIERARCHICAL.reduce("mean", cr.PerReplica(variables), "cpu:0")[0]
     assert [g.numpy().tolist() for g in tape.gradient(y, variables)] == [[0.5, 0.5]] * 2
-
-
-def test_keras_variables() -> None:
-    """A Keras variable is read like the tf.Variable inside it."""
-    keras = pytest.importorskip("keras", exc_type=ImportError)
-    xs = [keras.Variable([1.0, float(k)]) for k in range(2)]
+    xs = [tf.keras.Variable([1.0, float(k)]) for k in range(2)]
     assert cr.all_reduce(xs)[1].numpy().tolist() == [2.0, 1.0]

@@ -68,32 +68,26 @@ def test_layouts(kind: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))
 
 
-def test_results_are_not_part_of_a_graph() -> None:
-    """Parameters and tensors of an autograd graph are reduced by value; results require no gradient."""
+def test_results_are_plain_and_not_part_of_a_graph() -> None:
+    """Parameters, tensors of an autograd graph and of a subclass are reduced by value; results are plain tensors."""
+
+    class Named(torch.Tensor):
+        pass
+
     parameters = [torch.nn.Parameter(torch.tensor([1.0, 2.0]) * (k + 1)) for k in range(3)]
     inside = [parameter * 2 for parameter in parameters]
-    trees = [{"w": w, "inside": [x]} for w, x in zip(parameters, inside, strict=True)]
+    named = [parameter.detach().as_subclass(Named) for parameter in parameters]
+    trees = [{"w": w, "inside": [x], "named": y} for w, x, y in zip(parameters, inside, named, strict=True)]
     for tree in cr.all_reduce(trees):
         assert tree["w"].tolist() == [6.0, 12.0]
         assert tree["inside"][0].tolist() == [12.0, 24.0]
-        assert type(tree["w"]) is torch.Tensor
+        assert tree["named"].tolist() == [6.0, 12.0]
+        assert type(tree["w"]) is type(tree["named"]) is torch.Tensor
         assert not tree["w"].requires_grad
         assert tree["inside"][0].grad_fn is None
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in parameters)
     sum(x.sum() for x in inside).backward()  # the caller's graph is still valid
     assert parameters[0].grad.tolist() == [2.0, 2.0]
-
-
-def test_subclasses_give_plain_tensors() -> None:
-    """A tensor subclass that only adds methods is reduced like a plain tensor."""
-
-    class Named(torch.Tensor):
-        pass
-
-    value = cr.PerReplica([torch.ones(3).as_subclass(Named) for _ in range(2)])
-    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-    assert [type(x) for x in result] == [torch.Tensor] * 2
-    assert result[1].tolist() == [2.0] * 3
 
 
 def test_mean_of_integers_has_the_current_default_dtype() -> None:
@@ -194,17 +188,10 @@ def test_slices_of_sparse_tensors_are_concatenated() -> None:
     assert not a.is_coalesced()
     assert_own([x._values() for x in result], [a._values(), b._values()])
     assert len({address(x._indices()) for x in (*result, a, b)}) == 4
-
-
-def test_sparse_in_two_axes() -> None:
-    """A COO tensor with two sparse axes is reduced too, also beside a dense replica."""
-    a = coo([[0, 2, 2], [1, 0, 0]], torch.tensor([1, 2, 3]), (3, 2))
-    value = cr.PerReplica([a, a])
-    for x in cr.HierarchicalCopyAllReduce().reduce("sum", value, value):
-        assert x.to_dense().tolist() == [[0, 2], [0, 0], [10, 0]]
-    mixed = cr.PerReplica([torch.ones(3, 2, dtype=torch.int64), a])
-    for x in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
-        assert same(x, torch.tensor([[1, 2], [1, 1], [6, 1]]))
+    two = coo([[0, 2, 2], [1, 0, 0]], torch.tensor([1, 2, 3]), (3, 2))  # two sparse axes
+    mixed = [two, torch.ones(3, 2, dtype=torch.int64)]
+    assert cr.all_reduce([two, two])[1].to_dense().tolist() == [[0, 2], [0, 0], [10, 0]]
+    assert same(cr.all_reduce(mixed)[1], torch.tensor([[1, 2], [1, 1], [6, 1]]))
 
 
 def test_sparse_and_dense_in_one_tree() -> None:
