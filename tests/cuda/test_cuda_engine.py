@@ -1,19 +1,25 @@
 """The CUDA engine without a GPU: on a fake driver, in random allowed orders, with faults (see cuda_runs.py)."""
 
-import re
-
-import cuda_faults
 import pytest
-from budget import count, some
-from fake_cuda import printed, ran
+from budget import count
+from fake_cuda import printed
 
-# A check of cuda_runs.py, how much of it the full budget runs, and how much it then reports at least.
-CHECKS = [("draws", 98, 98), ("dropped", 12, 300), ("failures", 7, 50), ("captures", 24, 24), ("threads", 20, 80)]
+# Of each check of cuda_runs.py, how often it runs, and how much it reports at least. 49 draws have all combinations of
+# algorithms and devices.
+CHECKS = {
+    "many": (3, 3),
+    "hosts": (6, 6),
+    "draws": (count(98, 49), count(98, 49)),
+    "dropped": (count(24, 6), count(150)),
+    "failures": (count(7, 2), count(25)),
+    "captures": (count(24), count(24)),
+    "threads": (count(20), 4 * count(20)),
+}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "peers", ["full", "pairs", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mesh", "none"))]
+    "peers", ["full", "none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pairs", "mesh"))]
 )
 def test_every_check(library, peers):
     """With any peer access all bits are the host's, every wait is needed, failed calls raise and leak nothing, captured
@@ -21,23 +27,14 @@ def test_every_check(library, peers):
 
     No two accesses are unordered; without any one of the waits, some are.
     """
-    checks = ["many=3", "hosts=6", *(f"{what}={count(full, 2)}" for what, full, _ in CHECKS)]
+    often = {what: each for what, (each, _) in CHECKS.items()}
+    if peers != "full":
+        often["dropped"] = count(24, 2)  # there are five times as many waits
+    checks = [f"{what}={each}" for what, each in often.items()]
     reported = dict(line.split() for line in printed("cuda_runs.py", library, peers, 1, *checks).splitlines())
-    assert reported.keys() == {each.split("=")[0] for each in checks}
-    for what, full, least in CHECKS:
-        assert int(reported[what]) >= least * count(full, 2) / full / 2, what
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_faults_of_the_engine_are_found(library, tmp_path):
-    """Each of the changes of its files in cuda_faults.py lets a check fail, for another reason than an invalid name."""
-    for number, fault in enumerate(some(cuda_faults.FAULTS)):
-        peers, what, full = fault.found_by
-        package = cuda_faults.package(tmp_path / str(number), fault)
-        done = ran("cuda_runs.py", library, peers, 1, f"{what}={full}", package=package)
-        assert done.returncode != 0, f"{fault} was not found"
-        assert re.search(r"^(AssertionError|crossreduce.errors.DriverError)", done.stderr, re.M), (fault, done.stderr)
+    assert reported.keys() == CHECKS.keys()
+    for what, (_, least) in CHECKS.items():
+        assert int(reported[what]) >= least, what
 
 
 @pytest.mark.parametrize(("framework", "count"), [("cupy", 60), ("torch", 12)])

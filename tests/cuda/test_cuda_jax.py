@@ -12,44 +12,35 @@ def test_one_device(library):
     """
     found = printed("cuda_jax_runs.py", library, "eager", "traced", "gradients", "errors", "graphs").split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    assert checked["eager"] == (159 if SHARE >= 1 else 24)
-    assert checked["traced"] == (112 if SHARE >= 1 else 16)
-    assert checked["gradients"] == (20 if SHARE >= 1 else 3)
-    assert (checked["errors"], checked["graphs"]) == (8, 8)
+    gradients = 16 if SHARE >= 1 else 3
+    assert checked == {"eager": 14, "traced": 13, "gradients": gradients, "errors": 8, "graphs": 8}
 
 
 def test_executables_of_another_process(library, tmp_path):
     """They raise an error until their plans are made here, and then run these, in whatever order they were made."""
     for _ in range(2):
-        assert printed("cuda_jax_runs.py", library, f"serialized={tmp_path}") == "serialized 5\n"
+        assert printed("cuda_jax_runs.py", library, f"serialized={tmp_path}") == "serialized 3\n"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("peers", "checks"),
     [
-        ("full", "calls left dropped"),
+        ("full", "calls left"),
         ("none", "bits failures"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("full", "bits failures"), ("pairs", "bits"), ("mesh", "bits threads"), ("none", "dropped"))
+            for each in (("full", "bits failures"), ("pairs", "bits"), ("mesh", "bits"))
         ),
     ],
 )
 def test_several_devices(library, peers, checks):
     """All dtypes, ops, algorithms and destinations, with any peer access: the bits of the host engine, in order.
 
-    Every wait is needed, and failed calls of the driver raise a ``DriverError``; threads may reduce at once. What the
-    engine cannot do is left to the loop.
+    Failed calls of the driver raise a ``DriverError``. What the engine cannot do is left to the loop.
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    wanted = {
-        "bits": 80 if SHARE >= 1 else 12,
-        "calls": 19,
-        "left": 12,
-        "dropped": 23 if SHARE >= 1 else 11,
-        "threads": 24,
-    }
+    wanted = {"bits": 14, "calls": 19, "left": 12}
     assert checked.pop("failures", 41) > (40 if SHARE >= 1 else 6)
     assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}

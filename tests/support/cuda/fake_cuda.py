@@ -65,10 +65,10 @@ def built(stub=False, soname="libcuda.so.1"):
     return compiled("libcuda.so.1", ["g++", "-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread"], objects)
 
 
-def ran(name, *arguments, package=PACKAGE.parent, timeout=550, **environment):
+def ran(name, *arguments, timeout=550, **environment):
     """Run a program of the tests in a process of its own; return the finished process."""
     command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
-    given = os.environ | {"PYTHONPATH": python_path(package)} | environment
+    given = os.environ | {"PYTHONPATH": python_path(PACKAGE.parent)} | environment
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
@@ -109,8 +109,6 @@ class FakeDriver:
             ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
             ("clear", None),
             ("initialised", None, ctypes.c_int),
-            ("attribute", None, ctypes.c_int, ctypes.c_int),
-            ("label", None, ctypes.c_char_p),
             ("fail", None, ctypes.c_char_p, size, ctypes.c_int),
             ("drop", None, ctypes.c_char_p, size),
             ("count", size, ctypes.c_char_p),
@@ -140,14 +138,6 @@ class FakeDriver:
         """Forget the report, operations, counts and faults, but no handles."""
         self.lib.fake_clear()
 
-    def attribute(self, attribute, value):
-        """Set an attribute of all devices, such as 16, the number of multiprocessors."""
-        self.lib.fake_attribute(attribute, value)
-
-    def label(self, text):
-        """Add a text to what this thread queues from now on; it appears in the report."""
-        self.lib.fake_label(text.encode())
-
     def fail(self, name, n, code):
         """Let the n-th call of a function from now on (1: the next one) fail with a code and do nothing."""
         self.lib.fake_fail(name.encode(), n, code)
@@ -170,10 +160,8 @@ class FakeDriver:
 
     def live(self):
         """Return what the driver's callers made and did not release, as a dictionary of numbers."""
-        return {
-            what: int(count)
-            for what, count in (line.split(": ") for line in self.lib.fake_live().decode().splitlines())
-        }
+        lines = self.lib.fake_live().decode().splitlines()
+        return {what: int(count) for what, count in (line.split(": ") for line in lines)}
 
     def run(self):
         """Execute everything, as if the host had synchronised with all streams."""

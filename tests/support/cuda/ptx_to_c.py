@@ -274,4 +274,4 @@ def loaded(found: dict[str, tuple[int, str]], *flags: str) -> ctypes.CDLL:
     with tempfile.NamedTemporaryFile("w", suffix=".c") as file:
         file.write(translate(found))
         file.flush()
-        return ctypes.CDLL(str(compiled("ptx.so", ["gcc", *(flags or ["-O1"]), *fixed], [file.name])))
+        return ctypes.CDLL(str(compiled("ptx.so", ["gcc", *(flags or ["-O0"]), *fixed], [file.name])))

@@ -18,7 +18,6 @@ from . import _machine, cuda
 
 __version__ = "14.2.0"
 _CHARS = "?bBhHiIlLqQeEfdFD"
-float32, float64, int32, int64, complex64 = np.float32, np.float64, np.int32, np.int64, np.complex64
 
 
 def _dtype(dtype):
@@ -148,31 +147,8 @@ class ndarray:  # noqa: N801
             stream.synchronize()
             return self._host().copy()
 
-    def item(self):
-        if self.size != 1:
-            raise ValueError("can only convert an array of size 1 to a Python scalar")
-        return self.get().item()
-
-    def tolist(self):
-        return self.get().tolist()
-
-    def __repr__(self):
-        return repr(self.get())
-
     def __len__(self):
         return len(self._layout())
-
-    def __iter__(self):
-        return (self[k] for k in range(len(self)))
-
-    def __bool__(self):
-        return bool(self.get())
-
-    def __float__(self):
-        return float(self.get())
-
-    def __int__(self):
-        return int(self.get())
 
     def __array__(self, dtype=None):
         raise TypeError(

@@ -39,25 +39,12 @@ class runtime:  # noqa: N801 - a module in CuPy
             raise runtime.CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
         _state().device = device
 
-    @staticmethod
-    def deviceCanAccessPeer(device, peerDevice):  # noqa: N802, N803
-        return 0
-
 
 class Device:
     """A CUDA device; a context in which it is the current one."""
 
     def __init__(self, device=None):
         self.id = runtime.getDevice() if device is None else int(device)
-
-    def __int__(self):
-        return self.id
-
-    def __eq__(self, other):
-        return isinstance(other, Device) and self.id == other.id
-
-    def __hash__(self):
-        return hash(self.id)
 
     def __repr__(self):
         return f"<CUDA Device {self.id}>"
@@ -69,10 +56,6 @@ class Device:
 
     def __exit__(self, *args):
         runtime.setDevice(_state().stack.pop())
-
-    def use(self):
-        runtime.setDevice(self.id)
-        return self
 
     def synchronize(self):
         _machine.synchronize()
@@ -91,10 +74,6 @@ class Event:
     def record(self, stream=None):
         (get_current_stream() if stream is None else stream).record(self)
 
-    def synchronize(self):
-        _machine.synchronize()
-        _machine.wait(None, self._clock)
-
 
 class Stream:
     """A queue of work on one device. The null stream (``ptr`` 0) is that of the device that is current at its use."""
@@ -106,12 +85,6 @@ class Stream:
         assert priority is None
         self.ptr = _machine.NULL if null else next(_streams)
         self.device_id = -1 if null else runtime.getDevice()
-
-    def __eq__(self, other):
-        return isinstance(other, Stream) and self.ptr == other.ptr
-
-    def __hash__(self):
-        return self.ptr
 
     def _on(self, device):
         """Return the stream as the machine names it, for work that is queued while a device is the current one."""
