@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from crossreduce.errors import (
 )
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView
+from crossreduce.ranks import membership
 from crossreduce.ranks.intra_host import shared_memory
 
 
@@ -185,6 +187,7 @@ def two_in_one(rendezvous):
 def test_two_ranks_in_one_process_are_refused():
     """Ranks must be processes; threads cannot be ranks of one group."""
     ((caught, pid),) = ranks(1, two_in_one)
+    assert None not in caught
     assert all(f"ranks 0, 1 in process {pid}" in text for text in caught)
 
 
@@ -192,31 +195,26 @@ def misused(rendezvous):
     comm = member(rendezvous, 10)
     n = comm.size
     x, y = np.zeros(6, np.float32), np.zeros(7, np.float32)
+    one, complex64, float8 = memory(x), *([ArrayView(0, 0, dtype, ())] * 2 for dtype in ("complex64", "float8"))
     wrong = [
-        (lambda: comm.broadcast(memory(x), n), ArgumentError, "not a rank of the group"),
-        (lambda: comm.broadcast(memory(x), -1), ArgumentError, "not a rank of the group"),
-        (lambda: comm.all_gather(memory(x), memories([x] * (n + 1))), ArgumentError, "one array per rank"),
-        (lambda: comm.all_to_all([], []), ArgumentError, "one array per rank"),
-        (lambda: comm.all_to_all(memories([x] * n), []), ArgumentError, "one array per rank"),
-        (lambda: comm.reduce(ReduceOp.SUM, memory(x), None, comm.rank), ArgumentError, "the root must pass"),
-        (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root may"),
-        (lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(y)), MismatchError, "same dtype and size"),
-        (
-            lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayView(0, 0, "complex64", ())] * 2),
-            UnsupportedError,
-            "max of complex numbers is not defined",
-        ),
-        (lambda: comm.all_reduce(ReduceOp.SUM, *[ArrayView(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
+        (comm.broadcast, (one, n), ArgumentError, "not a rank of the group"),
+        (comm.broadcast, (one, -1), ArgumentError, "not a rank of the group"),
+        (comm.all_gather, (one, memories([x] * (n + 1))), ArgumentError, "one array per rank"),
+        (comm.all_to_all, ([], []), ArgumentError, "one array per rank"),
+        (comm.all_to_all, (memories([x] * n), []), ArgumentError, "one array per rank"),
+        (comm.reduce, (ReduceOp.SUM, one, None, comm.rank), ArgumentError, "the root must pass"),
+        (comm.gather, (one, memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root may"),
+        (comm.all_reduce, (ReduceOp.SUM, one, memory(y)), MismatchError, "same dtype and size"),
+        (comm.all_reduce, (ReduceOp.MAX, *complex64), UnsupportedError, "max of complex numbers is not defined"),
+        (comm.all_reduce, (ReduceOp.SUM, *float8), UnsupportedError, "float8"),
     ]
-    for call, kind, words in wrong:
+    for call, arguments, kind, words in wrong:
         with pytest.raises(kind, match=words):
-            call()
-    assert comm.supports(ReduceOp.SUM, "complex64")
-    assert not comm.supports(ReduceOp.MAX, "complex64")
-    assert not comm.supports(ReduceOp.MEAN, "bool")
-    assert comm.supports(None, "complex128")
-    assert comm.supports(None, "bool")
-    assert not comm.supports(None, "float8")
+            call(*arguments)
+    supported = {(ReduceOp.SUM, "complex64"), (None, "complex128"), (None, "bool")}
+    unsupported = {(ReduceOp.MAX, "complex64"), (ReduceOp.MEAN, "bool"), (None, "float8")}
+    assert all(comm.supports(*case) for case in supported)
+    assert not any(comm.supports(*case) for case in unsupported)
     x[:] = comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # the invalid calls have no effect on later ones
     assert (x == n * (n - 1) / 2).all()
@@ -307,16 +305,9 @@ def test_a_signal_handler_while_a_group_closes():
 
 def spin_times(rendezvous, cpus):
     os.sched_setaffinity(0, {cpus[rendezvous.rank]})
-    recorded, original = [], shared_memory.RankMemory.__init__
-
-    def recording(self, fd, host, rank, slot, size, hosts, spin_s, *more):
-        recorded.append(spin_s)
-        original(self, fd, host, rank, slot, size, hosts, spin_s, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory.RankMemory, "__init__", recording)
+    with mock.patch.object(membership, "RankMemory", wraps=shared_memory.RankMemory) as made:
         member(rendezvous).close()
-    return recorded
+    return [call.args[6] for call in made.call_args_list]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this system gives the tests one CPU")

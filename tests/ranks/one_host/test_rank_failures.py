@@ -21,41 +21,28 @@ from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host import programs
 
 
-@pytest.fixture(autouse=True)
-def dumps(tmp_path, monkeypatch):
-    """Let ranks write their flight recorder dumps into a directory of the test."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    return tmp_path / "dumps"
+pytestmark = pytest.mark.usefixtures("dump_directory")
 
 
 # Ranks that die
 
 
-def mixed(comm, draw, stop=None):
-    """Make random calls, the same on all ranks, until one fails."""
-    arrays = {size: np.ones(size, np.float32) for size in (10, 5000, 300_000, 4_000_000)}
-    while True:
-        x = arrays[draw.choice(sorted(arrays))]
-        what = draw.randrange(4)
-        if what == 0:
-            comm.broadcast(memory(x), draw.randrange(comm.size))
-        elif what == 1:
-            comm.barrier()
-        else:
-            x[:] = 1
-            comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-            assert (x == comm.size).all()
-
-
-def until_lost(rendezvous, started, seed, kind):
-    comm = member(rendezvous, 5)
+def until_lost(rendezvous, started, seed):
+    """Make random calls, the same on all ranks, until one fails; some of them are long."""
+    comm, draw = member(rendezvous, 5), random.Random(seed)
+    sizes = [16 << 20] if seed % 3 == 0 else [10, 5000, 300_000, 4_000_000]
     started.ready()
     try:
-        if kind == "long":
-            x = np.ones(16 << 20, np.float32)
-            while True:
-                comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
-        mixed(comm, random.Random(seed))
+        while True:
+            x = np.ones(draw.choice(sizes), np.float32)
+            what = draw.randrange(4)
+            if what == 0:
+                comm.broadcast(memory(x), draw.randrange(comm.size))
+            elif what == 1:
+                comm.barrier()
+            else:
+                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+                assert (x == comm.size).all()
     except PeerLostError as error:
         with pytest.raises(PeerLostError, match="died during op") as second:
             comm.barrier()
@@ -63,14 +50,14 @@ def until_lost(rendezvous, started, seed, kind):
         return str(error), str(second.value), error.ranks
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 50), marks=pytest.mark.system)])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 30), marks=pytest.mark.system)])
 def test_a_killed_rank_is_named(seeds):
     """Whenever a rank is killed, all others raise the same PeerLostError before the timeout, which names it; their next
     call raises it again."""
     for seed in seeds:
         draw = random.Random(seed)
         n = draw.choice([2, 3, 4])
-        victim, kind = draw.randrange(n), draw.choice(["mixed", "mixed", "long"])
+        victim = draw.randrange(n)
         with starter(n) as started:
 
             def kill(pids, draw=draw, victim=victim, started=started):
@@ -78,15 +65,11 @@ def test_a_killed_rank_is_named(seeds):
                 time.sleep(draw.random() * 0.12)
                 os.kill(pids[victim], signal.SIGKILL)
 
-            found = ranks(n, until_lost, started, seed, kind, check=False, begun=kill, timeout_s=30)
-        assert isinstance(found[victim], Died)
-        rest = [found[rank] for rank in range(n) if rank != victim]
-        assert all(isinstance(one, tuple) for one in rest), (seed, rest)
-        assert len({text for text, *_ in rest}) == 1, (seed, rest)
-        for text, again, lost in rest:
-            assert lost == (victim,), (seed, text)
-            assert again == text, seed
-            assert text.startswith(f"rank {victim} died during op "), seed
+            found = ranks(n, until_lost, started, seed, check=False, begun=kill, timeout_s=30)
+        assert isinstance(found.pop(victim), Died)
+        (result,) = set(found)
+        assert result[0].startswith(f"rank {victim} died during op "), seed
+        assert result == (result[0], result[0], (victim,)), seed
 
 
 def dies_between(rendezvous, when):
@@ -176,7 +159,7 @@ def test_a_rank_that_stops_for_a_while():
         assert "float32[10]" in text or "broadcast" in text
 
 
-def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
+def test_a_rank_that_stops_beyond_the_timeout(dump_directory, capsys, monkeypatch):
     """If a rank stops for longer than the timeout, all others raise a CollectiveTimeout that names it, and write dumps
     of all ranks' last calls, which ``crossreduce doctor`` reads; the rank raises the same when it continues."""
     with starter(4) as started:
@@ -193,13 +176,13 @@ def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
         assert again is True
         if rank != 2:
             assert any("s for rank 2 in op" in warning for warning in warned)
-    read = flight_recorder.read(dumps)
+    read = flight_recorder.read(dump_directory)
     assert not read.problems
     assert [dump.rank for dump in read.dumps] == [0, 1, 2, 3]
     for dump in read.dumps:
-        assert dump.cause == text.replace(f"crossreduce doctor {dumps}", "crossreduce doctor DIR")
+        assert dump.cause == text.replace(f"crossreduce doctor {dump_directory}", "crossreduce doctor DIR")
         assert dump.cause != text
-        written = json.loads((dumps / f"rank{dump.rank}.json").read_text())["histories"]
+        written = json.loads((dump_directory / f"rank{dump.rank}.json").read_text())["histories"]
         assert [history["rank"] for history in written] == [0, 1, 2, 3]
         assert all(4 <= len(history["ops"]) <= 32 for history in written)
         numbers = [op.sequence for op in dump.histories[0].ops]
@@ -207,7 +190,7 @@ def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
         assert dump.histories[0].ops[-1].ended_s is None
     monkeypatch.setenv("COLUMNS", "150")
     with pytest.raises(SystemExit, match="0"):
-        main(["doctor", str(dumps)])
+        main(["doctor", str(dump_directory)])
     assert "rank 2" in capsys.readouterr().out
 
 
@@ -231,9 +214,8 @@ def slow(rendezvous):
     if comm.rank == 1:
         comm.memory.begin = slowly
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    right = bool((x == 2).all())
     comm.close()
-    return right
+    return bool((x == 2).all())
 
 
 def test_a_call_that_progresses_does_not_time_out():
@@ -261,12 +243,9 @@ def slow_to_write(rendezvous, is_killed):
 
 
 def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """When a rank aborts the group, all ranks wait for its reason while it lives, and raise the reason."""
+    """When a rank aborts the group, all ranks wait for its reason while it lives, and raise the reason. If it dies
+    before it has written the reason, the errors name it."""
     assert ranks(3, slow_to_write, False) == ["the reason"] * 3
-
-
-def test_a_rank_killed_while_it_writes_the_abort_reason():
-    """An incomplete reason for an abort is ignored: the errors name the rank that died while it wrote the reason."""
     first, second, died = ranks(3, slow_to_write, True, check=False)
     assert isinstance(died, Died)
     assert first == second

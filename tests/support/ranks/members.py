@@ -35,18 +35,6 @@ def member(rendezvous, timeout_s=20.0, name="world"):
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
 
 
-def random_array(draw, size, dtype):
-    """Return random numbers; the sum and the product of a few of them are finite."""
-    made = oracle.dtype_of(dtype)
-    if made.kind == "b":
-        return draw.integers(0, 2, size).astype(bool)
-    if made.kind in "iu":
-        return draw.integers(0, 256, size * made.itemsize).astype(np.uint8).view(made)
-    if made.kind == "c":
-        return (draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(made)
-    return (draw.standard_normal(size) * 2.0 ** draw.integers(-3, 4, size)).astype(made)
-
-
 def poisoned(size, dtype):
     """Return memory with bytes that no reduction produces by chance."""
     made = oracle.dtype_of(dtype)
