@@ -22,8 +22,8 @@ from crossreduce.errors import (
     UnsupportedError,
 )
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks import membership
+from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks.intra_host import shared_memory
 
 

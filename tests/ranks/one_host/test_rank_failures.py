@@ -20,7 +20,6 @@ from crossreduce.observe import flight_recorder
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host import programs
 
-
 pytestmark = pytest.mark.usefixtures("dump_directory")
 
 

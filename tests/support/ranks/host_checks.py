@@ -5,6 +5,7 @@ import oracle
 from members import memories, memory
 from ranks import SocketTransport
 
+from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator
 
 
@@ -44,6 +45,33 @@ CASES = [
     ("sum", "complex64", 999),
     ("sum", "float32", 0),
 ]
+
+
+def check_cases(comm, cases):
+    """Compare the collectives with NumPy; return the bits of the results of all-reduces."""
+    n, me, bits = comm.size, comm.rank, []
+    for name, dtype, size in cases:
+        op, every = ReduceOp(name), parts(n, size, dtype)
+        given, out = every[me].copy(), np.full_like(every[me], 7)
+        comm.all_reduce(op, memory(given), memory(out))
+        close(out, every, name, dtype)
+        bits.append(out.tobytes())
+        again = given.copy()
+        comm.all_reduce(op, memory(again), memory(again))
+        assert again.tobytes() == bits[-1]
+        for root in (0, n - 1):
+            out = np.full_like(given, 7)
+            comm.reduce(op, memory(given), memory(out) if me == root else None, root)
+            if me == root:
+                close(out, every, name, dtype)
+            else:
+                assert (out == 7).all()
+            shared = given.copy()
+            comm.broadcast(memory(shared), root)
+            assert shared.tobytes() == every[root].tobytes()
+        assert given.tobytes() == every[me].tobytes()
+        check_rows(comm, op, dtype, -(-size // n))
+    return tuple(bits)
 
 
 def check_rows(comm, op, dtype, size):
