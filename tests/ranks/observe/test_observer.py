@@ -1,29 +1,27 @@
 """What an observer reads of a group's memory, and how memory that is not that of a group of this version is refused."""
 
+import contextlib
+import io
 import json
 import mmap
 import os
-import re
-import signal
 
 import pytest
 
 from crossreduce import kernels
+from crossreduce.cli import main
 from crossreduce.ranks.observer import Observer
 
 
-def observed(fd):
-    """Return the names and ranks of the groups that another process sees, and its problems. It is forked from here, and
-    closes the descriptor of the group's memory."""
+def observed(fd, look):
+    """Return what a function returns in another process. It is forked from here, and closes the descriptor of the
+    group's memory."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(fd)
-            observer = Observer()
-            observer.search()
-            views = [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()]
-            os.write(writer, json.dumps([views, list(observer.problems)]).encode())
+            os.write(writer, json.dumps(look()).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -31,6 +29,22 @@ def observed(fd):
         found = json.load(file)
     os.waitpid(pid, 0)
     return found
+
+
+def groups():
+    """Return the names and ranks of the groups that this process sees, and the observer's problems."""
+    observer = Observer()
+    observer.search()
+    views = [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()]
+    return views, list(observer.problems)
+
+
+def top(*args):
+    """Return what ``crossreduce top`` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(["top", "--once", "--interval", "0.1", *args])
+    return out.getvalue()
 
 
 @pytest.fixture
@@ -94,22 +108,15 @@ def test_descriptors_that_are_not_memory(tmp_path):
     os.close(folder)
 
 
-def test_a_group_of_another_version_is_reported(described, crossreduce):
+def test_a_group_of_another_version_is_reported(described):
     """The view says which process has a group of another version, and what to do."""
     fd, offset = described
     os.pwrite(fd, bytes([9]), offset)
-    holder = os.fork()
-    if not holder:
-        signal.pause()
-    try:
-        _, out, _ = crossreduce("top", "--once", "--interval", "0.1")
-        _, report, _ = crossreduce("top", "--once", "--interval", "0.1", "--json")
-    finally:
-        os.kill(holder, signal.SIGKILL)
-        os.waitpid(holder, 0)
-    (problem,) = (one for one in json.loads(report)["problems"] if f" {holder} " in one or f" {os.getpid()} " in one)
-    assert re.search(rf"a group of process ({holder}|{os.getpid()}) has memory of another version", problem)
-    assert "try: crossreduce top in the environment of that process" in " ".join(out.split())
+    found = json.loads(observed(fd, lambda: top("--json")))["problems"]
+    (problem,) = (one for one in found if f" {os.getpid()} " in one)
+    assert f"a group of process {os.getpid()} has memory of another version" in problem
+    out = " ".join(observed(fd, top).split())
+    assert "try: crossreduce top in the environment of that process" in out
 
 
 @pytest.mark.parametrize("text", [b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"])
@@ -117,7 +124,7 @@ def test_a_malformed_description_is_reported(described, text):
     """A description that no rank has written is reported as such, and not as another version's."""
     fd, offset = described
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    (problem,) = (one for one in observed(fd)[1] if f" {os.getpid()} " in one)
+    (problem,) = (one for one in observed(fd, groups)[1] if f" {os.getpid()} " in one)
     assert problem.startswith(f"a group of process {os.getpid()} has a malformed description, and cannot be shown: ")
 
 
@@ -130,7 +137,7 @@ def test_impossible_numbers_of_ops_and_ranks(described):
     name = f"impossible {os.getpid()}"  # tests that run at the same time have groups, too
     text = json.dumps({"name": name}).encode()
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    assert [name, [-5]] in observed(fd)[0]
+    assert [name, [-5]] in observed(fd, groups)[0]
 
 
 def test_the_first_rank_describes_all():

@@ -1,4 +1,4 @@
-"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; each runs on all ranks of a group."""
+"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; all ranks of a group run each."""
 
 from __future__ import annotations
 
