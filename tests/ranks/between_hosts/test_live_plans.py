@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from host_checks import CASES, check_cases, on
+from host_checks import CASES, check_cases, draw_parts, on
 from members import Warnings, memory
 from ranks import connected, ranks
 
@@ -132,6 +132,7 @@ def every_collective(rendezvous, lost, measured):
 def test_every_collective_without_some_links(names, lost, pairs, measured):
     """If some hosts could not connect, every collective is correct, also on measured links, and all ranks have the same
     bits. Calls that differ raise, and so do calls that need all connections. One rank warns, and names the hosts."""
+    draw_parts(len(names), CASES[::3])
     found = ranks(len(names), every_collective, lost, measured, environment=on(*names), timeout_s=120)
     assert {one for one, *_ in found} == {pairs}
     assert len({bits for _, bits, *_ in found}) == 1

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from host_checks import CASES, check_cases, check_rows, joined, on
+from host_checks import CASES, check_cases, check_rows, draw_parts, joined, on
 from members import Resources, Warnings, memories, memory, starter
 from ranks import Died, ranks
 
@@ -54,6 +54,7 @@ def table(rendezvous):
 )
 def test_every_collective(names, hosts):
     """Every collective, with any op, dtype and size, in place or not, is correct; all ranks have the same bits."""
+    draw_parts(len(names), CASES)
     found = ranks(len(names), table, environment=on(*names), timeout_s=90)
     assert {one for one, _ in found} == {hosts}
     assert len({bits for _, bits in found}) == 1

@@ -143,36 +143,6 @@ def test_further_terms_that_are_not_read_before_they_are_expected():
         assert (got == due).all()
 
 
-def bytes_between_hosts(rendezvous):
-    """Return the bytes that this rank has sent: by default, exactly, of further terms."""
-    comm, transport = joined(rendezvous, 30.0)
-    found, sent, send = {}, [], comm.transport.send
-    comm.transport.send = lambda *message: (sent.append((message[3], message[1])), send(*message))[1]
-    for dtype in ("float32", "float64"):
-        for kind in (narrow, wide):
-            counts = []
-            for exact in (False, True):
-                sent.clear()
-                given = inputs(kind, dtype, comm.size, 100_000, 0)[comm.rank]
-                comm.all_reduce(ReduceOp.SUM, view(given, dtype), view(given, dtype), exact)
-                counts.append(sum(nbytes for _, nbytes in sent))
-            found[dtype, kind.__name__] = (*counts, sum(nbytes for tag, nbytes in sent if tag == FURTHER_TAG))
-    comm.close()
-    transport.close()
-    return found
-
-
-def test_the_bytes_on_the_slow_link():
-    """Of ordinary data, two hosts exchange 1.5 times the bytes of the default, or up to 1 % more, for the headers."""
-    for found in ranks(4, bytes_between_hosts, environment=on(*"aabb")):
-        for dtype in ("float32", "float64"):
-            default, exact, further = found[dtype, "narrow"]
-            assert further == 0
-            assert 1.49 * default <= exact <= 1.52 * default
-        default, exact, further = found["float32", "wide"]
-        assert further > default, "nearly every sum of wide data needs further terms"
-
-
 def differing(rendezvous):
     """Make calls of which one rank's is exact; return the errors' texts and the result of a call that agrees."""
     comm = member(rendezvous)

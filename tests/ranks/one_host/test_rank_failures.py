@@ -75,7 +75,7 @@ def dies_between(rendezvous, when):
     comm = member(rendezvous, 5)
     if when == "before" and comm.rank == 1:
         if os.fork() == 0:  # the child keeps running, with the descriptors that it inherited
-            time.sleep(2)
+            time.sleep(1)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     summed(comm)

@@ -1,5 +1,7 @@
 """Groups on several simulated hosts, for tests: their inputs, and comparisons of results with NumPy."""
 
+import functools
+
 import numpy as np
 import oracle
 from members import memories, memory
@@ -19,9 +21,10 @@ def joined(rendezvous, timeout_s=20.0):
     return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s), transport
 
 
+@functools.cache
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks: random floats, or integers made of powers of n + 1, whose sums
-    show lost and doubled contributions."""
+    """Return the arrays of all ranks, which must not be changed: random floats, or integers made of powers of n + 1,
+    whose sums show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
@@ -45,6 +48,14 @@ CASES = [
     ("sum", "complex64", 999),
     ("sum", "float32", 0),
 ]
+
+
+def draw_parts(n, cases):
+    """Draw the arrays of all ranks before the ranks are forked, so that each need not draw them."""
+    for _, dtype, size in cases:
+        parts(n, size, dtype)
+        for k in range(n):
+            parts(n, -(-size // n), dtype, 100 + k)
 
 
 def check_cases(comm, cases):
