@@ -92,7 +92,7 @@ def array(made, views):
 def overlapping(rendezvous, case):
     """Make the call of a case twice: the second one may run in compiled code."""
     small_pieces()
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     group, outcomes = mpi.MpiGroup(comm, SimpleNamespace(close=lambda _: None)), []
     (op,) = case["ops"]
     options = {"op": case["op"]} if case["collective"] in ("all_reduce", "reduce", "reduce_scatter") else {}
@@ -107,7 +107,6 @@ def overlapping(rendezvous, case):
         made = buffer(case, comm.rank)
         outcomes.append(outcome_of(lambda made=made: call(made), made))
     group.close()
-    transport.close()
     return outcomes
 
 

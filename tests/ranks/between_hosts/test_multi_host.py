@@ -23,7 +23,7 @@ from crossreduce.topology import Topology
 
 def table(rendezvous):
     """Check all cases, and return the hosts, and the bits of the all-reduces."""
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     bits = check_cases(comm, CASES)
     hosts = comm.hosts
     # On links of different speeds, hosts forward what others send, and messages of several parts share a connection.
@@ -37,7 +37,6 @@ def table(rendezvous):
     watched = "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
     assert watched == (len(hosts) > 1)
     comm.close()
-    transport.close()
     assert "crossreduce watchdog" not in {thread.name for thread in threading.enumerate()}
     return hosts, bits
 
@@ -62,7 +61,7 @@ def test_every_collective(names, hosts):
 
 def disagreeing(rendezvous):
     """Make calls that differ between ranks; return the texts of the errors, and the result of a correct call."""
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     me, texts = comm.rank, []
     x = np.arange(50_000, dtype="float32") + me
     out, rows = np.full_like(x, 7), np.full((5, *x.shape), 7, "float32")
@@ -83,7 +82,6 @@ def disagreeing(rendezvous):
         assert (rows == 7).all()
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
     comm.close()
-    transport.close()
     return texts, out
 
 
@@ -107,7 +105,7 @@ def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_writte
 
 def until_lost(rendezvous, victim, how, timeout_s, raised):
     """Reduce repeatedly until one rank kills or stops itself. Return the error."""
-    comm, transport = joined(rendezvous, timeout_s)
+    comm = joined(rendezvous, timeout_s)
     x, out = np.ones(1_000_000, "float32"), np.empty(1_000_000, "float32")
     try:
         for number in range(200):
@@ -124,7 +122,7 @@ def until_lost(rendezvous, victim, how, timeout_s, raised):
         assert all(value is not None for value in rendezvous.query("get", others, timeout=10.0)), "some wait too long"
         return type(error), error.ranks
     finally:
-        transport.abort()
+        comm.transport.abort()
 
 
 SYSTEM = [pytest.param(*case, marks=pytest.mark.system) for case in (("aabb", 3), ("abb", 0))]
@@ -152,23 +150,22 @@ def test_a_lost_rank_is_named_on_all_hosts(names, victim, how, timeout_s, kind):
     assert set(found) == {(kind, (victim,))}
 
 
-def last_sum(comm, transport):
+def last_sum(comm):
     """Sum 10 numbers of each rank, leave the group, and return the result."""
     x = np.arange(10.0) * 4**comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     comm.close()
-    transport.close()
     return x
 
 
 def waiting(rendezvous):
     """Delay rank 2; return the warnings of this rank, and the sum."""
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     comm.detector.warn_s = 0.6
     warned = Warnings()
     if comm.rank == 2:
         time.sleep(1.5)
-    return warned.texts, last_sum(comm, transport)
+    return warned.texts, last_sum(comm)
 
 
 def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
@@ -186,7 +183,7 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
 
 def next_op(rendezvous):
     """Let the leaders' last messages of op 1 take longer than the timeout; return the results of ops 1 and 2."""
-    comm, transport = joined(rendezvous, 1.0)
+    comm = joined(rendezvous, 1.0)
     close = Exchange.close
 
     def slow(exchange):
@@ -200,7 +197,7 @@ def next_op(rendezvous):
         comm.reduce(ReduceOp.SUM, memory(x), memory(x) if comm.rank == 0 else None, 0)
         if comm.rank < 2:
             time.sleep(0.4)  # a leader takes some time from the end of op 1 to op 2
-        return x[0], last_sum(comm, transport)[1]
+        return x[0], last_sum(comm)[1]
 
 
 def test_a_rank_that_is_an_op_ahead_does_not_blame_its_leader():
@@ -219,8 +216,8 @@ def without_a_thread(rendezvous):
     with pytest.MonkeyPatch.context() as patch:
         if rendezvous.rank == 0:
             patch.setattr(watchdog, "start_thread", refused)
-        comm, transport = joined(rendezvous, 5.0)
-    return warned.texts, last_sum(comm, transport)
+        comm = joined(rendezvous, 5.0)
+    return warned.texts, last_sum(comm)
 
 
 def test_a_group_works_without_a_watchdog():
@@ -234,7 +231,7 @@ def test_a_group_works_without_a_watchdog():
 def interrupted_close(rendezvous):
     """Close while Ctrl-C ends the wait for the watchdog thread; return the remaining resources."""
     before = Resources()
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     comm.barrier()
 
     def interrupted(_):
@@ -243,7 +240,6 @@ def interrupted_close(rendezvous):
     watchdog._WATCHDOG._thread.join = interrupted
     with pytest.raises(KeyboardInterrupt, match="for the test"):
         comm.close()
-    transport.close()
     after = Resources()
     return [link for link in after.files if "memfd" in link], after.mappings - before.mappings
 
@@ -267,12 +263,12 @@ def test_each_byte_crosses_a_link_once():
 
 def counted(rendezvous):
     """Return the bytes that this rank sends in each collective."""
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     x, rows, others = np.ones(100_000, "float32"), *(list(np.ones((4, 100_000), "float32")) for _ in range(2))
     one, each, root = memory(x), memories(rows), comm.rank == 0
     comm.barrier()
-    sent, send = [], transport.send
-    transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
+    sent, send = [], comm.transport.send
+    comm.transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
     calls = {
         "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, one, one),
         "reduce": lambda: comm.reduce(ReduceOp.SUM, one, each[0] if root else None, 0),
@@ -289,12 +285,11 @@ def counted(rendezvous):
         call()
         counts[name] = sum(size for size in sent if size > 16)
     comm.close()
-    transport.close()
     return counts
 
 
 def interrupted_twice(rendezvous):
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     x = np.ones(1 << 20, "float32")
     if comm.rank == 0:
 
@@ -314,7 +309,6 @@ def interrupted_twice(rendezvous):
         with pytest.raises(PeerLostError, match="rank 0 was interrupted"):
             comm.broadcast(memory(x), 0), comm.broadcast(memory(x), 0)
     comm.close()
-    transport.close()
 
 
 def test_an_op_that_two_interrupts_ended_is_not_followed_by_another():

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_checks import joined, on
 from members import Resources, Warnings, member, memories, memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_new
 from prometheus_client.parser import text_string_to_metric_families as parse_old
-from ranks import SocketTransport, ranks
+from ranks import ranks
 
 from crossreduce import kernels
 from crossreduce.errors import ContextError, MismatchError
 from crossreduce.observe.counters import KINDS, CollectiveStats, Stats, WaitStats
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import metrics
-from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.prepared import new_calls, prepare
 
 
@@ -159,7 +159,7 @@ def test_reading_during_a_call():
 
 
 def two_hosts(rendezvous):
-    comm = Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=20)
+    comm = joined(rendezvous)
     x = np.ones(10_000, np.float32)
     for _ in range(3):
         if comm.rank == 3:
@@ -172,8 +172,7 @@ def two_hosts(rendezvous):
 
 def test_the_exchange_between_hosts():
     """On several hosts, leaders count the time of the exchange with other hosts; waits name ranks of the own host."""
-    environment = [{"CROSSREDUCE_HOST": name} for name in "aabb"]
-    found = ranks(4, two_hosts, environment=environment)
+    found = ranks(4, two_hosts, environment=on(*"aabb"))
     for rank, stats in enumerate(found):
         assert stats.collectives["all_reduce"][:2] == (3, 120_000)
         assert set(stats.waits) <= {rank ^ 1}

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from host_checks import on
 from ranks import ranks
 
 from crossreduce import kernels
@@ -56,7 +57,7 @@ def test_ranks_of_one_machine_share_its_memory():
 def test_a_name_in_the_environment_splits_a_host():
     """Ranks with different names in CROSSREDUCE_HOST are on different hosts, in the order of their lowest ranks."""
     names = ["b", "a", "b", "", "a"]
-    found = ranks(5, numbered, environment=[{"CROSSREDUCE_HOST": name} for name in names])
+    found = ranks(5, numbered, environment=on(*names))
     assert {hosts for hosts, _ in found} == {((0, 2), (1, 4), (3,))}
     assert [read for _, read in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
 
@@ -100,8 +101,7 @@ def broken(rendezvous, failing, problem):
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
     """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host;
     the ranks of another host still share their memory."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "aaabb"]
-    found = ranks(5, broken, failing, problem, environment=names)
+    found = ranks(5, broken, failing, problem, environment=on(*"aaabb"))
     assert {hosts for hosts, _ in found} == {((0,), (1,), (2,), (3, 4))}
     assert [read for _, read in found] == [[1000], [1001], [1002], [1003, 1004], [1003, 1004]]
 
@@ -190,8 +190,7 @@ def in_small_batches(rendezvous):
 
 def test_memory_is_sent_in_batches():
     """Each rank of a host gets the memory if there are more ranks than a rank can send messages to at once."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "aaabaaa"]
-    found = ranks(7, in_small_batches, environment=names)
+    found = ranks(7, in_small_batches, environment=on(*"aaabaaa"))
     assert {hosts for hosts, _ in found} == {((0, 1, 2, 4, 5, 6), (3,))}
     assert [read for _, read in found[:3]] == [[1000, 1001, 1002, 1004, 1005, 1006]] * 3
 
@@ -205,8 +204,7 @@ def alone_without_memory(rendezvous):
 
 def test_a_rank_alone_on_its_host_needs_memory():
     """A rank that is alone on its host and cannot allocate memory raises; the other hosts share their memory."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "aab"]
-    *others, alone = ranks(3, alone_without_memory, environment=names, check=False)
+    *others, alone = ranks(3, alone_without_memory, environment=on(*"aab"), check=False)
     assert others == [(((0, 1), (2,)), True)] * 2
     assert isinstance(alone, ReductionError)
     assert "memory could not be allocated.\n  given: 4096 bytes: [Errno 12] 0 bytes are available" in str(alone)

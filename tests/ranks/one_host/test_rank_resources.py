@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_checks import on
+from host_checks import joined, on
 from members import Resources, member, memory, resident_bytes, summed
 from ranks import SocketTransport, ranks
 
@@ -82,7 +82,7 @@ def test_many_groups_leave_nothing():
 
 def dropped(rendezvous):
     gc.disable()
-    comm, x = Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=20.0), np.ones(4)
+    comm, x = joined(rendezvous), np.ones(4)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     reference = weakref.ref(comm)
     del comm

@@ -17,8 +17,7 @@ def on(*names):
 
 
 def joined(rendezvous, timeout_s=20.0):
-    transport = SocketTransport(rendezvous)
-    return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s), transport
+    return Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=timeout_s)
 
 
 @functools.cache
@@ -116,9 +115,8 @@ def check_rows(comm, op, dtype, size):
             if in_place:
                 got[me] = given[me]
             comm.gather(memory(given[me]), memories(got) if me == root else None, root)
-            same(
-                [*got[:me], *got[me + 1 :]], [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
-            )
+            due = [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
+            same([*got[:me], *got[me + 1 :]], due)
             same(given, every[me])
             (result,) = [given[me]] if in_place else filled(1)
             comm.scatter(memories(given) if me == root else None, memory(result), root)
@@ -128,12 +126,8 @@ def check_rows(comm, op, dtype, size):
 def close(result, inputs, op, dtype):
     """Compare with NumPy's reduction, for floats in higher precision: integers, minima and maxima exactly, others
     within n roundings."""
-    wide = np.array(
-        [
-            x.astype(dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64")
-            for x in inputs
-        ]
-    )
+    kind = dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64"
+    wide = np.array([x.astype(kind) for x in inputs])
     due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
     if dtype.startswith("int") and op == "mean":  # of the wrapped sum, truncated towards zero
         due = np.trunc(wide.sum(axis=0, dtype=dtype) / len(inputs))

@@ -109,10 +109,6 @@ class Starter:
             assert ready, f"only {got} of {self.n} ranks have joined"
             got += len(os.read(self.reader, self.n))
 
-    def close(self):
-        os.close(self.reader)
-        os.close(self.writer)
-
 
 @contextlib.contextmanager
 def starter(n):
@@ -120,7 +116,8 @@ def starter(n):
     try:
         yield made
     finally:
-        made.close()
+        os.close(made.reader)
+        os.close(made.writer)
 
 
 def summed(comm, size=1000):
