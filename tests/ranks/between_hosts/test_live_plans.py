@@ -220,60 +220,45 @@ def silence(comm, silent):
     comm.transport.send = send
 
 
-def checks(rendezvous, silent, late):
-    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
-    host_links.PATIENCE_S = 0.4
-    comm = without(rendezvous, [])
+def checks(rendezvous, apart, silent, late, patience_s):
+    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
+    host_links.PATIENCE_S = patience_s
+    comm = without(rendezvous, apart)
     silence(comm, silent)
+    n = comm.size
     if comm.rank == late:
-        time.sleep(2)  # the others stop to wait for its announcement after 1.2 s
+        time.sleep(2)
     comm.check_links("a check")
+    lost = comm.links.lost
     x = np.arange(10_000, dtype="int64") + comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    assert (x == 3 * np.arange(10_000) + 3).all()
+    assert (x == n * np.arange(10_000) + n * (n - 1) // 2).all()
     comm.check_links("another one")
-    lost = comm.links.lost
+    assert comm.links.lost == lost
     with pytest.raises(MismatchError, match="rank 1 differs"):
         comm.barrier() if comm.rank == 1 else comm.check_links("a third one")
     comm.close()
     return lost
 
 
-@pytest.mark.parametrize(("silent", "late", "lost"), [([], 1, ()), ([(0, 2)], None, ((0, 2),))])
-def test_a_check_finds_lost_links(silent, late, lost):
-    """A check gives up a link over which no message arrives, in one direction or both, and no rank that is late or
-    makes another call. Later calls use other links."""
-    assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
-
-
-def two_checks(rendezvous, apart, silent, late):
-    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
-    host_links.PATIENCE_S = 1.0
-    comm = without(rendezvous, apart)
-    silence(comm, silent)
-    if comm.rank == late:
-        time.sleep(2)
-    comm.check_links("a check")
-    lost = comm.links.lost
-    comm.check_links("another one")
-    assert comm.links.lost == lost
-    comm.close()
-    return lost
-
-
-def test_a_check_waits_for_hosts_that_give_up_others():
-    """Where data passes through other hosts, a host that first waits in vain for two links sends its further messages
-    late. Its other links are not given up for that."""
-    found = ranks(5, two_checks, [(1, 3)], [(2, 0), (4, 0)], None, environment=on(*"abcde"))
-    assert found == [((0, 2), (0, 4), (1, 3))] * 5
-
-
-@pytest.mark.parametrize(("hosts", "apart"), [("aabbcc", []), ("abc", [(0, 2)])])
-def test_a_check_waits_for_late_ranks(hosts, apart):
-    """A rank that waits for a late rank, of its own host or of another one, cannot send its next message. Its links are
-    not given up meanwhile, although a host that they join has begun the check."""
-    count = len(hosts)
-    assert ranks(count, two_checks, apart, [], count - 1, environment=on(*hosts)) == [tuple(apart)] * count
+@pytest.mark.parametrize(
+    ("hosts", "apart", "silent", "late", "patience_s"),
+    [
+        ("abc", [], [(0, 2)], None, 0.4),
+        # Data passes through other hosts: one that first waits in vain for two links sends further messages late.
+        ("abcde", [(1, 3)], [(2, 0), (4, 0)], None, 1.0),
+        # A rank that waits for a late rank, of its own host or of another one, cannot send its next message, although
+        # a host that its links join has begun the check.
+        ("aabbcc", [], [], 5, 1.0),
+        ("abc", [(0, 2)], [], 2, 1.0),
+    ],
+    ids=["lost_links", "hosts_that_give_up_others", "late_ranks_of_a_host", "late_ranks"],
+)
+def test_a_check_finds_lost_links(hosts, apart, silent, late, patience_s):
+    """A check gives up a link over which no message arrives, in one direction or both, and no other link, such as those
+    of ranks that are late or make another call. Later calls use other links."""
+    lost = tuple(sorted({tuple(sorted(pair)) for pair in (*apart, *silent)}))
+    assert ranks(len(hosts), checks, apart, silent, late, patience_s, environment=on(*hosts)) == [lost] * len(hosts)
 
 
 def no_route_left(rendezvous):
