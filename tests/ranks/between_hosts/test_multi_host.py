@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from host_checks import CASES, check_cases, check_rows, draw_parts, joined, on
-from members import Resources, Warnings, memories, memory, starter
+from members import Resources, Warnings, every_call, memories, memory, starter
 from ranks import Died, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
@@ -249,43 +249,28 @@ def test_a_close_that_is_interrupted_has_left_the_group():
     assert ranks(2, interrupted_close, environment=on(*"ab")) == [([], 0)] * 2
 
 
-def test_each_byte_crosses_a_link_once():
-    """The transport carries partial results of a host, not of its ranks, and each array once."""
-    # In arrays, for two hosts of two ranks: each host sends its partial result of an all-reduce once, those of the
-    # other's two arrays of a reduce-scatter, its own two arrays of an all-gather, and four of an all-to-all.
-    due = {"all_reduce": 2, "reduce": 1, "broadcast": 1, "all_gather": 4, "reduce_scatter": 4, "all_to_all": 8}
-    due |= {"gather": 2, "scatter": 2}
-    found = ranks(4, counted, environment=on(*"aabb"))
-    assert {name: sum(one[name] for one in found) for name in found[0]} == {
-        name: arrays * 400_000 for name, arrays in due.items()
-    }
-
-
 def counted(rendezvous):
-    """Return the bytes that this rank sends in each collective."""
-    comm = joined(rendezvous)
-    x, rows, others = np.ones(100_000, "float32"), *(list(np.ones((4, 100_000), "float32")) for _ in range(2))
-    one, each, root = memory(x), memories(rows), comm.rank == 0
+    """Return the bytes that this rank sends in each collective, digests of calls not included."""
+    comm, sent, counts = joined(rendezvous), [], {}
     comm.barrier()
-    sent, send = [], comm.transport.send
+    send = comm.transport.send
     comm.transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
-    calls = {
-        "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, one, one),
-        "reduce": lambda: comm.reduce(ReduceOp.SUM, one, each[0] if root else None, 0),
-        "broadcast": lambda: comm.broadcast(one, 0),
-        "all_gather": lambda: comm.all_gather(one, each),
-        "reduce_scatter": lambda: comm.reduce_scatter(ReduceOp.SUM, each, one),
-        "all_to_all": lambda: comm.all_to_all(each, memories(others)),
-        "gather": lambda: comm.gather(one, each if root else None, 0),
-        "scatter": lambda: comm.scatter(each if root else None, one, 0),
-    }
-    counts = {}
-    for name, call in calls.items():
+    for name, call in every_call(comm, 100_000).items():
         sent.clear()
         call()
         counts[name] = sum(size for size in sent if size > 16)
     comm.close()
     return counts
+
+
+def test_each_byte_crosses_a_link_once():
+    """The transport carries partial results of a host, not of its ranks, and each array once."""
+    # In arrays, for two hosts of two ranks: each host sends its partial result of an all-reduce once, those of the
+    # other's two arrays of a reduce-scatter, its own two arrays of an all-gather, and four of an all-to-all.
+    due = {"all_reduce": 2, "reduce": 1, "broadcast": 1, "all_gather": 4, "reduce_scatter": 4, "all_to_all": 8}
+    due |= {"gather": 2, "scatter": 2, "barrier": 0}
+    found = ranks(4, counted, environment=on(*"aabb"))
+    assert {name: sum(one[name] for one in found) / 400_000 for name in found[0]} == due
 
 
 def interrupted_twice(rendezvous):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_checks import joined, on
-from members import Resources, Warnings, member, memories, memory
+from members import Resources, Warnings, every_call, member, memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_new
 from prometheus_client.parser import text_string_to_metric_families as parse_old
 from ranks import ranks
@@ -32,28 +32,14 @@ def parsed(text):
 
 def every_collective(rendezvous):
     """Call each collective another number of times, and return the statistics."""
-    comm = member(rendezvous)
-    x, rows = np.ones(100, np.float32), np.ones((comm.size, 100), np.float32)
-    others, root = np.zeros_like(rows), comm.rank == 1
-    one, given, result, results = memory(x), memories(rows), memory(others[0]), memories(others)
+    comm, x = member(rendezvous), np.ones(100, np.float32)
     assert comm.stats() == Stats("world", comm.rank, comm.size, {}, {})
-    calls = [
-        lambda: comm.all_reduce(ReduceOp.SUM, one, result),
-        lambda: comm.reduce(ReduceOp.SUM, one, result if root else None, 1),
-        lambda: comm.broadcast(one, 0),
-        lambda: comm.all_gather(one, results),
-        lambda: comm.reduce_scatter(ReduceOp.MAX, given, result),
-        lambda: comm.gather(one, results if root else None, 1),
-        lambda: comm.scatter(given if root else None, one, 1),
-        lambda: comm.all_to_all(given, results),
-        comm.barrier,
-    ]
-    for number, call in enumerate(calls, 1):
+    for number, call in enumerate(every_call(comm, 100).values(), 1):
         for _ in range(number):
             call()
     comm.require_same("barriers of another kind")
     with pytest.raises(MismatchError, match="differ"):
-        comm.all_reduce(ReduceOp.SUM if root else ReduceOp.MAX, one, one)
+        comm.all_reduce(ReduceOp.SUM if comm.rank else ReduceOp.MAX, memory(x), memory(x))
     found = comm.stats()
     comm.close()
     assert comm.stats().total.calls == found.total.calls

@@ -272,12 +272,11 @@ def test_the_compiler_runs_every_schedule(algorithm):
     slots that have room only for small pieces, and also where inputs and partial results have different dtypes."""
     draw = np.random.default_rng(7)
     for ranks in (1, 2, 3, 4, 5, 7, 8) if algorithm != "forest" else (2, 3, 4, 6):
-        for dtype in ("float16", ("int64", "bfloat16")[ranks % 2]):
+        for dtype, in_place in (("float16", ranks % 2 == 0), (("int64", "bfloat16")[ranks % 2], ranks % 2 == 1)):
             ops = [Op("all_reduce", size, dtype, None, algorithm) for size in (0, 1, 33, 1000, 2300)]
             ops.append(Op("reduce", 1000, dtype, ranks - 1, algorithm))
-            for in_place in (False, True):
-                with limits(1 << 12, 0, 1 << 15):
-                    run(ops, ranks, draw, in_place)
+            with limits(1 << 12, 0, 1 << 15):
+                run(ops, ranks, draw, in_place)
 
 
 def test_means_are_divided_once_where_they_are_final():

@@ -125,3 +125,19 @@ def summed(comm, size=1000):
     x = np.full(size, comm.rank + 1, np.int64)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == comm.size * (comm.size + 1) // 2).all()
+
+
+def every_call(comm, size):
+    """Return a call of each collective, on float32 arrays of ``size`` elements and with root 0, by its name."""
+    x, rows, others, root = np.ones(size, np.float32), *np.ones((2, comm.size, size), np.float32), comm.rank == 0
+    return {
+        "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(others[0])),
+        "reduce": lambda: comm.reduce(ReduceOp.SUM, memory(x), memory(others[0]) if root else None, 0),
+        "broadcast": lambda: comm.broadcast(memory(x), 0),
+        "all_gather": lambda: comm.all_gather(memory(x), memories(others)),
+        "reduce_scatter": lambda: comm.reduce_scatter(ReduceOp.SUM, memories(rows), memory(x)),
+        "gather": lambda: comm.gather(memory(x), memories(others) if root else None, 0),
+        "scatter": lambda: comm.scatter(memories(rows) if root else None, memory(x), 0),
+        "all_to_all": lambda: comm.all_to_all(memories(rows), memories(others)),
+        "barrier": comm.barrier,
+    }
