@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from host_checks import CASES, check_rows, close, on, parts
+from host_checks import CASES, check_cases, draw_parts, on
 from members import Warnings, memory
 from ranks import connected, ranks
 
-from crossreduce import Topology
+from crossreduce import Topology, plan, simulate
 from crossreduce.errors import MismatchError, ReductionError, UnsupportedError
 from crossreduce.lowering import forward_through_devices, lower
 from crossreduce.ops import ReduceOp
@@ -45,8 +45,7 @@ def contributions(program):
             assert len(whole) == sum(len(inputs) for inputs, _ in operands)
             values.append((whole, instruction.round))
         found.append([values[result][0] for result in chunk.results])
-        places = chunk.devices
-        assert [places[result] for result in chunk.results] == list(chunk.destinations)
+        assert [chunk.devices[result] for result in chunk.results] == list(chunk.destinations)
     return found
 
 
@@ -104,30 +103,14 @@ def without(rendezvous, lost, timeout_s=20.0):
 def every_collective(rendezvous, lost, measured):
     warned = Warnings()
     comm = without(rendezvous, lost)
-    n, me = comm.size, comm.rank
     if measured:
         measure(comm, 0.05)
-    results = []
-    for op, dtype, size in CASES[::3]:
-        given = parts(n, size, dtype)[me]
-        out = np.full_like(given, 7)
-        comm.all_reduce(ReduceOp(op), memory(given), memory(out))
-        close(out, parts(n, size, dtype), op, dtype)
-        results.append(out.tobytes())
-        for root in (0, n - 1):
-            shared = given.copy()
-            comm.broadcast(memory(shared), root)
-            assert shared.tobytes() == parts(n, size, dtype)[root].tobytes()
-            reduced = np.full_like(given, 7)
-            comm.reduce(ReduceOp(op), memory(given), memory(reduced) if me == root else None, root)
-            if me == root:
-                close(reduced, parts(n, size, dtype), op, dtype)
-        check_rows(comm, ReduceOp(op), dtype, -(-size // n))
+    bits = check_cases(comm, CASES[::3])
     with pytest.raises(MismatchError, match="rank 0 differs"):
-        comm.require_same("a" if me else "b")
+        comm.require_same("a" if comm.rank else "b")
     with pytest.raises(UnsupportedError, match=r"every two hosts[\s\S]*no connection between host 0"):
         comm.delegate("all_reduce band int32[3]", lambda: pytest.fail("it must not begin"))
-    for peer in range(n):
+    for peer in range(comm.size):
         host = next(k for k, ranks_of in enumerate(comm.hosts) if peer in ranks_of)
         if (comm.hosts.index(comm.host), host) in comm.links:
             comm.links.require("send", peer)
@@ -136,7 +119,7 @@ def every_collective(rendezvous, lost, measured):
                 comm.links.require("send", peer)
     comm.barrier()
     comm.close()
-    return comm.links.lost, results, warned.texts, comm.host_topology
+    return comm.links.lost, bits, warned.texts, comm.host_topology
 
 
 @pytest.mark.parametrize(
@@ -144,15 +127,15 @@ def every_collective(rendezvous, lost, measured):
     [
         ("abcd", [(0, 2), (0, 3), (1, 3)], ((0, 2), (0, 3), (1, 3)), False),
         ("abbcc", [(0, 3)], ((0, 2),), True),
-        pytest.param("aabbccdd", [(2, 6), (0, 4), (1, 5)], ((0, 2), (1, 3)), True, marks=pytest.mark.slow),
     ],
 )
 def test_every_collective_without_some_links(names, lost, pairs, measured):
     """If some hosts could not connect, every collective is correct, also on measured links, and all ranks have the same
     bits. Calls that differ raise, and so do calls that need all connections. One rank warns, and names the hosts."""
+    draw_parts(len(names), CASES[::3])
     found = ranks(len(names), every_collective, lost, measured, environment=on(*names), timeout_s=120)
     assert {one for one, *_ in found} == {pairs}
-    assert len({tuple(results) for _, results, *_ in found}) == 1
+    assert len({bits for _, bits, *_ in found}) == 1
     (warning,) = found[0][2]
     assert warning.startswith('group "world": no connection between host 0 (rank')
     assert warning.endswith("Collectives pass through other hosts.")
@@ -176,8 +159,7 @@ def apart(rendezvous):
 
 def test_hosts_without_a_route_are_named():
     """If a host has no connection to any other, all ranks raise the same error, which names the pairs of hosts."""
-    texts = set(ranks(3, apart, environment=on(*"abc")))
-    (text,) = texts
+    (text,) = set(ranks(3, apart, environment=on(*"abc")))
     assert "no connection between host 0 (rank 0) and host 2 (rank 2); host 1 (rank 1) and host 2 (rank 2)" in text
     assert "GLOO_SOCKET_IFNAME" in text
 
@@ -218,13 +200,13 @@ def test_a_pair_that_gets_no_answer_is_given_up():
     """Two ranks give each other up if neither reaches the other for some time, and keep all other connections."""
     found = ranks(3, stalls, [{0, 2}], None, 0.5)
     assert [one for one, _ in found] == [[2], [], [0]]
-    assert all(0.5 < took < 5 for _, took in (found[0], found[2]))
+    assert all(took > 0.5 for _, took in (found[0], found[2]))
 
 
-def test_a_rank_that_is_late_is_not_given_up():
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_is_late_is_not_given_up(late):
     """A rank that was stopped while others connect is not given up, however long they wait."""
-    assert [one for one, _ in ranks(3, stalls, [], 2, 0.3)] == [[], [], []]
-    assert [one for one, _ in ranks(3, stalls, [], 0, 0.3)] == [[], [], []]
+    assert [one for one, _ in ranks(3, stalls, [], late, 0.2)] == [[], [], []]
 
 
 def silence(comm, silent):
@@ -238,60 +220,45 @@ def silence(comm, silent):
     comm.transport.send = send
 
 
-def checks(rendezvous, silent, late):
-    """Check the links of three hosts; rank ``late`` comes later, and some ranks' messages to others do not arrive."""
-    host_links.PATIENCE_S = 0.4
-    comm = without(rendezvous, [])
+def checks(rendezvous, apart, silent, late, patience_s):
+    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
+    host_links.PATIENCE_S = patience_s
+    comm = without(rendezvous, apart)
     silence(comm, silent)
+    n = comm.size
     if comm.rank == late:
-        time.sleep(2)  # the others stop to wait for its announcement after 1.2 s
+        time.sleep(2)
     comm.check_links("a check")
+    lost = comm.links.lost
     x = np.arange(10_000, dtype="int64") + comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    assert (x == 3 * np.arange(10_000) + 3).all()
+    assert (x == n * np.arange(10_000) + n * (n - 1) // 2).all()
     comm.check_links("another one")
-    lost = comm.links.lost
+    assert comm.links.lost == lost
     with pytest.raises(MismatchError, match="rank 1 differs"):
         comm.barrier() if comm.rank == 1 else comm.check_links("a third one")
     comm.close()
     return lost
 
 
-@pytest.mark.parametrize(("silent", "late", "lost"), [([], 1, ()), ([(0, 2)], None, ((0, 2),))])
-def test_a_check_finds_lost_links(silent, late, lost):
-    """A check gives up a link over which no message arrives, in one direction or both, and no rank that is late or
-    makes another call. Later calls use other links."""
-    assert ranks(3, checks, silent, late, environment=on(*"abc")) == [lost] * 3
-
-
-def two_checks(rendezvous, apart, silent, late):
-    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
-    host_links.PATIENCE_S = 1.0
-    comm = without(rendezvous, apart)
-    silence(comm, silent)
-    if comm.rank == late:
-        time.sleep(2)
-    comm.check_links("a check")
-    lost = comm.links.lost
-    comm.check_links("another one")
-    assert comm.links.lost == lost
-    comm.close()
-    return lost
-
-
-def test_a_check_waits_for_hosts_that_give_up_others():
-    """Where data passes through other hosts, a host that first waits in vain for two links sends its further messages
-    late. Its other links are not given up for that."""
-    found = ranks(5, two_checks, [(1, 3)], [(2, 0), (4, 0)], None, environment=on(*"abcde"))
-    assert found == [((0, 2), (0, 4), (1, 3))] * 5
-
-
-@pytest.mark.parametrize(("hosts", "apart"), [("aabbcc", []), ("abc", [(0, 2)])])
-def test_a_check_waits_for_late_ranks(hosts, apart):
-    """A rank that waits for a late rank, of its own host or of another one, cannot send its next message. Its links are
-    not given up meanwhile, although a host that they join has begun the check."""
-    count = len(hosts)
-    assert ranks(count, two_checks, apart, [], count - 1, environment=on(*hosts)) == [tuple(apart)] * count
+@pytest.mark.parametrize(
+    ("hosts", "apart", "silent", "late", "patience_s"),
+    [
+        ("abc", [], [(0, 2)], None, 0.4),
+        # Data passes through other hosts: one that first waits in vain for two links sends further messages late.
+        ("abcde", [(1, 3)], [(2, 0), (4, 0)], None, 1.0),
+        # A rank that waits for a late rank, of its own host or of another one, cannot send its next message, although
+        # a host that its links join has begun the check.
+        ("aabbcc", [], [], 5, 1.0),
+        ("abc", [(0, 2)], [], 2, 1.0),
+    ],
+    ids=["lost_links", "hosts_that_give_up_others", "late_ranks_of_a_host", "late_ranks"],
+)
+def test_a_check_finds_lost_links(hosts, apart, silent, late, patience_s):
+    """A check gives up a link over which no message arrives, in one direction or both, and no other link, such as those
+    of ranks that are late or make another call. Later calls use other links."""
+    lost = tuple(sorted({tuple(sorted(pair)) for pair in (*apart, *silent)}))
+    assert ranks(len(hosts), checks, apart, silent, late, patience_s, environment=on(*hosts)) == [lost] * len(hosts)
 
 
 def no_route_left(rendezvous):
@@ -304,14 +271,13 @@ def no_route_left(rendezvous):
             comm.check_links("a check")
         texts.append(str(error.value))
     comm.close()
-    return set(texts)
+    return texts
 
 
 def test_a_check_that_finds_no_route_ends_the_group():
     """If a host has lost all links, a check raises an error that names them on all ranks, also in later calls."""
     found = ranks(3, no_route_left, environment=on(*"abc"))
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 1
+    assert len({text for texts in found for text in texts}) == 1
 
 
 # Plans on measured links
@@ -336,15 +302,14 @@ def test_measurements_that_differ_little_are_the_same(speed, latency_s, same):
 
 def replans(rendezvous):
     comm = without(rendezvous, [])
-    x, compiled, digests = np.ones(100_000, "float32"), [], []
-    call = ("all_reduce", ReduceOp.SUM, memory(x), None, False)
-    for topology in (mesh({(0, 2): 0.1}), mesh({(0, 2): 0.105}), mesh({(0, 2): 0.5}), mesh({(0, 2): 0})):
-        changed = comm.plan_on(topology)
+    x, changed, compiled, digests = np.ones(100_000, "float32"), [], [], []
+    for speed in (0.1, 0.105, 0.5, 0):
+        changed.append(comm.plan_on(mesh({(0, 2): speed})))
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-        compiled.append((changed, id(comm.executable(*call))))
+        compiled.append(id(comm.executable("all_reduce", ReduceOp.SUM, memory(x), None, False)))
         digests.append(comm.plan_digest)
     comm.close()
-    return [changed for changed, _ in compiled], compiled[0][1] == compiled[1][1], digests
+    return changed, compiled[0] == compiled[1], digests
 
 
 def test_nearly_the_same_links_keep_compiled_calls():
@@ -353,8 +318,7 @@ def test_nearly_the_same_links_keep_compiled_calls():
     found = ranks(3, replans, environment=on(*"abc"))
     assert found[0] == found[1] == found[2]
     changed, same, digests = found[0]
-    assert changed == [True, False, True, True]
-    assert same
+    assert (changed, same) == ([True, False, True, True], True)
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
 
@@ -399,8 +363,6 @@ def test_ranks_with_different_plans_raise_the_same_error():
 def test_a_plan_avoids_a_slow_link():
     """With one lost and one slow link among four hosts, the plan of a large all-reduce sends nothing over the lost one
     and little over the slow one, and reaches at least 90 % of the bound."""
-    from crossreduce import plan, simulate
-
     speeds = {(0, 1): 0.025, (0, 3): 0.025, (1, 2): 0.025, (2, 3): 0.025, (0, 2): 0.0025, (1, 3): 0}
     topology = mesh(speeds)
     hosts = tuple((2 * k, 2 * k + 1) for k in range(4))

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 from host_checks import joined, on
 from members import memory
-from ranks import ranks
+from ranks import SocketTransport, ranks
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import measurement
+from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.measurement import Speeds, host_topology, measure, rank_topology
 
 
 def measured(rendezvous, seconds):
-    comm, transport = joined(rendezvous)
+    comm = joined(rendezvous)
     found = measure(comm, seconds)
     x = np.arange(1000, dtype="int64") + comm.rank
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     comm.close()
-    transport.close()
     return found, x
 
 
@@ -108,10 +108,10 @@ def test_a_time_of_zero_raises():
 
 
 def deserted(rendezvous):
-    comm, transport = joined(rendezvous, 3.0)
+    comm = joined(rendezvous, 3.0)
     if comm.rank == 1:
         comm.require_same("measure_topology 1 s")
-        transport.abort()
+        comm.transport.abort()
         return None
     with pytest.raises((PeerLostError, CollectiveTimeout), match="rank 1 ") as error:
         measure(comm)
@@ -125,12 +125,11 @@ def test_a_host_that_is_lost_during_a_measurement_is_named():
 
 
 def for_different_times(rendezvous):
-    comm, transport = joined(rendezvous, 8.0)
+    comm = joined(rendezvous, 8.0)
     with pytest.raises(MismatchError, match=r"measure_topology 0\.2 s") as error:
         measure(comm, 0.2 if comm.rank == 2 else 0.1)
     measure(comm, 0.1)
     comm.close()
-    transport.close()
     return str(error.value)
 
 
@@ -142,7 +141,8 @@ def test_ranks_must_measure_for_the_same_time():
 
 
 def interrupted(rendezvous):
-    comm, transport = joined(rendezvous, 20.0)
+    transport = SocketTransport(rendezvous)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
     if comm.rank == 1:
 
         def pair(probe, other, seconds):

@@ -159,14 +159,14 @@ def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, co
     ranks = sum(map(len, hosts))
     for collective in collectives:
         roots = (0, ranks - 1) if collective in ("reduce", "broadcast", "gather", "scatter") else (None,)
-        for number, size in enumerate((1, 100, 700, 3000)):
+        for number, size in enumerate((1, 700, 3000)):
             dtype = ("int64", "float16", "float32")[(number + ranks) % 3]
             run(hosts, collective, size, dtype, root=roots[number % len(roots)])
         if "reduce" in collective:
-            run(hosts, collective, 3000, "bfloat16", ReduceOp.MEAN, roots[0])
-            run(hosts, collective, 3000, "float32", root=roots[0], exact=True)
+            run(hosts, collective, 1500, "bfloat16", ReduceOp.MEAN, roots[0])
+            run(hosts, collective, 1500, "float32", root=roots[0], exact=True)
         if collective == "all_reduce":
-            run(hosts, collective, 3000, "float32", in_place=True)
+            run(hosts, collective, 1500, "float32", in_place=True)
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
@@ -174,7 +174,7 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     of leaders and ranks."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
-    for counts in ((1, 1), (1, 8), (3, 5), (2, 7, 3)):
+    for counts in ((1, 1), (1, 8), (2, 7, 3)):
         ends = np.cumsum([0, *counts])
         hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
         for dtype, collective in (

@@ -45,21 +45,20 @@ def right(kind, dtype, n, size, divisor):
 CASES = [
     (kind, [*UNSIGNED][number % 4], size, ("sum", "mean")[number // 2 % 2], number % 3 == 0)
     for number, (kind, size) in enumerate(
-        [*((kind, (1, 60, 3001)[k % 3]) for k, kind in enumerate(KINDS)), (narrow, 300_002), (wide, 200_000)]
+        [*((kind, (1, 60, 3001)[k % 3]) for k, kind in enumerate(KINDS)), (narrow, 200_002), (wide, 150_000)]
     )
 ]
 
 
 def table(rendezvous, seed):
     """Run all cases with every reduction, and return the names of those with wrong bits."""
-    comm, transport = joined(rendezvous, 30.0)
+    comm = joined(rendezvous, 30.0)
     wrong = every_case(comm, seed)
     if len(comm.hosts) > 2:  # trees in which hosts combine the partial sums of others
         speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(3)] for a in range(3)]
         comm.plan_on(Topology.from_matrix(speeds, host_names(3), latency_s=1e-4))
         wrong += every_case(comm, seed)
     comm.close()
-    transport.close()
     return wrong
 
 
@@ -141,36 +140,6 @@ def test_further_terms_that_are_not_read_before_they_are_expected():
     assert max(longest for _, longest in found) > 1 << 20
     for got, _ in found:
         assert (got == due).all()
-
-
-def bytes_between_hosts(rendezvous):
-    """Return the bytes that this rank has sent: by default, exactly, of further terms."""
-    comm, transport = joined(rendezvous, 30.0)
-    found, sent, send = {}, [], comm.transport.send
-    comm.transport.send = lambda *message: (sent.append((message[3], message[1])), send(*message))[1]
-    for dtype in ("float32", "float64"):
-        for kind in (narrow, wide):
-            counts = []
-            for exact in (False, True):
-                sent.clear()
-                given = inputs(kind, dtype, comm.size, 100_000, 0)[comm.rank]
-                comm.all_reduce(ReduceOp.SUM, view(given, dtype), view(given, dtype), exact)
-                counts.append(sum(nbytes for _, nbytes in sent))
-            found[dtype, kind.__name__] = (*counts, sum(nbytes for tag, nbytes in sent if tag == FURTHER_TAG))
-    comm.close()
-    transport.close()
-    return found
-
-
-def test_the_bytes_on_the_slow_link():
-    """Of ordinary data, two hosts exchange 1.5 times the bytes of the default, or up to 1 % more, for the headers."""
-    for found in ranks(4, bytes_between_hosts, environment=on(*"aabb")):
-        for dtype in ("float32", "float64"):
-            default, exact, further = found[dtype, "narrow"]
-            assert further == 0
-            assert 1.49 * default <= exact <= 1.52 * default
-        default, exact, further = found["float32", "wide"]
-        assert further > default, "nearly every sum of wide data needs further terms"
 
 
 def differing(rendezvous):

@@ -1,4 +1,4 @@
-"""Every transport obeys the laws of ``transport_laws``. To test another transport, add a function that runs them."""
+"""The library's own connections: they obey the laws of ``transport_laws``, whatever other programs connect to them."""
 
 import contextlib
 import json
@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import transport_laws
 from ranks import connected, ranks
-from test_mpi import launched
 from transport_laws import LAWS
 
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-def on_tcp():
-    """Run the laws on connections of the library's own, in forked processes."""
+def test_connections_of_the_library_obey_the_laws():
+    """Messages are ordered and unchanged, waits time out, and aborts end waits (``test_mpi``: also under MPI)."""
 
     def rank(rendezvous, law):
         transport = TcpTransport(connected(rendezvous))
@@ -32,19 +31,6 @@ def on_tcp():
 
     for law in LAWS:
         ranks(3, rank, law)
-
-
-def on_mpi():
-    """Run the laws under mpiexec."""
-    status, output = launched(3, transport_laws.__file__, timeout_s=100)
-    assert status == 0, output
-    assert output.count("passed") == 3 * len(LAWS), output
-
-
-@pytest.mark.parametrize("run", [on_tcp, on_mpi], ids=["tcp", "mpi"])
-def test_every_transport_obeys_the_laws(run):
-    """Messages are ordered and unchanged, waits time out, and aborts end waits, on every transport."""
-    run()
 
 
 def test_strangers_and_dead_addresses_do_not_disturb_connections():

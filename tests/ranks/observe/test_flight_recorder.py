@@ -8,7 +8,6 @@ import random
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 
@@ -30,18 +29,16 @@ def test_a_written_dump_is_read_back(dump_directory):
     assert [len(each.ops) for each in dump.histories] == [32] * 4
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_hosts_are_read_back(dump_directory, seed):
+def test_any_hosts_are_read_back(dump_directory):
     """Hosts of any ranks, in any order, are written and read back unchanged."""
-    rng = random.Random(seed)
-    ranks = list(range(60))
-    if seed > 1:
+    rng, ranks, dumps = random.Random(0), list(range(60)), []
+    for number in range(4):
+        ends = sorted(rng.sample(range(1, 60), 20)) if number % 2 else []
+        hosts = tuple(tuple(ranks[a:b]) for a, b in itertools.pairwise([0, *ends, 60]))
+        dumps.append(new_dump(number, history(number, 1), hosts=hosts, token=str(number)))
+        flight_recorder.write(dumps[-1])
         rng.shuffle(ranks)
-    ends = sorted(rng.sample(range(1, 60), 20)) if seed % 2 else []
-    hosts = tuple(tuple(ranks[a:b]) for a, b in itertools.pairwise([0, *ends, 60]))
-    dump = new_dump(0, history(0, 1), hosts=hosts)
-    flight_recorder.write(dump)
-    assert flight_recorder.read(dump_directory) == ((dump,), ())
+    assert flight_recorder.read(dump_directory) == (tuple(dumps), ())
 
 
 def test_the_histories_of_ranks_without_a_dump_are_in_the_newest_dump_of_their_host(dump_directory):
@@ -60,23 +57,21 @@ def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeyp
     stop = threading.Event()
 
     def stands_here(password):
-        stop.wait(60)
+        stop.wait(30)
 
     thread = threading.Thread(target=stands_here, args=("tiger5tiger5",), name="the waiting one")
     thread.start()
     try:
-        deadline = time.monotonic() + 30
         while True:
             dump = new_dump(0, history(0, 1), hosts=((0,),))
             if any("stands_here" in [f.function for f in each.stack] for each in dump.threads):
                 break
-            assert time.monotonic() < deadline
+            assert thread.is_alive(), "its function is in no dump"
     finally:
         stop.set()
         thread.join()
     content = flight_recorder.write(dump).read_text()
     assert dump.threads[0].name == "MainThread"
-    assert any(frame.function == "stands_here" for each in dump.threads for frame in each.stack)
     assert {each.name for each in dump.threads} >= {"MainThread", "the waiting one"}
     assert "hunter2" not in content
     assert "tiger5tiger5" not in content.replace('\\"tiger5tiger5\\"', "")  # a stack may quote it
@@ -94,8 +89,7 @@ def test_an_older_dump_is_kept(dump_directory, caplog):
     assert flight_recorder.read(dump_directory).dumps == (first, second)
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("limit", ["_MOST_DUMPS", "_MOST_BYTES"])
+@pytest.mark.parametrize(("chosen", "limit"), [(True, "_MOST_DUMPS"), (False, "_MOST_BYTES")])
 def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen, limit):
     """When a rank writes a dump, the oldest of its rank number are deleted, with directories that become empty, until 3
     or few enough bytes remain; those of running processes, other ranks and other hosts, and other files, are kept."""
@@ -171,53 +165,42 @@ def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, cap
 
 def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory):
     """A file under a dump's name is complete, whenever the writer is killed."""
-    code = (
-        "import os, sys\n"
-        "from crossreduce.observe import flight_recorder\n"
-        "ops = tuple(flight_recorder.Op(k, 'x' * 1000, 0.0, None) for k in range(1, 2000))\n"
-        "history = flight_recorder.History(0, ops)\n"
-        "dump = flight_recorder.new_dump('world', '7', 0, ((0,),), 'why', [history])\n"
-        "print('ready', flush=True)\n"
-        "while True:\n"
-        "    flight_recorder.write(dump)\n"
-    )
+    ops = tuple(flight_recorder.Op(k, "x" * 1000, 0.0, None) for k in range(1, 2000))
+    dump = new_dump(0, flight_recorder.History(0, ops), hosts=((0,),))
     for pause in (0.0, 0.013, 0.03):
-        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        writer = os.fork()
+        if not writer:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of older dumps
+                while True:
+                    flight_recorder.write(dump)
+            finally:
+                os._exit(1)
         try:
-            assert writer.stdout.readline() == b"ready\n"
-            while not dump_directory.exists() or not list(dump_directory.glob("rank*.json")):
+            while not list(dump_directory.glob("rank*.json")):
+                assert os.waitpid(writer, os.WNOHANG) == (0, 0)
                 time.sleep(0.001)
             time.sleep(pause)
         finally:
-            os.kill(writer.pid, signal.SIGKILL)
-            writer.communicate(timeout=60)
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
     files = list(dump_directory.glob("rank*.json"))
-    assert files
-    assert len(flight_recorder.read(dump_directory).dumps) == len(files)
+    assert len(flight_recorder.read(dump_directory).dumps) == len(files) > 0
 
 
-BROKEN = {
-    "empty": "",
-    "cut short": '{"format": "crossreduce dump", "version": 2, "group"',
-    "not a dump": '{"format": "something else"}',
-    "a list": "[1, 2]",
-    "another version": '{"format": "crossreduce dump", "version": 99}',
-    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
-    "deep": "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
-def test_a_broken_file_is_a_problem(dump_directory, content):
-    """A file that is not a dump is reported as one problem; the other dumps are read."""
-    dumps = [new_dump(rank, history(rank, 3)) for rank in range(2)]
-    for dump in dumps:
-        flight_recorder.write(dump)
-    (dump_directory / "rank1.json").write_text(content)
-    found = flight_recorder.read(dump_directory)
-    assert found.dumps == (dumps[0],)
-    (problem,) = found.problems
-    assert problem.startswith("rank1.json cannot be read: it")
+def test_a_broken_file_is_a_problem(dump_directory):
+    """A file that is empty, cut short, deep, of another version or no dump is reported as one problem; the other dumps
+    are read."""
+    dump = new_dump(0, history(0, 3))
+    flight_recorder.write(dump)
+    begin = '{"format": "crossreduce dump", "version": '
+    others = "", "[1, 2]", "[" * 100_000, '{"format": "something else"}'
+    for content in (*others, begin + '2, "group"', begin + '2, "group": "world"}', begin + "99}"):
+        (dump_directory / "rank1.json").write_text(content)
+        found = flight_recorder.read(dump_directory)
+        assert found.dumps == (dump,)
+        (problem,) = found.problems
+        assert problem.startswith("rank1.json cannot be read: it")
 
 
 @pytest.mark.parametrize(("field", "value"), [

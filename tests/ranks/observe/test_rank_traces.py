@@ -1,22 +1,22 @@
 """Traces of ranks: what a file contains, that it survives its process, and when files are written."""
 
+import itertools
 import os
 import resource
 import signal
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from members import Warnings, member, summed
+from members import Warnings, member, starter, summed
 from ranks import Died, ranks
 from trace_events import read_events
 from traced_ranks import CALLS, LATE_S, array_group, in_threads, only_group, traced
 
 import crossreduce.trace
-from crossreduce import ArgumentError, ReductionError
+from crossreduce import ArgumentError, CollectiveTimeout
 from crossreduce.observe.traces import recording as tracing
 from crossreduce.observe.traces.calls import read_directory
 from crossreduce.observe.traces.clocks import align
@@ -42,7 +42,7 @@ def test_a_trace_has_each_call_of_each_rank(of_two):
 
 
 def test_phases_sum_to_the_call(of_two):
-    """Within a call the phases follow each other without a gap, and sum to its time; calls follow each other."""
+    """Within a call the phases follow each other without a gap, up to its end; calls follow each other."""
     group, _ = only_group(of_two)
     for found in group.ranks.values():
         last = 0
@@ -53,11 +53,9 @@ def test_phases_sum_to_the_call(of_two):
             for part in call.parts:
                 assert part.begin_ns == at <= part.end_ns
                 at = part.end_ns
-            assert 0 <= call.end_ns - at < 100_000_000  # from the last record to the end; more only if it lost its CPU
-            total = sum(part.end_ns - part.begin_ns for part in call.parts)
-            assert total == at - call.begin_ns
-        gaps = [call.end_ns - call.parts[-1].end_ns for call in found.calls if call.parts]
-        assert min(gaps) < 20_000
+            assert at <= call.end_ns
+        # From the last record to the end of the call: longer only where the rank lost its CPU.
+        assert min(call.end_ns - call.parts[-1].end_ns for call in found.calls if call.parts) < 20_000
 
 
 def test_phases_are_those_of_the_program(of_two):
@@ -94,29 +92,25 @@ def test_a_wait_is_for_the_late_rank(of_two):
     assert row.gb_per_s == pytest.approx(5_600_008 / row.seconds / 1e9)
 
 
-def endless(rendezvous, folder):
+def endless(rendezvous, started):
     group = member(rendezvous)
-    while True:
+    for number in itertools.count():
         summed(group, 20)
-        Path(folder, f"{group.rank}").touch()
+        if number == 50:
+            started.ready()
 
 
 def test_a_killed_rank_leaves_a_readable_file(tmp_path):
     """After SIGKILL the file has all calls up to the one that ran, without a gap, and none is malformed."""
-    flags = tmp_path / "flags"
-    flags.mkdir()
+    with starter(2) as started:
 
-    def kill(pids):
-        deadline = time.monotonic() + 30
-        while len([*flags.iterdir()]) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)
-        os.kill(pids[1], signal.SIGKILL)
+        def kill(pids):
+            started.wait()
+            os.kill(pids[1], signal.SIGKILL)
 
-    results = traced(2, endless, tmp_path / "trace", flags, begun=kill, check=False)
+        results = traced(2, endless, tmp_path, started, begun=kill, check=False)
     assert isinstance(results[1], Died)
-    group, notes = only_group(tmp_path / "trace")
+    group, notes = only_group(tmp_path)
     for found in group.ranks.values():
         numbers = [call.number for call in found.calls]
         assert numbers == [*range(1, len(numbers) + 1)]
@@ -133,27 +127,28 @@ def one_never_calls(rendezvous, folder):
     summed(group)
     summed(group)
     if group.rank == 2:
-        time.sleep(2)
+        time.sleep(1.5)
         group.close()
         return None
     shown = []
-
-    def look():
-        shown.append(only_group(folder)[0].ranks[0].calls[-1])
-
-    timer = threading.Timer(0.6, look)
+    timer = threading.Timer(0.6, lambda: shown.append(only_group(folder)[0].ranks[0].calls[-1]))
     timer.start()
-    with pytest.raises(ReductionError) as caught:
+    with pytest.raises(CollectiveTimeout) as caught:
         summed(group, 7)
     timer.join()
     group.close()
-    return shown[0], type(caught.value).__name__
+    return shown[0], str(caught.value)
 
 
 def test_a_call_that_times_out_is_in_its_trace(tmp_path, trace):
-    """A wait is recorded before it ends, and to its end if the group is aborted. It names the missing rank."""
-    (shown, error), other, _ = traced(3, one_never_calls, tmp_path, tmp_path)
-    assert {error, other[1]} == {"CollectiveTimeout"}
+    """A wait is recorded before it ends, and to its end if the group is aborted. It names the missing rank, as the
+    error does, which also has that rank's last call."""
+    (shown, error), (_, same), _ = traced(3, one_never_calls, tmp_path, tmp_path)
+    assert error == same
+    assert error.startswith(
+        'rank 2 did not complete op 3, all_reduce sum int64[7], of group "world", within the timeout'
+    )
+    assert "its last call was op 2, all_reduce sum int64[1000]" in error
     assert (shown.number, shown.end_ns, shown.parts[-1].phase, shown.parts[-1].waited_for) == (3, None, Phase.WAIT, 2)
     assert 0.3e9 < shown.last_ns - shown.begin_ns < 2e9
     group, notes = only_group(tmp_path)
@@ -214,27 +209,23 @@ def many(rendezvous, calls):
     group.close()
 
 
-def test_a_full_file_keeps_the_newest_calls(tmp_path):
-    """A file has at most CROSSREDUCE_TRACE_BYTES; then new records replace the oldest, and a note says so."""
-    traced(1, many, tmp_path, 9000, environment=[{"CROSSREDUCE_TRACE_BYTES": "256K"}])
+@pytest.mark.parametrize("limit", ["256K", "4M"])
+def test_a_file_grows_to_its_limit(tmp_path, limit):
+    """Below its limit, CROSSREDUCE_TRACE_BYTES, a file grows, has all calls, and its unused end is cut off. Then new
+    records replace the oldest, and a note says so."""
+    traced(1, many, tmp_path, 9000, environment=[{"CROSSREDUCE_TRACE_BYTES": limit}])
     (path,) = tmp_path.iterdir()
-    assert path.stat().st_size <= 1 << 18
     group, notes = only_group(tmp_path)
     numbers = [call.number for call in group.ranks[0].calls]
     assert numbers == [*range(9001 - len(numbers), 9001)]
-    assert 1000 < len(numbers) < 9000
     assert all([part.phase for part in call.parts] == [Phase.COPY_OUT] for call in group.ranks[0].calls[1:])
-    assert any("were replaced" in note for note in notes)
-
-
-def test_a_growing_file_keeps_all_calls(tmp_path):
-    """Below its limit a file grows, and its unused end is cut off."""
-    traced(1, many, tmp_path, 9000, environment=[{"CROSSREDUCE_TRACE_BYTES": "4M"}])
-    (path,) = tmp_path.iterdir()
-    group, notes = only_group(tmp_path)
-    assert [call.number for call in group.ranks[0].calls] == [*range(1, 9001)]
-    assert notes == ()
-    assert 9000 * 2 * 32 < path.stat().st_size < 9000 * 2 * 32 + (1 << 18) + (1 << 13)  # texts, facts
+    if limit == "256K":
+        assert path.stat().st_size <= 1 << 18
+        assert 1000 < len(numbers) < 9000
+        assert any("were replaced" in note for note in notes)
+    else:
+        assert (len(numbers), notes) == (9000, ())
+        assert 9000 * 2 * 32 < path.stat().st_size < 9000 * 2 * 32 + (1 << 18) + (1 << 13)  # texts, facts
 
 
 def on_a_full_disk(rendezvous, folder):
@@ -260,38 +251,26 @@ def test_a_full_disk_does_not_fail_a_call(tmp_path):
     assert sum("could not grow" in note for note in notes) == 2
 
 
-def in_two_groups(rendezvous):
+def in_two_groups(rendezvous, are_traced):
     warnings = Warnings()
     for name in ("world", "second"):
         group = member(rendezvous, name=name)
         summed(group)
-        assert group.traced is None
+        assert (group.traced is not None) == are_traced
         group.close()
     return warnings.texts
 
 
-def test_an_unwritable_directory_is_one_warning(tmp_path):
-    """If the directory cannot be made, groups work, and each process warns once."""
+def test_wrong_variables_are_one_warning(tmp_path):
+    """If the directory cannot be made, or the limit is no number of bytes, groups work, and each process warns once."""
     (tmp_path / "file").touch()
-    for texts in traced(2, in_two_groups, tmp_path / "file" / "trace"):
+    for texts in traced(2, in_two_groups, tmp_path / "file" / "trace", False):
         (text,) = texts
         assert "cannot write its trace" in text
-    for texts in traced(1, in_two_groups_traced, tmp_path, environment=[{"CROSSREDUCE_TRACE_BYTES": "many"}]):
+    limits = [{"CROSSREDUCE_TRACE_BYTES": limit} for limit in ("many", "9" * 5000)]
+    for texts in traced(2, in_two_groups, tmp_path, True, environment=limits):
         (text,) = texts
         assert "CROSSREDUCE_TRACE_BYTES is ignored" in text
-    for texts in traced(1, in_two_groups_traced, tmp_path, environment=[{"CROSSREDUCE_TRACE_BYTES": "9" * 5000}]):
-        (text,) = texts
-        assert "CROSSREDUCE_TRACE_BYTES is ignored" in text
-
-
-def in_two_groups_traced(rendezvous):
-    warnings = Warnings()
-    for name in ("world", "second"):
-        group = member(rendezvous, name=name)
-        summed(group)
-        assert group.traced is not None
-        group.close()
-    return warnings.texts
 
 
 def by_function(rendezvous, folder):
@@ -322,21 +301,19 @@ def test_the_functions_trace_the_calls_between_them(tmp_path):
     assert len([*tmp_path.glob("rank1.*.2.trace")]) == 2
 
 
-@pytest.mark.parametrize("nbytes", [1, "1K", "many", -1, 1 << 50, "9" * 5000])
-def test_invalid_limits(tmp_path, nbytes):
-    """An invalid limit is an error, and nothing is started."""
-    with pytest.raises(ArgumentError, match=r"nbytes must be|limit of a trace|nbytes is too long"):
-        crossreduce.trace.start(tmp_path / "new", nbytes)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("directory", [None, "", "a\0b", b"a", 3])
-def test_invalid_directories(tmp_path, monkeypatch, directory):
-    """A value that is not the name of a directory is an error, and nothing is written."""
+def test_invalid_arguments_of_start(tmp_path, monkeypatch):
+    """An invalid limit or name of a directory, or one that cannot be made, is an error, and nothing is started."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match="not the name of a directory"):
-        crossreduce.trace.start(directory)
+    for nbytes in (1, "1K", "many", -1, 1 << 50, "9" * 5000):
+        with pytest.raises(ArgumentError, match=r"nbytes must be|limit of a trace|nbytes is too long"):
+            crossreduce.trace.start(tmp_path / "new", nbytes)
+    for directory in (None, "", "a\0b", b"a", 3):
+        with pytest.raises(ArgumentError, match="not the name of a directory"):
+            crossreduce.trace.start(directory)
     assert [*tmp_path.iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="a trace cannot be written to"):
+        crossreduce.trace.start(tmp_path / "file" / "trace")
 
 
 def test_a_group_that_is_made_during_stop_is_not_traced(tmp_path, monkeypatch):
@@ -372,10 +349,3 @@ class Groups(list):
     """A set of groups that need no hash."""
 
     add = list.append
-
-
-def test_start_in_an_unwritable_directory(tmp_path):
-    """``start`` raises if the directory cannot be made."""
-    (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="a trace cannot be written to"):
-        crossreduce.trace.start(tmp_path / "file" / "trace")

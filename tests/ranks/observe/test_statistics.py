@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from members import Resources, Warnings, member, memories, memory
+from host_checks import joined, on
+from members import Resources, Warnings, every_call, member, memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_new
 from prometheus_client.parser import text_string_to_metric_families as parse_old
-from ranks import SocketTransport, ranks
+from ranks import ranks
 
 from crossreduce import kernels
 from crossreduce.errors import ContextError, MismatchError
 from crossreduce.observe import metrics
 from crossreduce.observe.counters import KINDS, CollectiveStats, Stats, WaitStats
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.prepared import new_calls, prepare
 
 
@@ -32,34 +32,17 @@ def parsed(text):
 
 def every_collective(rendezvous):
     """Call each collective another number of times, and return the statistics."""
-    comm = member(rendezvous)
-    n, x, rows = comm.size, np.ones(100, np.float32), np.ones((comm.size, 100), np.float32)
-    results, root = np.zeros_like(rows), comm.rank == 1
-    assert comm.stats() == Stats("world", comm.rank, n, {}, {})
-    for _ in range(1):
-        comm.all_reduce(ReduceOp.SUM, memory(x), memory(results[0]))
-    for _ in range(2):
-        comm.reduce(ReduceOp.SUM, memory(x), memory(results[0]) if root else None, 1)
-    for _ in range(3):
-        comm.broadcast(memory(x), 0)
-    for _ in range(4):
-        comm.all_gather(memory(x), memories(results))
-    for _ in range(5):
-        comm.reduce_scatter(ReduceOp.MAX, memories(rows), memory(results[0]))
-    for _ in range(6):
-        comm.gather(memory(x), memories(results) if root else None, 1)
-    for _ in range(7):
-        comm.scatter(memories(rows) if root else None, memory(x), 1)
-    for _ in range(8):
-        comm.all_to_all(memories(rows), memories(results))
-    for _ in range(9):
-        comm.barrier()
+    comm, x = member(rendezvous), np.ones(100, np.float32)
+    assert comm.stats() == Stats("world", comm.rank, comm.size, {}, {})
+    for number, call in enumerate(every_call(comm, 100).values(), 1):
+        for _ in range(number):
+            call()
     comm.require_same("barriers of another kind")
     with pytest.raises(MismatchError, match="differ"):
-        comm.all_reduce(ReduceOp.SUM if root else ReduceOp.MAX, memory(x), memory(x))
+        comm.all_reduce(ReduceOp.SUM if comm.rank else ReduceOp.MAX, memory(x), memory(x))
     found = comm.stats()
     comm.close()
-    assert comm.stats() == found or comm.stats().total.calls == found.total.calls
+    assert comm.stats().total.calls == found.total.calls
     return found
 
 
@@ -100,7 +83,7 @@ def slow_rank(rendezvous, pause, calls):
 
 def test_the_rank_that_others_wait_for():
     """The time for which the others waited for a slow rank is counted for it, and it was the last at each call."""
-    pause, calls = 0.05, 10
+    pause, calls = 0.02, 10
     found = ranks(3, slow_rank, pause, calls)
     for rank in (0, 2):
         stats, took = found[rank]
@@ -162,11 +145,11 @@ def test_reading_during_a_call():
 
 
 def two_hosts(rendezvous):
-    comm = Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=20)
+    comm = joined(rendezvous)
     x = np.ones(10_000, np.float32)
     for _ in range(3):
         if comm.rank == 3:
-            time.sleep(0.1)
+            time.sleep(0.05)
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     stats = comm.stats()
     comm.close()
@@ -175,13 +158,12 @@ def two_hosts(rendezvous):
 
 def test_the_exchange_between_hosts():
     """On several hosts, leaders count the time of the exchange with other hosts; waits name ranks of the own host."""
-    environment = [{"CROSSREDUCE_HOST": name} for name in "aabb"]
-    found = ranks(4, two_hosts, environment=environment)
+    found = ranks(4, two_hosts, environment=on(*"aabb"))
     for rank, stats in enumerate(found):
         assert stats.collectives["all_reduce"][:2] == (3, 120_000)
         assert set(stats.waits) <= {rank ^ 1}
-    assert found[0].total.between_hosts_s > 0.15  # it waited for rank 3's host
-    assert found[2].waits[3].seconds > 0.15
+    assert found[0].total.between_hosts_s > 0.08  # it waited for rank 3's host
+    assert found[2].waits[3].seconds > 0.08
 
 
 def forked(rendezvous):
@@ -232,13 +214,13 @@ def test_openmetrics_of_any_name():
         assert {(one.name, *sorted(one.labels.items())): one.value for one in old} == samples
 
 
-def with_metrics(rendezvous, folder, every_s):
+def with_metrics(rendezvous, folder):
     kept, before = Warnings(), Resources()
-    metrics.writers._every_s = every_s
+    metrics.writers._every_s = 0.03
     comm = member(rendezvous, name="a/group")
     x, seen = np.ones(10, np.float32), []
     path = Path(folder, f"run-{metrics.name_in_files(comm.name)}-rank{comm.rank}.prom")
-    for _ in range(60):
+    for _ in range(40):
         comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
         time.sleep(0.01)
         if path.exists():
@@ -251,43 +233,35 @@ def test_metrics_files(tmp_path, monkeypatch):
     """Each rank replaces its file while it runs, and a last time when the group is closed; a reader never sees a part
     of it, and no counter decreases. The thread ends with the group."""
     monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / "new" / "run.prom"))
-    for rank, (seen, last, warnings, same) in enumerate(ranks(2, with_metrics, tmp_path / "new", 0.05)):
+    for rank, (seen, last, warnings, same) in enumerate(ranks(2, with_metrics, tmp_path / "new")):
         assert (warnings, same) == ([], True)
-        calls = (
-            "crossreduce_calls_total",
-            ("collective", "all_reduce"),
-            ("group", "a/group"),
-            ("rank", str(rank)),
-            ("run", "run"),
-        )
+        labels = ("collective", "all_reduce"), ("group", "a/group"), ("rank", str(rank)), ("run", "run")
         assert len(set(seen)) > 3
         tables = [parsed(text) for text in seen]
         for before, after in pairwise(tables):
             assert all(after[key] >= value for key, value in before.items())
-        assert parsed(last)[calls] == 60
+        assert parsed(last)["crossreduce_calls_total", *labels] == 40
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         f"run-a_group-9d76075c-rank{rank}.prom" for rank in (0, 1)
     ]
 
 
-def counted(calls, group="g", rank=0):
-    return Stats(group, rank, 2, {"barrier": CollectiveStats(calls)}, {})
+def counted(calls):
+    return Stats("g", 0, 2, {"barrier": CollectiveStats(calls)}, {})
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_the_last_file_has_the_final_counters(tmp_path, hangs):
     """If a group ends while the thread writes older counters, the file finally has the last ones, and later
     writes do not change it. The end of the group does not wait for a file system that hangs."""
-    file, reading = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event()
-    resume = threading.Event()
-    found = iter([1])
+    file, reading, resume = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event(), threading.Event()
 
     def stats():
-        if (old := next(found, None)) is None:
+        if reading.is_set():
             return counted(2)
         reading.set()
         resume.wait(20 if hangs else 0.3)
-        return counted(old)
+        return counted(1)
 
     thread = threading.Thread(target=file.write, args=(stats,))
     thread.start()
@@ -328,18 +302,14 @@ def test_files_of_different_groups(tmp_path, monkeypatch):
     """Groups of different names have different files, whatever the names; and so have programs that run at the same
     time, whose series differ by a label, too."""
     names = ["a/b", "a b", "a_b", "g" * 80, "g" * 81, "g" * 82, "\u4e16" * 80, "\u4e16" * 81, "a\ud800", "a\ud801", ""]
-    files = []
-    for name in ("one.prom", "two.prom"):
-        monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / name))
-        files += [metrics.metrics_file(name, rank) for name in names for rank in (0, 123456)]
-    for file in files:
-        file.write(lambda: counted(1))
-    texts = [path.read_text() for path in tmp_path.iterdir()]
-    assert len(texts) == len(files) == 2 * 2 * len(names)
-    series = [key for text in texts for key in parsed(text)]
-    assert sorted(dict(key[1:])["run"] for key in series if key[0] == "crossreduce_calls_total") == sorted(
-        ["one", "two"] * 2 * len(names)
-    )
+    for run in ("one.prom", "two.prom"):
+        monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / run))
+        for name in names:
+            for rank in (0, 123456):
+                metrics.metrics_file(name, rank).write(lambda: counted(1))
+    series = [key for path in tmp_path.iterdir() for key in parsed(path.read_text())]
+    runs = [dict(labels)["run"] for name, *labels in series if name == "crossreduce_calls_total"]
+    assert sorted(runs) == sorted(["one", "two"] * 2 * len(names))
 
 
 def test_waits_in_failed_calls():
@@ -354,7 +324,7 @@ def unwritable(rendezvous):
     kept = Warnings()
     metrics.writers._every_s = 0.02
     comm = member(rendezvous)
-    for _ in range(20):
+    for _ in range(10):
         comm.barrier()
         time.sleep(0.01)
     comm.close()
@@ -382,13 +352,13 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, kind):
 
 def stuck_writer(rendezvous, pipe):
     """Let the thread that writes files block forever, and make calls meanwhile."""
+    hangs = threading.Event()
     metrics.writers._every_s = 0.02
-    metrics.MetricsFile.write = lambda *_: os.read(pipe, 1)
+    metrics.MetricsFile.write = lambda *_: (hangs.set(), os.read(pipe, 1))
     comm = member(rendezvous)
-    time.sleep(0.1)
-    x = np.ones(10, np.float32)
+    assert hangs.wait(10)
     for _ in range(100):
-        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+        comm.barrier()
     return comm.stats().total.calls
 
 

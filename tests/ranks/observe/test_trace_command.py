@@ -8,15 +8,7 @@ import sys
 import pytest
 from members import member, summed
 from trace_events import read_events
-from traced_ranks import (
-    CALLS,
-    LATE_S,
-    copied,
-    in_threads,
-    only_group,
-    some_calls,
-    traced,
-)
+from traced_ranks import CALLS, LATE_S, copied, in_threads, only_group, traced
 
 from crossreduce import Topology, simulate
 from crossreduce.cli.trace import _prediction, _show
@@ -85,8 +77,8 @@ def test_the_table(of_two, trace, monkeypatch):
     assert all(row["predicted_seconds"] is None for row in report["rows"])
     (named,) = report["stragglers"]
     assert (named["group"], named["rank"]) == ("world", 1)
-    spent = {rank: sum(row["rank_seconds"][rank]["seconds"] for row in report["rows"]) for rank in (0, 1)}
-    assert spent[0] > spent[1] + 0.8 * LATE_S
+    (late,) = (row for row in report["rows"] if row["text"] == CALLS[-1])
+    assert late["rank_seconds"][0]["seconds"] > 0.8 * LATE_S
     assert 0.5 < named["share"] <= 1
 
 
@@ -97,75 +89,65 @@ def row_of(text, calls=12_345, queue=None, waited_for=((1, 0.9), (0, 0.06), (2, 
     return row._replace(**fields)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 130, 200])
 @pytest.mark.parametrize("queue", [None, 0.0123])
-def test_a_narrow_table_has_whole_words(monkeypatch, capsys, width, queue):
+def test_a_narrow_table_has_whole_words(monkeypatch, capsys, queue):
     """At every width all words and numbers of the table are whole, and calls are broken at spaces; columns of queues
     and plans are there only if they have content."""
-    monkeypatch.setenv("COLUMNS", str(width))
     texts = ["all_reduce sum float32[100000]", "reduce_scatter sum bfloat16[1024]", "barrier"]
     rows = [row_of(text, queue=queue) for text in texts]
-    _show(rows, [None, queue, None])
-    out = capsys.readouterr().out
-    assert all(len(line) <= width for line in out.splitlines()), out
-    assert "…" not in out
-    words = set(re.sub("[┃│┏━┳┓┡╇┩└─┴┘]", " ", out).split())
-    due = {*" ".join(texts).split(), "1.18", "MiB", "us", "98.7", "waiting", "50", "rank", "90", "%,"}
-    assert due <= words
-    assert words & {"queue", "plan"} == ({"queue", "plan"} if queue and width >= 80 else set())
-    assert ("12.3" in words) == (queue is not None and width >= 80)
-    if width >= 80:
-        assert {"123", "median"} <= words
-    if width >= (100 if queue else 80):
-        assert {"12345", "10", "GB/s", "count"} <= words
-    if width >= 200:
-        assert all(text in out for text in texts)
-        assert "rank 1 90 %, rank 0 6 %, rank 2 4 %" in out
+    for width in (60, 80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _show(rows, [None, queue, None])
+        out = capsys.readouterr().out
+        assert all(len(line) <= width for line in out.splitlines()), out
+        assert "…" not in out
+        words = set(re.sub("[┃│┏━┳┓┡╇┩└─┴┘]", " ", out).split())
+        due = {*" ".join(texts).split(), "1.18", "MiB", "us", "98.7", "waiting", "50", "rank", "90", "%,"}
+        due |= {"123", "median"} if width >= 80 else set()
+        due |= {"12345", "10", "GB/s", "count"} if width >= (100 if queue else 80) else set()
+        due |= {"queue", "plan", "12.3"} if queue and width >= 80 else set()
+        assert due <= words
+        assert words & {"queue", "plan", "12.3"} <= due
+    assert all(text in out for text in texts)
+    assert "rank 1 90 %, rank 0 6 %, rank 2 4 %" in out
 
 
-def test_the_straggler_of_a_trace():
-    """The share is that of the other ranks' time in all calls of the group; long calls count more than short ones."""
+def test_the_straggler_of_a_trace(monkeypatch, capsys):
+    """The share is that of the other ranks' time in all calls of the group; long calls count more than short ones. If
+    waits are short, no rank is named."""
     waits = row_of("a", waiting=0.5, waited_for=((1, 0.9), (0, 0.1)))  # 10 s of all ranks, 5 s of them waiting
     assert straggler([waits]) == (1, pytest.approx(4.5 / 9))
     short = row_of("b", waiting=0.9, waited_for=((2, 1.0),), rank_seconds=((0, 1.0), (1, 1.0), (2, 0.1), (3, 1.0)))
     assert straggler([waits, short]) == (1, pytest.approx(4.5 / (10 + 3.1 - 2)))
     assert straggler([row_of("c", waiting=0.0, waited_for=())])[1] == 0
     assert straggler([row_of("d", waiting=0.0, waited_for=(), rank_seconds=((0, 1.0),))]) == (0, 0.0)
-
-
-def test_without_a_straggler_the_table_says_so(monkeypatch, capsys):
-    """If waits are short, no rank is named."""
     monkeypatch.setenv("COLUMNS", "80")
     _show([row_of("barrier", waiting=0.05)], [None])
     assert "no rank keeps the others waiting for 10 % of their time in collectives\n" in capsys.readouterr().out
 
 
-def test_runs_in_one_directory_are_apart(tmp_path, trace):
-    """Files of two runs are two runs, by their processes; the command shows the last one, or the one of ``--run``."""
-    traced(2, some_calls, tmp_path)
-    traced(2, in_threads, tmp_path)
-    code, out, err = trace(tmp_path, "--json")
+def test_runs_in_one_directory_are_apart(of_two, tmp_path, trace):
+    """Files of two runs are two runs, by their processes; the command shows the last one, or the one of ``--run``, if
+    there is one with this number."""
+    copied(of_two, tmp_path / "runs")
+    traced(2, in_threads, tmp_path / "runs")
+    code, out, err = trace(tmp_path / "runs", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert {row["group"] for row in report["rows"]} == {"world", "second"}
     assert any("2 runs" in note for note in report["notes"])
-    first = json.loads(trace(tmp_path, "--json", "--run", "1")[1])
+    first = json.loads(trace(tmp_path / "runs", "--json", "--run", "1")[1])
     assert {row["text"] for row in first["rows"]} == {*CALLS}
-    code, _, err = trace(tmp_path, "--run", "3")
+    code, _, err = trace(tmp_path / "runs", "--run", "3")
     assert (code, "has 2 runs." in err, "--run 1 to 2" in err) == (2, True, True)
-
-
-def test_a_run_that_does_not_exist(of_two, trace):
-    """The number of a run beyond the only one is refused, in the singular."""
     code, _, err = trace(of_two, "--run", "2")
-    assert (code, "has 1 run." in err) == (2, True)
-    assert err.rstrip().endswith("--run 1")
+    assert (code, "has 1 run." in err, err.rstrip()[-7:]) == (2, True, "--run 1")
 
 
 def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
     """Calls on measured links have the simulated seconds of the hosts' schedule beside them; the others have none,
     unless ``--topology`` gives the links."""
-    code, out, err = trace(of_hosts, "-o", tmp_path / "out.json")
+    code, _, err = trace(of_hosts, "-o", tmp_path / "out.json")
     assert code == 0, err
     events = read_events((tmp_path / "out.json").read_text())
     plans = [event for event in events if event.get("cat") == "plan"]
@@ -180,7 +162,6 @@ def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
     by_text = {row["text"]: row["predicted_seconds"] for row in rows}
     assert by_text["all_reduce sum float32[100000]"] > 1.5 * seconds
     assert by_text["all_reduce sum float32[10]"] > 0
-    del out
 
 
 def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
@@ -203,16 +184,15 @@ def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
 
 def test_bad_directories(tmp_path, trace):
     """A missing folder, and one without traces, are errors that say what to do."""
-    code, _, err = trace(tmp_path / "missing")
-    assert code == 2
-    assert "cannot be read" in err
-    code, _, err = trace(tmp_path)
-    assert code == 2
-    assert "has no trace that can be read" in err
+    (tmp_path / "empty").mkdir()
     (tmp_path / f"rank0.{'a' * 16}.trace").write_bytes(b"nonsense" * 100)
-    code, _, err = trace(tmp_path)
-    assert code == 2
-    assert "not a trace of crossreduce" in err
+    for folder, problem in (
+        ("missing", "cannot be read"),
+        ("empty", "has no trace that can be read"),
+        ("", "not a trace of crossreduce"),
+    ):
+        code, _, err = trace(tmp_path / folder)
+        assert (code, problem in err) == (2, True)
 
 
 def test_a_trace_without_calls_says_so(of_two, tmp_path, trace):
@@ -235,13 +215,13 @@ def of_many_shapes(rendezvous, shapes):
 
 def test_many_shapes(tmp_path, trace):
     """The calls of thousands of shapes have texts; without room for them, a note says so. The table has a limit."""
-    traced(1, of_many_shapes, tmp_path / "large", 3000)
+    traced(1, of_many_shapes, tmp_path / "large", 2000)
     group, notes = only_group(tmp_path / "large")
-    assert {call.text for call in group.ranks[0].calls} == {f"all_reduce sum int64[{k}]" for k in range(1, 3001)}
+    assert {call.text for call in group.ranks[0].calls} == {f"all_reduce sum int64[{k}]" for k in range(1, 2001)}
     assert notes == ()
     code, out, _ = trace(tmp_path / "large")
     assert code == 0
-    assert "and 2900 more rows" in out
+    assert "and 1900 more rows" in out
     assert len(out.splitlines()) < 1000
     traced(1, of_many_shapes, tmp_path / "small", 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
     group, notes = only_group(tmp_path / "small")

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from host_checks import on
 from ranks import ranks
 
 from crossreduce import kernels
@@ -25,7 +26,8 @@ def bytes_for(count, _hosts):
 
 
 def numbered(rendezvous):
-    """Share memory, write this rank's number into it, and read the numbers of all ranks of the host."""
+    """Share memory, check that only its user can open it, that it has no name and cannot change its size, write this
+    rank's number into it, and return the hosts and the numbers of all ranks of this host."""
     before, files = set(Path("/proc/self/fd").iterdir()), sorted(Path("/dev/shm").glob("*crossreduce*"))
     found = bootstrap.bootstrap(rendezvous, bytes_for)
     here = next(host for host in found.hosts if rendezvous.rank in host)
@@ -33,37 +35,31 @@ def numbered(rendezvous):
     os.pwrite(found.fd, struct.pack("<q", 1000 + rendezvous.rank), 4096 * here.index(rendezvous.rank))
     rendezvous.all_gather(b"written")
     read = [struct.unpack("<q", os.pread(found.fd, 8, 4096 * place))[0] for place in range(len(here))]
-    size = os.fstat(found.fd).st_size
-    mode = stat.S_IMODE(os.fstat(found.fd).st_mode)
-    kept = set(Path("/proc/self/fd").iterdir()) - before
-    inheritable = os.get_inheritable(found.fd)
+    status = os.fstat(found.fd)
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (4096 * len(here), 0o600)
+    assert status.st_blocks * 512 >= status.st_size, "an access may raise SIGBUS"
+    assert len(set(Path("/proc/self/fd").iterdir()) - before) == 1
+    assert not os.get_inheritable(found.fd)
     assert sorted(Path("/dev/shm").glob("*crossreduce*")) == files, "the memory has a name"
     for other in (0, 1 << 20):
         with pytest.raises(PermissionError, match="not permitted"):
             os.ftruncate(found.fd, other)
-    assert os.fstat(found.fd).st_blocks * 512 >= size, "an access may raise SIGBUS"
     assert fcntl.fcntl(found.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
     os.close(found.fd)
-    return found.hosts, read, size, mode, len(kept), inheritable
+    return found.hosts, read
 
 
 def test_ranks_of_one_machine_share_its_memory():
-    """The ranks of one machine are one host; all can read what each writes, and only their user can open the memory.
-
-    It has no name, all of it is allocated, and its size cannot change.
-    """
-    for hosts, read, size, mode, kept, inheritable in ranks(4, numbered):
-        assert hosts == ((0, 1, 2, 3),)
-        assert read == [1000, 1001, 1002, 1003]
-        assert (size, mode, kept, inheritable) == (4 * 4096, 0o600, 1, False)
+    """The ranks of one machine are one host; all can read what each writes (``numbered`` checks the memory)."""
+    assert ranks(4, numbered) == [(((0, 1, 2, 3),), [1000, 1001, 1002, 1003])] * 4
 
 
 def test_a_name_in_the_environment_splits_a_host():
     """Ranks with different names in CROSSREDUCE_HOST are on different hosts, in the order of their lowest ranks."""
     names = ["b", "a", "b", "", "a"]
-    found = ranks(5, numbered, environment=[{"CROSSREDUCE_HOST": name} for name in names])
-    assert {result[0] for result in found} == {((0, 2), (1, 4), (3,))}
-    assert [result[1] for result in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
+    found = ranks(5, numbered, environment=on(*names))
+    assert {hosts for hosts, _ in found} == {((0, 2), (1, 4), (3,))}
+    assert [read for _, read in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
 
 
 def of_another_version(rendezvous):
@@ -96,24 +92,18 @@ def broken(rendezvous, failing, problem):
             return real(*args)
 
         setattr(bootstrap, problem, fails)
-    return numbered(rendezvous)[:3]
+    return numbered(rendezvous)
 
 
 @pytest.mark.parametrize(
     ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_receive_memory"), ({1, 2}, "_receive_memory")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
-    """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host."""
-    found = ranks(3, broken, failing, problem)
-    assert found == [(((0,), (1,), (2,)), [1000 + rank], 4096) for rank in range(3)]
-
-
-def test_other_hosts_are_not_split():
-    """If one host is split, the ranks of another host still share their memory."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "abab"]
-    found = ranks(4, broken, {3}, "_receive_memory", environment=names)
-    assert [result[0] for result in found] == [((0, 2), (1,), (3,))] * 4
-    assert found[0][1] == found[2][1] == [1000, 1002]
+    """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host;
+    the ranks of another host still share their memory."""
+    found = ranks(5, broken, failing, problem, environment=on(*"aaabb"))
+    assert {hosts for hosts, _ in found} == {((0,), (1,), (2,), (3, 4))}
+    assert [read for _, read in found] == [[1000], [1001], [1002], [1003, 1004], [1003, 1004]]
 
 
 def without_memory(rendezvous):
@@ -138,13 +128,6 @@ def test_requests_beyond_the_available_memory_raise(monkeypatch):
     os.close(bootstrap._memory(4096))
     with pytest.raises(OSError, match="4096 bytes are available"):
         bootstrap._memory(4097)
-
-
-def test_ranks_of_another_user_are_on_another_host():
-    """Memory is shared only between ranks of one user."""
-    assert bootstrap._identity()[2] == str(os.getuid())
-    found = bootstrap._hosts([bootstrap._HostInfo("1", ["boot", "net", user], "", []) for user in "01"], ["", ""])
-    assert found == ((0,), (1,))
 
 
 @pytest.fixture
@@ -202,13 +185,12 @@ def test_a_sender_has_room_for_two_batches_of_messages():
 
 def in_small_batches(rendezvous):
     bootstrap._MESSAGES = 2
-    return numbered(rendezvous)[:2]
+    return numbered(rendezvous)
 
 
 def test_memory_is_sent_in_batches():
     """Each rank of a host gets the memory if there are more ranks than a rank can send messages to at once."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "aaabaaa"]
-    found = ranks(7, in_small_batches, environment=names)
+    found = ranks(7, in_small_batches, environment=on(*"aaabaaa"))
     assert {hosts for hosts, _ in found} == {((0, 1, 2, 4, 5, 6), (3,))}
     assert [read for _, read in found[:3]] == [[1000, 1001, 1002, 1004, 1005, 1006]] * 3
 
@@ -222,8 +204,7 @@ def alone_without_memory(rendezvous):
 
 def test_a_rank_alone_on_its_host_needs_memory():
     """A rank that is alone on its host and cannot allocate memory raises; the other hosts share their memory."""
-    names = [{"CROSSREDUCE_HOST": name} for name in "aab"]
-    *others, alone = ranks(3, alone_without_memory, environment=names, check=False)
+    *others, alone = ranks(3, alone_without_memory, environment=on(*"aab"), check=False)
     assert others == [(((0, 1), (2,)), True)] * 2
     assert isinstance(alone, ReductionError)
     assert "memory could not be allocated.\n  given: 4096 bytes: [Errno 12] 0 bytes are available" in str(alone)
@@ -234,13 +215,17 @@ def test_a_rank_whose_host_cannot_be_identified_is_its_own_host(monkeypatch):
 
     def alone(rendezvous):
         monkeypatch.setattr(bootstrap, "_BOOT", Path("/proc/missing"))
-        return numbered(rendezvous)[:3]
+        return numbered(rendezvous)
 
-    assert ranks(2, alone) == [(((0,), (1,)), [1000 + rank], 4096) for rank in range(2)]
+    assert ranks(2, alone) == [(((0,), (1,)), [1000 + rank]) for rank in range(2)]
 
 
 def test_hosts_are_in_the_order_of_their_lowest_ranks():
-    """Hosts partition the ranks; their ranks ascend, and they are in the order of their lowest ranks."""
+    """Hosts partition the ranks; their ranks ascend, and they are in the order of their lowest ranks. Ranks of another
+    user are on another host."""
+    assert bootstrap._identity()[2] == str(os.getuid())
+    found = bootstrap._hosts([bootstrap._HostInfo("1", ["boot", "net", user], "", []) for user in "01"], ["", ""])
+    assert found == ((0,), (1,))
     draw = random.Random(1)
     for _ in range(50):
         n = draw.randint(1, 9)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from members import member, memory, poisoned, random_array
+from members import member, memory, poisoned
 from ranks import ranks
 
 from crossreduce.ops import ReduceOp
@@ -23,23 +23,21 @@ def digest(array):
     return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
 
 
-def given(n, size, dtype, seed):
-    """Return the inputs of all ranks; a seed gives the same list on every rank."""
-    draw = np.random.default_rng(seed)
-    return [random_array(draw, size, dtype) for _ in range(n)]
+def given(size):
+    """Return the inputs of four ranks, the same list on every rank, of numbers whose sum depends on the order."""
+    draw = np.random.default_rng(size)
+    return [(draw.standard_normal(size) * 2.0 ** draw.integers(-3, 4, size)).astype(np.float32) for _ in range(4)]
 
 
 def delayed(rendezvous):
     comm = member(rendezvous)
-    n, me = comm.size, comm.rank
-    draw = random.Random(me)
+    draw = random.Random(comm.rank)
     seen = {}
     for _ in range(3):
         for size in (100, 70_000, PIECE_BYTES // 4 + 9):
-            arrays = given(n, size, "float32", size)
-            out = poisoned(size, "float32")
+            x, out = given(size)[comm.rank], poisoned(size, "float32")
             time.sleep(draw.choice([0, 0, 0.001, 0.02]))
-            comm.all_reduce(ReduceOp.SUM, memory(arrays[me]), memory(out))
+            comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
             seen.setdefault(size, set()).add(digest(out))
     comm.close()
     return seen
@@ -50,8 +48,8 @@ def test_bits_do_not_depend_on_arrival_order():
     found = ranks(4, delayed)
     assert all(one == found[0] for one in found)
     for size, digests in found[0].items():
-        arrays = given(4, size, "float32", size)
-        assert digests == {digest(((arrays[0] + arrays[1]) + arrays[2]) + arrays[3])}
+        first, second, third, fourth = given(size)
+        assert digests == {digest(((first + second) + third) + fourth)}
 
 
 def edges(rendezvous):
@@ -59,12 +57,13 @@ def edges(rendezvous):
     comm = member(rendezvous)
     n, me = comm.size, comm.rank
     wanted = sum((n + 1) ** r for r in range(n))
-    for middle in (SMALL_BYTES // 8, 8 * n, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8):
-        for size in (middle - 1, middle, middle + 1):
-            x = np.full(size, (n + 1) ** me, np.int64) + (n * np.arange(size) if me == 0 else 0)
-            out = poisoned(size, "int64")
-            comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
-            assert (out == wanted + n * np.arange(size)).all(), size
+    middles = (SMALL_BYTES // 8, 8 * n, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8)
+    larger_than_a_slot = (20 << 20) // 8 + 1
+    for size in [*(middle + k for middle in middles for k in (-1, 0, 1)), larger_than_a_slot]:
+        x = np.full(size, (n + 1) ** me, np.int64) + (n * np.arange(size) if me == 0 else 0)
+        out = poisoned(size, "int64")
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
+        assert (out == wanted + n * np.arange(size)).all(), size
     block = np.zeros(3 * 5000 * 8 + 64, np.uint8)
     for shift in (1, 3, 8, 63):  # unaligned addresses
         at = block.ctypes.data + shift
@@ -83,10 +82,10 @@ def edges(rendezvous):
     comm.close()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_edges_of_pieces_and_unaligned_memory(n):
-    """No element is lost, doubled or misplaced at the ends of shares and pieces, or in unaligned memory."""
-    ranks(n, edges)
+def test_edges_of_pieces_and_unaligned_memory():
+    """No element is lost, doubled or misplaced at the ends of shares and pieces, in arrays larger than slots, or in
+    unaligned memory."""
+    ranks(3, edges)
 
 
 def unsliced(rendezvous):
@@ -95,7 +94,7 @@ def unsliced(rendezvous):
     comm = member(rendezvous)
     draw = random.Random(comm.rank)
     x = np.ones(3000, np.float32)
-    for k in range(600):
+    for k in range(400):
         part = x[: 10 if k % 2 else 3000]
         comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
         if draw.random() < 0.02:
@@ -107,18 +106,3 @@ def unsliced(rendezvous):
 def test_no_wake_up_is_lost(n):
     """The last rank to arrive wakes the sleeping ranks; no timer is needed."""
     ranks(n, unsliced, timeout_s=40)
-
-
-def big(rendezvous):
-    comm = member(rendezvous)
-    size = (20 << 20) // 4 + 1
-    x = np.arange(size, dtype=np.int32) * (comm.rank + 1)
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    right = bool((x == np.arange(size, dtype=np.int32) * 3).all())
-    comm.close()
-    return right
-
-
-def test_arrays_larger_than_slots():
-    """20 MiB are reduced in place, in pieces, through slots of a few MiB."""
-    assert ranks(2, big) == [True, True]

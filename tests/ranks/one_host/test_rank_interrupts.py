@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import random
-import re
 import signal
 import time
 
@@ -19,16 +18,12 @@ from crossreduce.ranks.intra_host import shared_memory
 
 
 def interrupted(rendezvous, started, state):
-    before = Resources()
-    after = None
-    error = None
-    comm = None
+    before, comm = Resources(), None
 
     def ended(*_):
         raise SystemExit(3)
 
     signal.signal(signal.SIGTERM, ended)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         comm = member(rendezvous, 60)
         started.ready()
@@ -36,25 +31,17 @@ def interrupted(rendezvous, started, state):
             time.sleep(0.6)  # meanwhile the others wait in the barrier, where rank 1 is interrupted
         if state == "between" and comm.rank == 1:
             time.sleep(5)
-        if state == "long":
-            x = np.ones(8 << 20, np.float32)
-            while True:
-                comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
         comm.barrier()
     except (KeyboardInterrupt, SystemExit, PeerLostError) as caught:
         error = type(caught).__name__, str(caught), getattr(caught, "ranks", None)
-    finally:
-        if comm is not None:
-            comm.close()
-        del comm
-        gc.collect()
-        after = Resources()
-    return error, before == after, (before, after)
+    if comm is not None:
+        comm.close()
+    del comm
+    gc.collect()
+    return error, before, Resources()
 
 
-@pytest.mark.parametrize(
-    ("state", "number"), [("waiting", signal.SIGINT), ("between", signal.SIGTERM), ("long", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("state", "number"), [("waiting", signal.SIGINT), ("between", signal.SIGTERM)])
 def test_an_interrupted_rank_releases_everything(state, number):
     """Ctrl-C or SIGTERM in or between calls makes a rank leave, and ends the calls of the others, before the
     timeout; all of them release their threads, descriptors, mappings and files."""
@@ -67,19 +54,17 @@ def test_an_interrupted_rank_releases_everything(state, number):
 
         found = ranks(3, interrupted, started, state, begun=interrupt)
     assert found[1][0][0] == ("KeyboardInterrupt" if number == signal.SIGINT else "SystemExit")
+    how = {"waiting": "was interrupted", "between": "left"}[state]
     for rank in (0, 2):
         kind, text, lost = found[rank][0]
         assert (kind, lost) == ("PeerLostError", (1,)), text
-        # A long call is interrupted while it waits, or it completes, and the rank leaves before the next call.
-        how = {"waiting": "was interrupted", "between": "left", "long": "(was interrupted|left)"}[state]
-        assert re.match(f"rank 1 {how} during op ", text), text
-    for rank, (_, same, seen) in enumerate(found):
-        assert same, (rank, seen)
+        assert text.startswith(f"rank 1 {how} during op "), text
+    for _, before, after in found:
+        assert before == after
 
 
 def interrupted_at_the_rendezvous(rendezvous):
     before, error = Resources(), None
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if rendezvous.rank == 1:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -90,15 +75,15 @@ def interrupted_at_the_rendezvous(rendezvous):
     except (KeyboardInterrupt, PeerLostError) as caught:
         error = type(caught).__name__
     gc.collect()
-    return error, before == Resources(), (before, Resources())
+    return error, before, Resources()
 
 
 def test_an_interrupt_during_the_bootstrap():
     """If a rank is interrupted during the bootstrap, the other ranks raise at once, and all release everything."""
     found = ranks(3, interrupted_at_the_rendezvous)
     assert [error for error, *_ in found] == ["PeerLostError", "KeyboardInterrupt", "PeerLostError"]
-    for _, same, seen in found:
-        assert same, seen
+    for _, before, after in found:
+        assert before == after
 
 
 class Alarm(Exception):  # noqa: N818
@@ -117,7 +102,7 @@ def alarmed(rendezvous):
 
     if rendezvous.rank == 0:
         signal.signal(signal.SIGALRM, ring)
-    for number in range(30):
+    for number in range(20):
         comm = member(rendezvous, 5, f"group {number}")
         again, delay = delays.random() < 0.7, delays.random() * 0.004 + 1e-5
         size, pause_s = random.Random(number).choice([1, 1000, 100_000]), (2e-4, 2e-3)[number % 2]
@@ -148,10 +133,10 @@ def test_interrupts_at_any_moment():
     """At any moment of a call, an interrupt leads neither to a deadlock nor to a wrong result: the group either breaks
     with an error that names the interrupted rank, or can still be used."""
     first, *others = ranks(3, alarmed)
-    assert len(first) == 30
+    assert len(first) == 20
     within, between = ("alarm", True), ("alarm", False)
     assert set(first) <= {within, between, ("rank 0 was interrupted", 0)}
-    assert first.count(between) < 28, "few interrupts were during a call"
+    assert first.count(between) < 19, "few interrupts were during a call"
     for other in others:
         assert set(other) <= {("rank 0 was interrupted", 0), ("rank 0 left", 0)}
 

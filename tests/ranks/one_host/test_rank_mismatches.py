@@ -1,18 +1,18 @@
 """Calls of the ranks of one host that differ: the error names the ranks; nothing is written."""
 
-import time
-
 import numpy as np
 import pytest
 from members import member, memories, memory, poisoned, summed, untouched
 from ranks import ranks
 
-from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
+from crossreduce.errors import MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def all_reduce(op="sum", dtype="float32", shape=(10,)):
+    """Return a function that makes a call of a communicator and returns its inputs and results, as the others below."""
+
     def call(comm):
         x, out = np.zeros(shape, dtype), poisoned(int(np.prod(shape)), dtype)
         return (lambda: comm.all_reduce(ReduceOp(op), memory(x), memory(out.reshape(shape)))), [x], [out]
@@ -20,36 +20,29 @@ def all_reduce(op="sum", dtype="float32", shape=(10,)):
     return call
 
 
-def reduce(root, size=10):
+def reduce(root):
     def call(comm):
-        x, out = np.zeros(size, np.float32), poisoned(size, "float32")
+        x, out = np.zeros(10, np.float32), poisoned(10, "float32")
         result = memory(out) if comm.rank == root else None
         return (lambda: comm.reduce(ReduceOp.SUM, memory(x), result, root)), [x], [out]
 
     return call
 
 
-def broadcast(root, size=10):
+def broadcast(root):
     def call(comm):
-        out = poisoned(size, "float32")
+        out = poisoned(10, "float32")
         return (lambda: comm.broadcast(memory(out), root)), [], [out]
 
     return call
 
 
-def all_gather(size=10):
+def of_rows(name):
     def call(comm):
-        x, outs = np.zeros(size, np.float32), [poisoned(size, "float32") for _ in range(comm.size)]
-        return (lambda: comm.all_gather(memory(x), memories(outs))), [x], outs
-
-    return call
-
-
-def all_to_all(size=10):
-    def call(comm):
-        xs = [np.zeros(size, np.float32) for _ in range(comm.size)]
-        outs = [poisoned(size, "float32") for _ in range(comm.size)]
-        return (lambda: comm.all_to_all(memories(xs), memories(outs))), xs, outs
+        xs = [np.zeros(10, np.float32) for _ in range(comm.size)]
+        outs = [poisoned(10, "float32") for _ in range(comm.size)]
+        given = memory(xs[0]) if name == "all_gather" else memories(xs)
+        return (lambda: getattr(comm, name)(given, memories(outs))), xs, outs
 
     return call
 
@@ -75,8 +68,8 @@ MISMATCHES = [
     (broadcast(0), broadcast(1), "root", "root 0", "root 1"),
     (reduce(1), reduce(0), "root", "root 1", "root 0"),
     (all_reduce(), broadcast(0), "the call", "all_reduce", "broadcast"),
-    (all_gather(), all_reduce(), "the call", "all_gather", "all_reduce"),
-    (all_to_all(3), agree("barrier"), "the call", "all_to_all", "barrier"),
+    (of_rows("all_gather"), all_reduce(), "the call", "all_gather", "all_reduce"),
+    (of_rows("all_to_all"), agree("barrier"), "the call", "all_to_all", "barrier"),
     (agree("barrier"), all_reduce(shape=(5 * P,)), "the call", "barrier", "all_reduce"),
     (agree("x" * 500 + "a"), agree("x" * 500 + "b"), "the call", "xxx", "xxx"),
 ]
@@ -85,7 +78,7 @@ MISMATCHES = [
 def disagreeing(rendezvous):
     comm = member(rendezvous)
     n, me = comm.size, comm.rank
-    for _ in range(500):
+    for _ in range(100):
         summed(comm, 10)
     texts = []
     for k, (usual, other, *_) in enumerate(MISMATCHES):
@@ -103,9 +96,9 @@ def disagreeing(rendezvous):
     return texts
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_calls_that_differ(n):
-    """If one rank makes another call after 500 correct ones, all ranks raise the same text, which names the rank, what
+    """If one rank makes another call after 100 correct ones, all ranks raise the same text, which names the rank, what
     differs and both calls; no result is written, and the group can still be used."""
     found = ranks(n, disagreeing)
     assert all(texts == found[0] for texts in found)
@@ -113,14 +106,12 @@ def test_calls_that_differ(n):
         odd, usual = k % n, f"ranks {', '.join(str(r) for r in range(n) if r != k % n)}"
         if n == 2:  # of two calls, that of rank 0 counts as correct
             odd, usual, one, other = (1, "rank 0", *((one, other) if odd else (other, one)))
-        elif n == 4 and odd in (0, 3):
-            usual = f"ranks {1 if odd == 0 else 0}-{3 if odd == 0 else 2}"
         head, calls = text.splitlines()[:2]
         assert head.startswith(f"rank {odd} differs from {usual} in {what} at op "), text
         of_rank, of_others = calls.split("; ")
         assert other in of_rank, text
         assert one in of_others, text
-    assert 'at op 501 of group "world"' in found[0][0]
+    assert 'at op 101 of group "world"' in found[0][0]
 
 
 def all_different(rendezvous):
@@ -130,18 +121,16 @@ def all_different(rendezvous):
         comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
     assert untouched(x)
     # Odd and even calls use different halves of each rank's slot in shared memory: test the other half, too.
-    with pytest.raises(MismatchError) as second:
+    with pytest.raises(MismatchError, match="root"):
         comm.broadcast(memory(x), comm.rank)
     summed(comm)
     comm.close()
-    return str(error.value), str(second.value)
+    return str(error.value)
 
 
 def test_all_ranks_differ():
     """If no two calls are equal, that of rank 0 counts as correct, and all are shown."""
-    found = ranks(4, all_different)
-    assert len(set(found)) == 1
-    text = found[0][0]
+    (text,) = set(ranks(4, all_different))
     assert text.startswith("ranks 1-3 differ from rank 0 in shape")
     assert all(f"uint8[{k + 5}]" in text for k in range(4))
 
@@ -174,26 +163,3 @@ def test_a_skipped_call_is_named():
     assert "rank 1: all_reduce sum float32[5]; ranks 0, 2: all_reduce sum float32[4]" in first
     assert " at op 3 " in second
     assert last.startswith("rank 1 left during op 4, all_reduce sum float32[6]")
-
-
-def waits_too_long(rendezvous):
-    comm = member(rendezvous, 0.7)
-    summed(comm)
-    if comm.rank == 1:
-        time.sleep(1.6)
-        return None
-    with pytest.raises(CollectiveTimeout, match="rank 1 did not complete op 2") as error:
-        comm.broadcast(memory(np.zeros(4, np.int8)), 2)
-    return str(error.value), error.value.ranks
-
-
-def test_an_extra_call_is_named():
-    """A call that one rank does not make times out; the error names the call, and the last call of that rank."""
-    found = ranks(3, waits_too_long)
-    assert found[0] == found[2]
-    text, late = found[0]
-    assert late == (1,)
-    assert text.startswith(
-        'rank 1 did not complete op 2, broadcast root 2 int8[4], of group "world", within the timeout of 0.7 s'
-    )
-    assert "its last call was op 1, all_reduce sum int64[1000]" in text

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -58,54 +59,46 @@ def every_collective(rendezvous):
     n, me = group.size, group.rank
     cases = ("float32", ()), ("bfloat16", (0,)), ("int64", (3, 5)), ("bool", (40_001,)), ("float32", (40_001,))
     for seed, (dtype, row) in enumerate(cases):
-        xs = [array(k, row, dtype, seed) for k in range(n)]
-        stacked = [array(k, (n, *row), dtype, 100 + seed) for k in range(n)]
-        op = "max" if dtype == "bool" else "sum"
-        combine = np.max if dtype == "bool" else np.sum
-        total = combine(np.stack(xs), 0).astype(xs[0].dtype)
-        columns = [each[me] for each in stacked]
-        row_total = combine(np.stack(stacked), 0).astype(xs[0].dtype)[me]
+        xs = np.stack([array(k, row, dtype, seed) for k in range(n)])
+        tables = np.stack([array(k, (n, *row), dtype, 100 + seed) for k in range(n)])
+        op, combine = ("max", np.max) if dtype == "bool" else ("sum", np.sum)
+        total, row_total = (combine(given, 0).astype(xs.dtype) for given in (xs, tables[:, me]))
+        x, table = xs[me, ...].copy(), tables[me, ...].copy()
         for turn in range(3):  # the first takes the path in Python
-            before = counter.hits
-            out = np.empty_like(xs[me])
+            before, out = counter.hits, np.empty_like(x)
             runs = {
-                "all_reduce": (group.all_reduce(xs[me], op), total),
-                "all_reduce, out": (group.all_reduce(xs[me], op, out), total),
-                "all_reduce, in place": (group.all_reduce(here := xs[me].copy(), op.upper(), here), total),
-                "reduce_scatter": (group.reduce_scatter(stacked[me], op), row_total),
-                "all_gather": (group.all_gather(xs[me]), np.stack(xs)),
-                "all_to_all": (group.all_to_all(stacked[me]), np.stack(columns)),
-                "all_to_all, out": (group.all_to_all(stacked[me], np.empty_like(stacked[me])), np.stack(columns)),
-                "broadcast": (group.broadcast(xs[me], n - 1), xs[n - 1]),
-                "broadcast, in place": (group.broadcast(there := xs[me].copy(), 0, out=there), xs[0]),
+                "all_reduce": (group.all_reduce(x, op), total),
+                "all_reduce, out": (group.all_reduce(x, op, out), total),
+                "all_reduce, in place": (group.all_reduce(here := x.copy(), op.upper(), here), total),
+                "reduce_scatter": (group.reduce_scatter(table, op), row_total),
+                "all_gather": (group.all_gather(x), xs),
+                "all_to_all": (group.all_to_all(table), tables[:, me]),
+                "all_to_all, out": (group.all_to_all(table, np.empty_like(table)), tables[:, me]),
+                "broadcast": (group.broadcast(x, n - 1), xs[n - 1]),
+                "broadcast, in place": (group.broadcast(there := x.copy(), 0, out=there), xs[0]),
             }
             for name, (found, expected) in runs.items():
                 assert isinstance(found, np.ndarray)
                 assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
                 assert (found == expected).all(), (name, dtype, row, turn)
             assert runs["all_reduce, out"][0] is out
-            assert (xs[me] == array(me, row, dtype, seed)).all(), "an input was written"
-            assert (stacked[me] == array(me, (n, *row), dtype, 100 + seed)).all(), "an input was written"
+            assert (x == xs[me]).all() and (table == tables[me]).all(), "an input was written"  # noqa: PT018
             if turn:
                 assert counter.hits - before == len(runs)
-            moved = stacked[me].copy()
-            assert (group.all_to_all(moved, out=moved) == np.stack(columns)).all(), (dtype, row, turn)
+            moved = table.copy()
+            assert (group.all_to_all(moved, out=moved) == tables[:, me]).all(), (dtype, row, turn)
     group.close()
 
 
 def every_collective_without_reading_peers(rendezvous):
     """Let one rank fail to read the memory of the other; then neither does."""
-    asked = []
-
-    def can_read_all(memory):
-        asked.append(memory)
-        return rendezvous.rank != 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory.RankMemory, "can_read_all", can_read_all)
-        patch.setattr(one_host, "peer_stages", None)
+    can_read_all = mock.Mock(return_value=rendezvous.rank != 1)
+    with (
+        mock.patch.object(shared_memory.RankMemory, "can_read_all", can_read_all),
+        mock.patch.object(one_host, "peer_stages", None),
+    ):
         every_collective(rendezvous)
-    assert len(asked) == 1
+    can_read_all.assert_called_once()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -7,6 +7,7 @@ import time
 import pytest
 from ranks import ranks
 
+from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
@@ -59,13 +60,15 @@ def threads():
 
 
 @pytest.fixture(autouse=True)
-def _no_threads():
+def _no_threads(monkeypatch):
+    """Check that no test leaves a thread; let the thread call the checks often."""
+    monkeypatch.setattr(watchdog._WATCHDOG, "_every_s", 0.02)
     assert not threads()
     yield
     assert not threads()
 
 
-@pytest.mark.parametrize("error", [None, TimeoutError("late"), ConnectionError("gone")])
+@pytest.mark.parametrize("error", [None, ConnectionError("gone")])
 def test_a_wait_is_recorded_until_it_ends(error):
     """Messages are passed on unchanged; the rank that a wait is for is recorded until the wait completes or fails."""
     checker, ended = Checker(), []

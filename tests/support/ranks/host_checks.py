@@ -1,10 +1,13 @@
 """Groups on several simulated hosts, for tests: their inputs, and comparisons of results with NumPy."""
 
+import functools
+
 import numpy as np
 import oracle
 from members import memories, memory
 from ranks import SocketTransport
 
+from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import Communicator
 
 
@@ -14,13 +17,13 @@ def on(*names):
 
 
 def joined(rendezvous, timeout_s=20.0):
-    transport = SocketTransport(rendezvous)
-    return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s), transport
+    return Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=timeout_s)
 
 
+@functools.cache
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks: random floats, or integers made of powers of n + 1, whose sums
-    show lost and doubled contributions."""
+    """Return the arrays of all ranks, which must not be changed: random floats, or integers made of powers of n + 1,
+    whose sums show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
@@ -44,6 +47,41 @@ CASES = [
     ("sum", "complex64", 999),
     ("sum", "float32", 0),
 ]
+
+
+def draw_parts(n, cases):
+    """Draw the arrays of all ranks before the ranks are forked, so that each need not draw them."""
+    for _, dtype, size in cases:
+        parts(n, size, dtype)
+        for k in range(n):
+            parts(n, -(-size // n), dtype, 100 + k)
+
+
+def check_cases(comm, cases):
+    """Compare the collectives with NumPy; return the bits of the results of all-reduces."""
+    n, me, bits = comm.size, comm.rank, []
+    for name, dtype, size in cases:
+        op, every = ReduceOp(name), parts(n, size, dtype)
+        given, out = every[me].copy(), np.full_like(every[me], 7)
+        comm.all_reduce(op, memory(given), memory(out))
+        close(out, every, name, dtype)
+        bits.append(out.tobytes())
+        again = given.copy()
+        comm.all_reduce(op, memory(again), memory(again))
+        assert again.tobytes() == bits[-1]
+        for root in (0, n - 1):
+            out = np.full_like(given, 7)
+            comm.reduce(op, memory(given), memory(out) if me == root else None, root)
+            if me == root:
+                close(out, every, name, dtype)
+            else:
+                assert (out == 7).all()
+            shared = given.copy()
+            comm.broadcast(memory(shared), root)
+            assert shared.tobytes() == every[root].tobytes()
+        assert given.tobytes() == every[me].tobytes()
+        check_rows(comm, op, dtype, -(-size // n))
+    return tuple(bits)
 
 
 def check_rows(comm, op, dtype, size):
@@ -77,9 +115,8 @@ def check_rows(comm, op, dtype, size):
             if in_place:
                 got[me] = given[me]
             comm.gather(memory(given[me]), memories(got) if me == root else None, root)
-            same(
-                [*got[:me], *got[me + 1 :]], [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
-            )
+            due = [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
+            same([*got[:me], *got[me + 1 :]], due)
             same(given, every[me])
             (result,) = [given[me]] if in_place else filled(1)
             comm.scatter(memories(given) if me == root else None, memory(result), root)
@@ -89,12 +126,8 @@ def check_rows(comm, op, dtype, size):
 def close(result, inputs, op, dtype):
     """Compare with NumPy's reduction, for floats in higher precision: integers, minima and maxima exactly, others
     within n roundings."""
-    wide = np.array(
-        [
-            x.astype(dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64")
-            for x in inputs
-        ]
-    )
+    kind = dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64"
+    wide = np.array([x.astype(kind) for x in inputs])
     due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
     if dtype.startswith("int") and op == "mean":  # of the wrapped sum, truncated towards zero
         due = np.trunc(wide.sum(axis=0, dtype=dtype) / len(inputs))

@@ -35,18 +35,6 @@ def member(rendezvous, timeout_s=20.0, name="world"):
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
 
 
-def random_array(draw, size, dtype):
-    """Return random numbers; the sum and the product of a few of them are finite."""
-    made = oracle.dtype_of(dtype)
-    if made.kind == "b":
-        return draw.integers(0, 2, size).astype(bool)
-    if made.kind in "iu":
-        return draw.integers(0, 256, size * made.itemsize).astype(np.uint8).view(made)
-    if made.kind == "c":
-        return (draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(made)
-    return (draw.standard_normal(size) * 2.0 ** draw.integers(-3, 4, size)).astype(made)
-
-
 def poisoned(size, dtype):
     """Return memory with bytes that no reduction produces by chance."""
     made = oracle.dtype_of(dtype)
@@ -121,10 +109,6 @@ class Starter:
             assert ready, f"only {got} of {self.n} ranks have joined"
             got += len(os.read(self.reader, self.n))
 
-    def close(self):
-        os.close(self.reader)
-        os.close(self.writer)
-
 
 @contextlib.contextmanager
 def starter(n):
@@ -132,7 +116,8 @@ def starter(n):
     try:
         yield made
     finally:
-        made.close()
+        os.close(made.reader)
+        os.close(made.writer)
 
 
 def summed(comm, size=1000):
@@ -140,3 +125,19 @@ def summed(comm, size=1000):
     x = np.full(size, comm.rank + 1, np.int64)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == comm.size * (comm.size + 1) // 2).all()
+
+
+def every_call(comm, size):
+    """Return a call of each collective, on float32 arrays of ``size`` elements and with root 0, by its name."""
+    x, rows, others, root = np.ones(size, np.float32), *np.ones((2, comm.size, size), np.float32), comm.rank == 0
+    return {
+        "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(others[0])),
+        "reduce": lambda: comm.reduce(ReduceOp.SUM, memory(x), memory(others[0]) if root else None, 0),
+        "broadcast": lambda: comm.broadcast(memory(x), 0),
+        "all_gather": lambda: comm.all_gather(memory(x), memories(others)),
+        "reduce_scatter": lambda: comm.reduce_scatter(ReduceOp.SUM, memories(rows), memory(x)),
+        "gather": lambda: comm.gather(memory(x), memories(others) if root else None, 0),
+        "scatter": lambda: comm.scatter(memories(rows) if root else None, memory(x), 0),
+        "all_to_all": lambda: comm.all_to_all(memories(rows), memories(others)),
+        "barrier": comm.barrier,
+    }

@@ -23,7 +23,6 @@ Properties of every state:
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import combinations, product
@@ -588,20 +587,3 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "1+1, twice": (Scenario((1, 1), rounds((0, 1), 1), most=4, crashes=1, numbers=2, late=(1,)), 7166),
     "1+1+1, twice": (Scenario((1, 1, 1), ((0, 0),), most=2, crashes=1, numbers=2, late=(2,), proposals="all"), 3212),
 }
-
-# Larger ones, which ``python membership_model.py`` searches. In this order they have 76,411, 31,964, 59,914,
-# 84,439, 241,709 and 2,024,844 states. The first five took 4, 3, 5, 6 and 23 s of one slow core, the last one 268 s
-# by the clock; the scenarios of the tests above take 15 s together.
-LARGE: dict[str, Scenario] = {
-    "1+1, five ballots": Scenario((1, 1), rounds((0, 1), 3), most=5, crashes=1, late=(1,)),
-    "2+2, twice": Scenario((2, 2), rounds((0, 2), 1), most=3, crashes=2, numbers=2, power=True, proposals="all"),
-    "1+1+1, three ballots": Scenario((1, 1, 1), rounds(range(3), 1), most=3, proposals="own"),
-    "2+1+1, three ballots": Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=3, crashes=1, power=True, proposals="own"),
-    "1+1+1+1, a rank ends": Scenario((1, 1, 1, 1), ((0, 0), (3, 0)), most=2, crashes=1, proposals="own"),
-    "2+2, three ends": Scenario((2, 2), rounds(range(4), 2), most=3, crashes=3, late=(1,)),
-}
-
-if __name__ == "__main__":
-    for name, scenario in LARGE.items():
-        began = time.process_time()
-        print(f"{name}: {Model(scenario).check():,} states in {time.process_time() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""The program of each rank in ``test_mpi``, run by mpiexec: a table of all collectives, and invalid calls."""
+"""The program of each rank in ``test_mpi``, run by mpiexec: all collectives, invalid calls, lost ranks, messages."""
 
 import os
 import sys
@@ -14,6 +14,7 @@ if names != "one":
     os.environ["CROSSREDUCE_HOST"] = names[me]
 
 from array_checks import every_collective, raises, same  # noqa: E402
+from transport_laws import run_under_mpi  # noqa: E402
 
 import crossreduce as cr  # noqa: E402
 from crossreduce import mpi  # noqa: E402
@@ -49,6 +50,31 @@ if n > 1:
         world.Iprobe()  # MPI makes progress only while it is called
     assert not memory.any()
     transport.close()
+
+
+def without(absent, timeout_s, leaves):
+    """Let some ranks make no call, or leave the group; return the error of the others."""
+    error, group = None, mpi.join(timeout_s=timeout_s)
+    group.barrier()
+    if me in absent:
+        if leaves:
+            group.close()
+    else:
+        try:
+            group.all_reduce(np.ones(100_000))
+        except (cr.CollectiveTimeout, cr.PeerLostError) as raised:
+            error = raised
+    world.Barrier()
+    group.close()
+    return error
+
+
+if names != "one":
+    absent = due[names[0]]  # all ranks of a host
+    late, left = without([n - 1], 1.0, False), without(absent, 50.0, True)
+    assert me == n - 1 or (type(late), late.ranks) == (cr.CollectiveTimeout, (n - 1,)), late
+    assert me in absent or (type(left), f"rank {absent[0]} left" in str(left)) == (cr.PeerLostError, True), left
+run_under_mpi()
 raises(cr.ArgumentError, "mpi4py intracommunicator", lambda: mpi.join(3))
 raises(cr.ArgumentError, "above 0", lambda: mpi.join(world, timeout_s=0))
 print(f"rank {me} of {n} is done", flush=True)

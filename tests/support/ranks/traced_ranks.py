@@ -5,13 +5,13 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+from host_checks import joined
 from members import member, memory, summed
-from ranks import SocketTransport, ranks
+from ranks import ranks
 
 from crossreduce import Topology, mpi
 from crossreduce.observe.traces.calls import read_directory
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import Communicator
 
 LATE_S = 0.15
 TWO_HOSTS = [{"CROSSREDUCE_HOST": name} for name in "aaabb"]
@@ -58,8 +58,7 @@ def some_calls(rendezvous):
 
 def across_hosts(rendezvous):
     """Make calls of various sizes between hosts; another rank is late each time."""
-    transport = SocketTransport(rendezvous)
-    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
+    comm = joined(rendezvous)
     for k, size in enumerate((10, 1000, 100_000, 10, 300_000, 10, 1000, 50)):
         time.sleep(0.01 if k % comm.size == comm.rank else 0)
         x = np.ones(size, np.float32)
@@ -69,7 +68,6 @@ def across_hosts(rendezvous):
     x = np.ones(100_000, np.float32)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     comm.close()
-    transport.close()
 
 
 def in_threads(rendezvous):

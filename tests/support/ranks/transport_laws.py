@@ -1,7 +1,4 @@
-"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; each runs on all ranks of a group.
-
-``mpiexec -n 3 python transport_laws.py`` runs them under MPI.
-"""
+"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; all ranks of a group run each."""
 
 from __future__ import annotations
 
@@ -123,6 +120,7 @@ LAWS = (
 
 
 def run_under_mpi():
+    """Run the laws on all ranks of an MPI program."""
     from mpi4py import MPI
 
     from crossreduce.ranks.transports.mpi import MpiRendezvous, MpiTransport
@@ -134,7 +132,3 @@ def run_under_mpi():
         law(transport, rendezvous)
         transport.close()
         print(f"rank {rendezvous.rank} passed", flush=True)
-
-
-if __name__ == "__main__":
-    run_under_mpi()
