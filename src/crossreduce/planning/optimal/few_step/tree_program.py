@@ -184,7 +184,7 @@ class _Search:
                 break
             solved = further
         time, amounts, *_ = solved
-        return self._round(amounts, time)
+        return self._in_units(amounts, time)
 
     def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
@@ -269,8 +269,11 @@ class _Search:
         prices = np.maximum(0.0, -solution.ineqlin.marginals).reshape(self.rows, self.hops.links)
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
-    def _round(self, amounts: Any, exact: float) -> Shares:
-        """Return the solution in few units."""
+    def _in_units(self, amounts: Any, exact: float) -> Shares:
+        """Return the solution with the amounts of the columns rounded to whole units, of which the buffer has few.
+
+        ``exact``: the time with the exact amounts.
+        """
         import numpy as np
 
         used = np.flatnonzero(amounts > _LEAST)
