@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from dataclasses import replace
 
 import numpy as np
 import oracle
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from planned import planned, planned_for
 from planning_oracle import reachable
 from strategies import NAMED, named, names, requests, wired
-from test_hierarchical_copy import trees
 from test_planners import counts
 
 from crossreduce import (
@@ -28,7 +26,7 @@ from crossreduce import (
 )
 from crossreduce.planning import PLANNERS, Request, choose, hierarchical_copy, one_device, plan, ring
 from crossreduce.planning.schedules import candidates
-from crossreduce.schedule import live_rounds, pipelined
+from crossreduce.schedule import live_rounds
 
 
 def used_links(schedule, topology):
@@ -111,11 +109,11 @@ def test_a_forest_needs_no_topology(ask):
     assert schedule == planned("forest", ask.sources, ask.destinations)
 
 
-@pytest.mark.parametrize("n", range(2, 10))
-def test_a_forest_on_a_full_mesh_is_as_fast_as_direct(n):
+def test_a_forest_on_a_full_mesh_is_as_fast_as_direct():
     """On a full mesh of equal links "forest" moves 2/n of the buffer over each link, as "direct" does."""
-    done = counts(planned("forest", names(n), names(n)), 12 * n * n)
-    assert done.bytes == dict.fromkeys(itertools.permutations(names(n), 2), 2 * 12 * n * 4)
+    for n in range(2, 8):
+        done = counts(planned("forest", names(n), names(n)), 12 * n * n)
+        assert done.bytes == dict.fromkeys(itertools.permutations(names(n), 2), 2 * 12 * n * 4)
 
 
 def refused(topology, ask):
@@ -137,7 +135,7 @@ APART = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:0", 1)
 DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)[2:]])
 
 
-@examples(200)
+@examples(100)
 @given(requests_on(one_way() | joined))
 @example((APART, ("forest", names(2), names(2), 8, 1, 0)))
 @example((DOWN, ("forest", names(4)[:2], names(4)[2:], 8, 1, 0)))
@@ -169,29 +167,6 @@ def test_plain_planners_on_a_full_mesh_and_a_ring_on_a_ring(n):
         half = ring(everyone).rounds
         assert [tuple(step for step in steps if step.chunk < n) for steps in around.rounds] == list(half)
         assert len(around.chunks) == 2 * n
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (1, 4), (2, 3, 4), (2, 2, 2, 2)])
-def test_islands_are_groups(sizes):
-    """If fast links make islands, one candidate of hierarchical_copy sums inside each island, and one device of
-    each island exchanges data with the root. The fastest candidate for the number of bytes is chosen."""
-    label = [k for k, size in enumerate(sizes) for _ in range(size)]
-    n = len(label)
-    matrix = [[0 if i == j else 50 if label[i] == label[j] else 5 for j in range(n)] for i in range(n)]
-    topology = Topology.from_matrix(matrix)
-    readings = hierarchies(topology, names(n), packs=n)
-    schedule = hierarchical_copy(names(n), packs=n, groups=topology.islands)
-    assert schedule in readings
-    for sums, copies in trees(schedule):
-        first = sums[0]
-        assert {frozenset(srcs) for srcs in first.values()} >= {
-            frozenset(d for d in range(n) if label[d] == k) for k, size in enumerate(sizes) if size > 1
-        }
-        assert sum(label[src] != label[dst] for dst, src in copies.items()) == len(sizes) - 1
-    chosen = planned_for(topology, "hierarchical_copy", names(n), names(n), 10**6, n)
-    assert replace(chosen, pieces=1) in readings
-    least = min(pipelined(reading, topology, 10**6)[1] for reading in readings)
-    assert simulate(chosen, topology, 10**6).seconds == least
 
 
 def test_a_topology_of_other_names_is_matched_by_position():
@@ -229,7 +204,7 @@ def test_data_may_pass_other_devices():
             assert schedule.devices == ("cpu:0", "cpu:2")
 
 
-@examples(100)
+@examples(50)
 @given(requests_on(one_way(), st.just("auto")))
 @example((APART, ("auto", names(2), names(2), 8, 1, 0)))
 @example((DOWN, ("auto", names(4)[:2], names(4)[2:], 8, 1, 0)))

@@ -70,7 +70,7 @@ def check_is_sound(forged):
     assert float(forged.algbw) >= truth(forged) * (1 - 1e-7)
 
 
-@examples(300)
+@examples(200)
 @given(forgeries(ONE_WAY, single=True))
 def test_no_single_cut_proves_a_false_bound(forged):
     """Whichever set of nodes the certificate has, check accepts no rate below the least that any cut allows."""
@@ -157,31 +157,19 @@ def test_a_certificate_applies_to_one_topology():
 
 
 @pytest.mark.parametrize("collective", ONE_WAY)
-def test_a_cut_in_the_wrong_direction_is_refused(collective):
-    """check refuses a cut in the wrong direction: links into a set do not limit a broadcast from it, and links out of a
-    set do not limit a reduction into it."""
-    topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 5), ("cpu:1", "cpu:0", 1)])
-    slow, fast = ("cpu:1", "cpu:0") if outward(collective) else ("cpu:0", "cpu:1")
-    root = fast if collective in ("broadcast", "reduce") else None
-    real = bound(topology, collective, root)
-    turned = replace(real, cuts=(Cut(frozenset({fast}), ONE, not outward(collective)),))
-    if root is not None:
-        assert real.algbw == 5
-    turned = replace(turned, algbw=proved(turned) or turned.algbw)
-    with pytest.raises(PlanError, match=rf"the cuts of {collective} must have outward={outward(collective)}"):
-        turned.check()
-    assert slow != fast
-
-
-@pytest.mark.parametrize("collective", ONE_WAY)
-@pytest.mark.parametrize("cuts", ["missing", "without a root", "unknown"])
-def test_one_way_certificates_need_a_root(collective, cuts):
-    """A certificate without a cut, or with a cut that contains no root, raises a PlanError."""
+def test_cuts_that_prove_nothing_are_refused(collective):
+    """check refuses a cut in the wrong direction (links into a set do not limit a broadcast from it, and links out of a
+    set do not limit a reduction into it), no cut, and a cut that contains no root."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
-    empty, unknown = (Cut(frozenset(nodes), ONE, outward(collective)) for nodes in ((), ("x",)))
-    given_ = {"missing": (), "without a root": (empty,), "unknown": (unknown,)}[cuts]
-    with pytest.raises(PlanError, match="the cuts must contain a root with more than 0 bytes"):
-        replace(real, cuts=given_).check()
+    root, right = frozenset({"cpu:0"}), outward(collective)
+    for cuts, words in (
+        ((Cut(root, ONE, not right),), f"the cuts of {collective} must have outward={right}"),
+        ((), "the cuts must contain a root with more than 0 bytes"),
+        ((Cut(frozenset(), ONE, right),), "the cuts must contain a root with more than 0 bytes"),
+        ((Cut(frozenset({"x"}), ONE, right),), "the cuts must contain a root with more than 0 bytes"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            replace(real, cuts=cuts).check()
 
 
 # The cut of a broadcast from cpu:0 has 1 GB/s, but s can send to cpu:1 and cpu:2 only data that it receives.

@@ -1,9 +1,5 @@
 """Forests: their schedules are right, as fast as the bound, and the same in every process."""
 
-import hashlib
-import os
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
 
@@ -256,58 +252,6 @@ def test_executed_forests_give_the_oracles_sums(ask, size):
         np.testing.assert_array_equal(got, wanted)
 
 
-# Determinism.
-
-REQUESTS = {
-    "dgx-1v": "Topology.machine('dgx-1v')",
-    "damaged": "Topology.machine('dgx-1v').without_link('cuda:0', 'cuda:3')",
-    "mesh": "Topology.mesh(3, 4)",
-    "in the network": "Topology.machine('hgx-h100', in_network=True)",
-    "boxes": "Topology.machine('dgx-a100', 2).subset([f'host{h}/cuda:{k}' for h in (0, 1) for k in range(3)])",
-    "one way": "Topology(['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'], [('cpu:0', 'cpu:1', 3), ('cpu:1', 'cpu:2', 2),"
-    " ('cpu:2', 'cpu:0', 1), ('cpu:2', 'cpu:3', 2), ('cpu:3', 's', 2), ('s', 'cpu:0', 1), ('s', 'cpu:1', 3)], ['s'])",
-}
-SCRIPT = """
-import hashlib
-from crossreduce import Topology
-from crossreduce.planning import Request
-from crossreduce.planning.forest import forest
-for topology in [{}]:
-    for collective in {}:
-        sources = topology.devices[: 1 if collective == "broadcast" else None]
-        destinations = topology.devices[: 1 if collective == "reduce" else None]
-        found = forest(Request(collective, sources, destinations, topology=topology))
-        print(hashlib.sha256(found.schedule.to_json().encode()).hexdigest(), found.k, found.trees, found.depth)
-"""
-
-
-def test_the_same_request_gives_the_same_bytes():
-    """With any hash seed, in another process, in another order of requests, schedules are byte-identical."""
-    here = []
-    for text in reversed(REQUESTS.values()):
-        topology = eval(text)
-        lines = []
-        for collective in COLLECTIVES:
-            found = forest_of_all(topology, collective)
-            digest = hashlib.sha256(found.schedule.to_json().encode()).hexdigest()
-            lines.append(f"{digest} {found.k} {found.trees} {found.depth}")
-        here = lines + here
-    script = SCRIPT.format(", ".join(REQUESTS.values()), COLLECTIVES)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for seed in ("0", "1", "4242")
-    ]
-    there = [process.communicate()[0].splitlines() for process in running]
-    assert there == [here] * len(running)
-    assert len(set(here)) == len(here)
-
-
 @examples(40)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD), st.sampled_from([Fraction(1, 1000), 3, 2**20]))
 def test_plans_do_not_depend_on_units(wiring, factor):
@@ -327,9 +271,3 @@ def test_plans_do_not_depend_on_names(wiring, collective):
     one, two = forest_of_all(topology, collective).schedule, forest_of_all(topology.renamed(names), collective).schedule
     assert (one.chunks, one.rounds) == (two.chunks, two.rounds)
     assert two.devices[: len(names)] == tuple(names)
-
-
-# Errors.
-
-
-# ``verify`` is tested with forests, too.

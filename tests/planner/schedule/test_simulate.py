@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from running import run_on
 from strategies import ALGORITHMS, algorithms, names, requests
 
-import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
 from crossreduce.frameworks.null import NullFramework
-from crossreduce.planning import PLANNERS, direct, hierarchical_copy, one_device, ring
+from crossreduce.planning import PLANNERS, ring
 from crossreduce.schedule import Costs, byte_count, fastest_of, fluid_rate, pipelined
 from crossreduce.schedule.lock_step import Loads, LockStep
 from crossreduce.schedule.traffic import traffic
@@ -25,10 +24,6 @@ from crossreduce.schedule.traffic import traffic
 GB = 10**9
 ONE = Fraction(1)
 MICRO = Fraction(1, 10**6)
-# msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V.
-BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
-DGX_1V = Topology.from_matrix([[25 * int(count) for count in row] for row in BRICKS])
-DGX_1P = Topology.from_matrix([[20 * min(int(count), 1) for count in row] for row in BRICKS])
 
 
 def plan(algorithm, ask):
@@ -71,7 +66,7 @@ def chain(n, pieces=1):
 def test_a_ring_takes_its_closed_form(latency, speed, share):
     """An all-reduce of M bytes on a ring of n devices takes 2 (n-1) (a + M / n / b), where a is the latency and b the
     bandwidth of a link; each link that it uses carries 2 (n-1) M / n bytes."""
-    for n in (2, 3, 4, 9):
+    for n in (2, 5):
         topology = Topology.ring(n, speed, latency)
         done = simulate(ring(topology.devices), topology, n * share)
         assert done.seconds == near(2 * (n - 1) * (latency + Fraction(share, speed * GB)))
@@ -80,48 +75,7 @@ def test_a_ring_takes_its_closed_form(latency, speed, share):
         assert len(done.ticks) == 2 * (n - 1)
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 50])
-def test_a_pipelined_binary_tree_takes_its_closed_form(pieces):
-    """A broadcast down a binary tree of depth d takes the time of one along a chain of d links:
-    (d + p - 1) (a + M / p / b) for M bytes in p pieces over links with latency a and bandwidth b."""
-    for depth in (1, 4):
-        n = 2 ** (depth + 1) - 1
-        devices, levels = names(n), [range(2**level - 1, 2 ** (level + 1) - 1) for level in range(1, depth + 1)]
-        links = [Link(devices[(k - 1) // 2], devices[k], 12, MICRO) for k in range(1, n)]
-        rounds = tuple(tuple(Step(0, k, ((k - 1) // 2,)) for k in level) for level in levels)
-        tree = Schedule("broadcast", "tree", devices, (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
-        cr.verify(tree)
-        done = simulate(tree, Topology(devices, links), 999)
-        assert done.seconds == near((depth + pieces - 1) * (MICRO + Fraction(999, pieces * 12 * GB)))
-
-
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_a_star_takes_its_closed_form(n):
-    """A transfer through a switch has the latencies of two links, and all transfers to one device share its link."""
-    topology, everything = Topology.star(n, 50, MICRO), n * 10**5
-    root, *others = topology.devices
-    step = 2 * MICRO + Fraction((n - 1) * everything, 50 * GB)
-    done = simulate(one_device(topology.devices, destinations=[root]), topology, everything)
-    assert done.seconds == near(step)
-    sent = {(device, "switch"): everything for device in others}
-    assert done.bytes == sent | {("switch", root): (n - 1) * everything}
-    assert simulate(one_device(topology.devices), topology, everything).seconds == near(2 * step)
-    spread = 2 * (2 * MICRO + Fraction((n - 1) * everything, n * 50 * GB))
-    assert simulate(direct(topology.devices), topology, everything).seconds == near(spread)
-
-
-def test_tensorflows_plan_on_the_dgx_1():
-    """TensorFlow's hierarchical copy, made for the DGX-1, reaches ``overlapped`` GB/s there with 8 packs whose rounds
-    overlap, ``staged`` GB/s with 8 packs whose rounds follow each other, and ``one`` GB/s with one pack."""
-    nbytes = 8 * 10**9
-    for topology, overlapped, staged, one in ((DGX_1V, 50, 100 / 3, 25 / 4), (DGX_1P, 40, 80 / 3, 5)):
-        packed, single = hierarchical_copy(names(8), packs=8), hierarchical_copy(names(8), packs=1, first=1)
-        assert fluid_rate(packed, topology) == overlapped
-        assert nbytes / simulate(packed, topology, nbytes).seconds == near(staged * GB)
-        assert nbytes / simulate(single, topology, nbytes).seconds == near(one * GB)
-
-
-@examples(150)
+@examples(120)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9) | st.just(70))
 def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
     """On any connected topology with switches the bytes, and up to rounding the seconds, ticks and busy times, equal
@@ -192,6 +146,21 @@ def test_routes_through_named_switches(data, algorithm, ask):
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
 
 
+def test_what_waits_for_what():
+    """A transfer waits for its operand and for earlier transfers over its links; the devices of a host wait for the
+    messages of its network card, 1,000 per second."""
+    relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
+    assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))
+    bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
+    two = (Chunk(Fraction(1, 2), (0,), (0, 1)),) * 2
+    turns = Schedule("broadcast", "turns", names(2), two, ((Step(0, 1, (0,)),), (Step(1, 1, (0,)),)))
+    assert simulate(turns, bus, GB).seconds == near(1)
+    hosts = ("a/cpu:0", "b/cpu:0", "b/cpu:1")
+    links = [Link(a, b, 1) for a, b in pairwise(hosts)]
+    done = simulate(replace(chain(3), devices=hosts), Topology(hosts, links), 1000, costs=Costs(None, None, 1000.0))
+    assert done.seconds == near(Fraction(1, 1000) + Fraction(1000, GB))
+
+
 def test_a_chain_of_unequal_links():
     """On a chain of links with periods a_k (latency and time of a piece), p pieces take the sum of all a_k and p - 1
     times the largest: a slow link does not slow down the others. The lock-step clock takes longer while the slow link
@@ -209,7 +178,7 @@ def test_a_chain_of_unequal_links():
     assert float(due) < LockStep(Loads(traffic(chain(4), topology), {}), 10**6).total(pieces)
 
 
-@examples(200)
+@examples(100)
 @given(
     st.data(),
     algorithms,
@@ -281,8 +250,6 @@ def test_what_takes_no_time():
         assert (done.seconds, done.ticks, set(done.busy.values())) == (0, (), {0.0})
         assert done.bytes == dict.fromkeys(simulate(schedule, topology, 10**6).bytes, 0)
 
-
-# Invalid arguments.
 
 PAIR = chain(2)
 
