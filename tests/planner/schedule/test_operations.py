@@ -25,21 +25,13 @@ NBYTES = 256 << 20
 # For plans of 256 MiB: pieces, operations, and GB/s with and without the cost of operations.
 PLANS = """
     dgx-1v    forest  all_reduce      41 1333  79.62  79.72
-    dgx-1v    forest  reduce          89  738 135.80 135.80
     dgx-1v    forest  broadcast       90  662 135.84 135.84
-    dgx-1v    forest  reduce_scatter  31  739 158.43 158.43
     dgx-1v    forest  all_gather      44  373 161.24 161.24
-    dgx-1v    auto    all_reduce       1  112  85.45  85.45
     dgx-1v    auto    reduce          58  760 139.46 139.46
-    dgx-1v    auto    broadcast       61  444 139.64 139.64
     dgx-1v    auto    reduce_scatter   1   56 170.89 170.89
-    dgx-2     auto    all_reduce       1   32  79.97  79.97
     dgx-2     auto    broadcast       66  990 120.64 120.64
-    dgx-2     auto    all_gather       1   16 159.93 159.93
     hgx-h100  auto    all_reduce       1   16 256.22 256.22
-    hgx-h100  auto    reduce          14   98 402.32 402.32
-    hgx-h100  auto    broadcast       14  104 402.32 402.32
-    hgx-h100  auto    reduce_scatter   1    8 512.45 512.45"""
+    hgx-h100  auto    reduce          14   98 402.32 402.32"""
 
 
 def launches(schedule):

@@ -1,7 +1,5 @@
 """Topologies by name and path, and devices by number, wherever the library takes them."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -16,21 +14,19 @@ DGX = Topology.machine("dgx-1v")
 GPUS = DGX.devices
 
 
-@pytest.fixture(params=["a machine", "an alias", "a path", "text with a slash", "an existing file"])
-def given(request, tmp_path, monkeypatch):
-    """Return each way to give a DGX-1."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "box.json"
-    path.write_text(DGX.to_json())
-    Path("box").write_text(DGX.to_json())
-    ways = {"a machine": "dgx-1v", "an alias": "DGX-1", "a path": path, "text with a slash": f"{tmp_path}/box.json"}
-    return ways.get(request.param, "box")
+def ways_to_give_it(folder):
+    """Return each way to give a DGX-1; the folder must be the current one."""
+    for name in ("box.json", "box"):
+        (folder / name).write_text(DGX.to_json())
+    return "dgx-1v", "DGX-1", folder / "box.json", f"{folder}/box.json", "box"
 
 
-def test_every_function_takes_it(given, tmp_path):
+def test_every_function_takes_it(tmp_path, monkeypatch):
     """Planning, bounds, simulation, exports and pictures give the same with a name or path as with the topology."""
-    assert topology_of(given) == DGX
-    assert cr.plan(given, "broadcast", "1M") == cr.plan(DGX, "broadcast", 1 << 20)
+    monkeypatch.chdir(tmp_path)
+    for given in ways_to_give_it(tmp_path):
+        assert topology_of(given) == DGX
+        assert cr.plan(given, "broadcast", "1M") == cr.plan(DGX, "broadcast", 1 << 20)
     assert cr.bound(given, "all_reduce") == cr.bound(DGX, "all_reduce")
     schedule = cr.plan(DGX, algorithm="ring").schedule
     assert cr.simulate(schedule, given, "64M") == cr.simulate(schedule, DGX, 1 << 26)
@@ -42,18 +38,19 @@ def test_every_function_takes_it(given, tmp_path):
         assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_every_op_takes_it(given):
+def test_every_op_takes_it(tmp_path):
     """Ops, those for TensorFlow and ``crossreduce.jax.all_reduce`` plan on a topology that is given by name or path."""
     import jax
 
     import crossreduce.jax
     import crossreduce.tensorflow as crt
 
+    given, _, path, *_ = ways_to_give_it(tmp_path)
     value = cr.PerReplica([np.full(3, 2.0**k) for k in range(8)])
-    for op in (cr.AllReduceCrossDeviceOps("forest", topology=given), cr.HierarchicalCopyAllReduce(topology=given)):
+    for op in (cr.AllReduceCrossDeviceOps("forest", topology=given), cr.HierarchicalCopyAllReduce(topology=path)):
         assert repr(DGX) in repr(op)
         assert op.reduce("sum", value, value)[7].tolist() == [255.0] * 3
-    assert repr(DGX) in repr(crt.HierarchicalCopyAllReduce(topology=given))
+    assert repr(DGX) in repr(crt.HierarchicalCopyAllReduce(topology=path))
     reduced = jax.vmap(lambda x: crossreduce.jax.all_reduce(x, "i", "sum", given), axis_name="i")(2.0 ** np.arange(8))
     assert reduced.tolist() == [255.0] * 8
 
