@@ -8,10 +8,8 @@ from strategies import names
 
 from crossreduce.planning import hierarchical_copy
 
+
 # Dumped from a graph of TensorFlow 2.21: for packs 0 to 8 on 8 devices the root and the other device that sums a half.
-MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
-
-
 def trees(schedule):
     """Return for each chunk its combinations, {dst: set of srcs} for each round, and its copies, {dst: src}."""
     found = []
@@ -38,25 +36,19 @@ def tf_tree(n, main0, main1):
     return [*sums, {main0: {main0, main1}}], copies
 
 
-def test_hierarchical_copy_on_8_devices_has_tensorflows_trees():
-    """For packs 0 to 8 the mains (the devices that sum a group), the groups' sums, the sum of the mains and the copies
-    are those of TensorFlow."""
-    schedule = hierarchical_copy(names(8), packs=9)
-    assert trees(schedule) == [tf_tree(8, *mains) for mains in MAINS_OF_8]
-    # One tree in full: pack 6 sums 4..7 on 6, 0..3 on 2 and both on 6; the result goes to 2, which sends it to 0, 1, 3.
-    assert trees(schedule)[6] == (
-        [{6: {4, 5, 6, 7}, 2: {0, 1, 2, 3}}, {6: {6, 2}}],
-        {2: 6, 4: 6, 5: 6, 7: 6, 0: 2, 1: 2, 3: 2},
-    )
-
-
-@pytest.mark.parametrize("n", [2, 4, 6, 8, 10])
+@pytest.mark.parametrize("n", [2, 4, 6, 8])
 def test_hierarchical_copy_on_even_counts_has_tensorflows_trees(n):
-    """On n devices the root of pack i is device i mod n, and the main of the other half is n / 2 devices further."""
+    """On n devices the root of pack i is device i mod n, and the main (the device that sums the other half) is n / 2
+    devices further; the groups' sums, the sum of the mains and the copies are those of TensorFlow 2.21."""
     schedule = hierarchical_copy(names(n), packs=n + 1)
     assert trees(schedule) == [tf_tree(n, i % n, (i + n // 2) % n) for i in range(n + 1)]
     for first in range(n):
         assert trees(hierarchical_copy(names(n), first=first)) == [tf_tree(n, first, (first + n // 2) % n)]
+    if n == 8:  # pack 6 in full, as dumped from a graph of TensorFlow
+        assert trees(schedule)[6] == (
+            [{6: {4, 5, 6, 7}, 2: {0, 1, 2, 3}}, {6: {6, 2}}],
+            {2: 6, 4: 6, 5: 6, 7: 6, 0: 2, 1: 2, 3: 2},
+        )
 
 
 @pytest.mark.parametrize("n", range(3, 18))

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_oracle import DIRECTED, LOOSE, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, wirings
 
-from crossreduce import ArgumentError, Bound, Link, PlanError, Topology, bound
+from crossreduce import ArgumentError, Link, PlanError, Topology, bound
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 ONE_WAY = COLLECTIVES[1:]
@@ -29,9 +29,6 @@ def line(*speeds, back=False):
 
 def outward(collective):
     return collective in ("broadcast", "all_gather")
-
-
-# Bounds of broadcasts, all-gathers and their reverses, compared with the least rate of all cuts (cut_bound).
 
 
 @st.composite
@@ -123,83 +120,30 @@ def test_without_a_root_the_best_is_taken(wiring, collective):
     found.check()
 
 
-# Properties of all bounds.
-
-
-@examples(50)
-@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
-def test_turned_links_turn_collectives(wiring):
-    """If all links are reversed, a reduce has the bound that a broadcast had, a reduce-scatter that of an all-gather,
-    and the bound of an all-reduce does not change."""
-    topology = Topology(*wiring)
-    back = topology.reversed()
-    for there, here in (("broadcast", "reduce"), ("all_gather", "reduce_scatter"), ("all_reduce", "all_reduce")):
-        for root in topology.devices if there == "broadcast" else [None]:
-            assert bound(topology, there, root).algbw == bound(back, here, root).algbw
-
-
-@examples(60)
-@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.data())
-def test_less_wiring_is_never_faster(wiring, data):
-    """A wider link, and a switch that can reduce, never lower a bound; fewer members never lower that of a
-    broadcast or a reduce."""
-    topology = Topology(*wiring)
-    which = data.draw(st.integers(0, len(topology.links) - 1))
-    wider = list(topology.links)
-    wider[which] = wider[which]._replace(bandwidth=wider[which].bandwidth * 3)
-    for better in (Topology(topology.devices, wider, topology.switches), topology.with_switches(reducing=True)):
-        if better.switches or better.links != topology.links:
-            base = topology if better.links != topology.links else topology.with_switches(reducing=False)
-            for collective in COLLECTIVES:
-                assert bound(better, collective).algbw >= bound(base, collective).algbw
-    root = topology.devices[0]
-    few = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(lambda d: [root, *d]))
-    few = list(dict.fromkeys(few))
-    for collective in ("broadcast", "reduce") if len(few) > 1 else ():
-        assert bound(topology, collective, root, few).algbw >= bound(topology, collective, root).algbw
-
-
-@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
-def test_an_all_reduce_lies_between(wiring):
-    """The bound of an all-reduce is at least the rate of a reduce-scatter followed by an all-gather, if each switch has
-    the same bandwidth in and out, and at most the bound of any broadcast or reduce."""
-    topology = Topology(*wiring)
-    rate = bound(topology, "all_reduce").algbw
-    alone = [bound(topology, collective).algbw for collective in ("reduce_scatter", "all_gather")]
-    plain = all(
-        planning_oracle.width(topology, frozenset({s.name})) == planning_oracle.width(topology, {s.name}, False)
-        for s in topology.switches
-    )
-    if plain:
-        assert rate >= 1 / sum(1 / one for one in alone)
-    for root in topology.devices:
-        assert rate <= bound(topology, "broadcast", root).algbw
-        assert rate <= bound(topology, "reduce", root).algbw
-
-
-# Values of known machines.
-
 TABLE = [
-    # machine, hosts, options, and the bounds of: all-gather and reduce-scatter; all-reduce; broadcast and reduce;
-    # all-reduce if switches can reduce
-    ("dgx-1p", 1, {}, Fraction(640, 7), Fraction(320, 7), 80, Fraction(320, 7)),
-    ("dgx-1v", 1, {}, Fraction(1200, 7), Fraction(600, 7), 150, Fraction(600, 7)),
-    ("pcie-8", 1, {"speeds": "effective"}, Fraction(96, 7), Fraction(48, 7), 10, 10),
-    ("nvlink-pairs-4", 1, {"speeds": "effective"}, 96, 48, 48, 48),
-    ("dgx-2", 1, {}, 160, 80, 150, 150),
-    ("dgx-a100", 1, {}, Fraction(2400, 7), Fraction(1200, 7), 300, 300),
-    ("hgx-h100", 1, {}, Fraction(3600, 7), Fraction(1800, 7), 450, 450),
-    ("hgx-b200", 1, {}, Fraction(7200, 7), Fraction(3600, 7), 900, 900),
-    ("mi250", 1, {}, Fraction(2400, 7), Fraction(1200, 7), 300, Fraction(1200, 7)),
-    ("mi300x", 1, {}, 512, 256, 448, 256),
-    ("ndv2", 2, {}, 25, Fraction(25, 2), Fraction(25, 2), Fraction(25, 2)),
-    ("dgx-a100", 2, {}, Fraction(1040, 3), Fraction(520, 3), 200, 200),
-    ("hgx-h100", 2, {}, Fraction(1600, 3), Fraction(800, 3), 400, 400),
-    ("ndv4", 4, {"nics": "hdr"}, Fraction(800, 3), Fraction(400, 3), 200, 200),
-    ("hgx-h100", 4, {}, Fraction(16000, 31), Fraction(8000, 31), 400, 400),
-    ("mi250", 2, {"nics": "16-per-gcd"}, Fraction(5312, 15), Fraction(2656, 15), 256, 182),
-    ("tpu-v4", 1, {}, Fraction(6400, 21), Fraction(3200, 21), 300, Fraction(3200, 21)),
-    ("gb200-nvl72", 1, {}, Fraction(64800, 71), Fraction(32400, 71), 900, 900),
+    # machine, hosts, options, and the bounds of: all-gather and reduce-scatter; broadcast and reduce; all-reduce if
+    # switches can reduce
+    ("dgx-1p", 1, {}, Fraction(640, 7), 80, Fraction(320, 7)),
+    ("dgx-1v", 1, {}, Fraction(1200, 7), 150, Fraction(600, 7)),
+    ("pcie-8", 1, {"speeds": "effective"}, Fraction(96, 7), 10, 10),
+    ("nvlink-pairs-4", 1, {"speeds": "effective"}, 96, 48, 48),
+    ("dgx-2", 1, {}, 160, 150, 150),
+    ("dgx-a100", 1, {}, Fraction(2400, 7), 300, 300),
+    ("hgx-h100", 1, {}, Fraction(3600, 7), 450, 450),
+    ("hgx-h200", 1, {}, Fraction(3600, 7), 450, 450),
+    ("hgx-b200", 1, {}, Fraction(7200, 7), 900, 900),
+    ("mi250", 1, {}, Fraction(2400, 7), 300, Fraction(1200, 7)),
+    ("mi300x", 1, {}, 512, 448, 256),
+    ("ndv2", 2, {}, 25, Fraction(25, 2), Fraction(25, 2)),
+    ("dgx-a100", 2, {}, Fraction(1040, 3), 200, 200),
+    ("hgx-h100", 2, {}, Fraction(1600, 3), 400, 400),
+    ("ndv4", 4, {"nics": "hdr"}, Fraction(800, 3), 200, 200),
+    ("hgx-h100", 4, {}, Fraction(16000, 31), 400, 400),
+    ("hgx-h100", 32, {}, Fraction(12800, 31), 400, 400),
+    ("hgx-h100", 128, {}, Fraction(51200, 127), 400, 400),
+    ("mi250", 2, {"nics": "16-per-gcd"}, Fraction(5312, 15), 256, 182),
+    ("tpu-v4", 1, {}, Fraction(6400, 21), 300, Fraction(3200, 21)),
+    ("gb200-nvl72", 1, {}, Fraction(64800, 71), 900, 900),
 ]
 
 
@@ -207,28 +151,19 @@ TABLE = [
 def test_bounds_of_machines(row):
     """On complete machines the bounds of reduce-scatter and all-gather are those of ForestColl's published search. An
     all-reduce has half of them, or up to twice that half if switches reduce."""
-    name, hosts, options, gather, all_reduce, single, in_network = row
+    name, hosts, options, gather, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
-    wanted = dict(zip(COLLECTIVES, (all_reduce, single, single, gather, gather), strict=True))
-    for collective, rate in wanted.items():
+    wanted = dict(zip(COLLECTIVES, (Fraction(gather) / 2, single, single, gather, gather), strict=True))
+    for collective, rate in wanted.items() if hosts < 32 else [("all_gather", gather)]:
         found = bound(topology, collective)
         assert found.algbw == rate
         found.check()
-    found = bound(topology.with_switches(reducing=True), "all_reduce")
-    assert found.algbw == in_network
-    found.check()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "gather"), [(16, Fraction(1280, 3)), (32, Fraction(12800, 31)), (128, Fraction(51200, 127))]
-)
-def test_bounds_of_many_hosts(hosts, gather):
-    """On 16, 32 and 128 HGX H100 machines of 8 GPUs, the tight cut of an all-gather has a multiple of 8 GPUs."""
-    topology = Topology.machine("hgx-h100", hosts)
-    found = bound(topology, "all_gather")
-    assert found.algbw == gather
-    assert len(found.tight_cut.intersection(topology.devices)) % 8 == 0
-    found.check()
+    if hosts < 32:
+        found = bound(topology.with_switches(reducing=True), "all_reduce")
+        assert found.algbw == in_network
+        found.check()
+    else:
+        assert len(found.tight_cut.intersection(topology.devices)) % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -277,9 +212,6 @@ def test_members_may_have_others_between_them():
     assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
 
 
-# Invalid requests.
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -302,13 +234,3 @@ def test_invalid_requests(arguments, words):
     """An invalid argument raises an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=words):
         bound(*arguments)
-
-
-def test_bounds_are_frozen_values():
-    """Equal requests give equal bounds, which have equal hashes and cannot be changed."""
-    one, two = bound(DGX_1V, "all_reduce"), bound(Topology.machine("dgx-1v"), "all_reduce")
-    assert one == two
-    assert isinstance(one, Bound)
-    assert hash(one) == hash(two)
-    with pytest.raises(AttributeError, match="cannot assign to field"):
-        one.algbw = Fraction(1)

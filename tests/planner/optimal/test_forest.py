@@ -3,12 +3,11 @@
 from collections import Counter
 from fractions import Fraction
 
-import numpy as np
 import oracle
 import planning_oracle
 import pytest
 from budget import examples
-from hypothesis import Phase, assume, example, given
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from planning_oracle import (
     DECIMAL,
@@ -23,7 +22,6 @@ from planning_oracle import (
     reachable,
     wirings,
 )
-from running import run
 
 from crossreduce import Topology, bound, verify
 from crossreduce.planning import Request
@@ -117,9 +115,6 @@ def joined(topology, sources, destinations):
     return all(reachable(topology, source) >= set(destinations) for source in sources)
 
 
-# The rate of a forest.
-
-
 def test_forests_reach_the_bound():
     """On any connected wiring whose switches have as much bandwidth in as out, all five collectives reach the rate of
     the bound: exactly, or within the tolerance with few trees."""
@@ -201,55 +196,6 @@ def test_decimal_bandwidths(wiring):
         with planning_oracle.at_most(5):
             found = forest_of_all(topology, collective)
         check_close(found, topology, limit(topology, collective))
-
-
-# The positions of parts.
-
-
-@examples(60)
-@given(wirings((SYMMETRIC, DIRECTED), WHOLE, reducing=(False, True)), st.integers(0, 40))
-def test_parts_lie_in_the_devices_order(wiring, size):
-    """After a reduce-scatter the k-th device has the k-th part of the sum, and all shares are equal; an all-gather
-    collects the parts in this order."""
-    topology = Topology(*wiring)
-    n = len(topology.devices)
-    for collective, whose in (("reduce_scatter", "destinations"), ("all_gather", "sources")):
-        schedule = forest_of_all(topology, collective).schedule
-        owners = [getattr(chunk, whose) for chunk in schedule.chunks]
-        assert owners == sorted(owners)
-        for k in range(n):
-            assert sum(c.share for c, owner in zip(schedule.chunks, owners, strict=True) if owner == (k,)) == Fraction(
-                1, n
-            )
-        xs = planning_oracle.buffers(n, size)
-        held = planning_oracle.run(schedule, xs)
-        sums = [sum(column) for column in zip(*xs, strict=True)]
-        for c, span in enumerate(planning_oracle.spans(schedule, size)):
-            (owner,) = owners[c]
-            assert span.start >= owner * size // n
-            assert span.stop <= (owner + 1) * size // n
-            if collective == "reduce_scatter":
-                assert held[c, owner] == [sums[i] for i in span]
-            else:
-                assert all(held[c, k] == [xs[owner][i] for i in span] for k in range(n))
-
-
-@examples(60)
-@given(requested((SYMMETRIC, DIRECTED)), st.integers(0, 30))
-def test_executed_forests_give_the_oracles_sums(ask, size):
-    """If a forest runs on NumPy arrays of integers, every destination has the exact sum over all sources."""
-    topology, collective, sources, destinations = ask
-    assume(collective in ("all_reduce", "broadcast", "reduce") and not any(s.reduces for s in topology.switches))
-    schedule = forest(topology, collective, sources, destinations).schedule
-    assume(all(device in topology.devices for device in schedule.devices))
-    rng = np.random.default_rng(size)
-    xs = [rng.integers(-(2**62), 2**62, size) for _ in sources]
-    wanted = oracle.reduce("sum", xs)
-    results = run(schedule, "sum", xs, size)
-    assert len(results) == len(destinations)
-    for parts, _ in results:
-        got = np.concatenate([np.zeros(0, np.int64), *(np.atleast_1d(part) for part in parts)])
-        np.testing.assert_array_equal(got, wanted)
 
 
 @examples(40)

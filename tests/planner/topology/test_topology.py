@@ -1,7 +1,6 @@
 """Topologies: frozen values of devices and directed links."""
 
 import math
-import pickle
 from fractions import Fraction
 from itertools import permutations, product
 
@@ -134,25 +133,16 @@ def test_invalid_names_are_device_errors():
             make()
 
 
-def test_equal_topologies_have_equal_hashes():
-    """Topologies with equal devices and links are equal; the order and the spelling of arguments do not matter."""
+def test_spellings_and_repr():
+    """The order and the spelling of arguments do not matter; a repr lists the devices and counts the links. The latency
+    of a link is kept exactly, through subset() and renamed()."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
-    backward = Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
-    assert len({forward, backward}) == 1
-    assert forward.links == backward.links
+    assert forward == Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert forward.link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))
-    others = [Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))]
-    for other in (Topology((A, C, B), forward.links), *(Topology((A, B, C), (*forward.links[:2], x)) for x in others)):
-        assert forward != other
-
-
-def test_repr_and_pickle():
-    """A repr lists the devices and counts the links; a topology can be pickled, also after islands were computed. The
-    latency of a link is kept exactly, through subset() and renamed()."""
-    topology = Topology.full_mesh(3)
-    assert repr(topology) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
-    assert repr(topology.subset([1])) == "Topology(1 device, 0 links: cpu:1)"
-    assert topology.islands
-    assert pickle.loads(pickle.dumps(topology)) == topology
+    for changed in (Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))):
+        assert forward != Topology((A, B, C), (*forward.links[:2], changed))
+    assert forward != Topology((A, C, B), forward.links)
+    assert repr(Topology.full_mesh(3)) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
+    assert repr(Topology.full_mesh(3).subset([1])) == "Topology(1 device, 0 links: cpu:1)"
     part = Topology.full_mesh(2, 1, Fraction(1, 10**6)).subset([B, A]).renamed(["cpu:5", "cpu:6"])
     assert part.link("cpu:6", "cpu:5").latency_s == Fraction(1, 10**6)
