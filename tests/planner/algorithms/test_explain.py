@@ -116,9 +116,7 @@ def drawn(made):
 
 @each_plan
 def test_the_numbers(name):
-    """The request, chunks, unit trees per root, roots, depth, rounds and pieces are those of the schedule; the time is
-    the simulation's, and the rate "when large" the busiest link's; the bound is exact, and its percentage rounded
-    down."""
+    """The request, the shape of the schedule, the time and the rates are the schedule's; the bound is exact."""
     made = PLANS[name]()
     schedule, limit = made.schedule, made.bound
     devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
@@ -184,8 +182,7 @@ def test_the_trees(name):
 
 @each_plan
 def test_the_others(name):
-    """The text has the times and rates of "ring" and "one_device", for an all-reduce also those of TensorFlow's trees,
-    and the ratios of these times to that of the plan."""
+    """The text has the times, rates and ratios of "ring", "one_device" and, for an all-reduce, TensorFlow's trees."""
     made = PLANS[name]()
     chunk, devices = made.schedule.chunks[0], made.schedule.devices
     sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
@@ -214,8 +211,7 @@ def test_the_others(name):
 
 
 def test_tensorflows_plan_on_a_dgx_1v():
-    """On a DGX-1V TensorFlow's trees reach 50 of the possible 600/7 GB/s if their rounds overlap, and 33.3 GB/s if they
-    do not. The text tells that the comparison ignores the packs and the root of the request."""
+    """TensorFlow's trees reach 50 of 600/7 GB/s on a DGX-1V; comparisons ignore packs and root."""
     made = cr.plan(DGX, nbytes=GIB)
     seconds, rate = made.others()["TensorFlow's trees"]
     assert rate == 50
@@ -260,8 +256,7 @@ def test_equal_devices_are_named_together(topology, words, width):
 @examples(60)
 @given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans(), st.sampled_from(COLLECTIVES))
 def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing, collective):
-    """Each phrase describes a cut of the bound's certificate: the number and GB/s of the links into or out of exactly
-    the devices that it names."""
+    """Each phrase describes a cut of the bound's certificate: its links, their GB/s and its devices."""
     limit = cr.bound(topology.with_switches(reducing=reducing), collective)
     crossing = set()
     for nodes, _, outward in limit.cuts:
@@ -333,8 +328,7 @@ def test_plans_on_links_in_one_direction_can_be_explained(collective):
 
 
 def test_numbers_in_words():
-    """Bytes are written in the largest unit of which they are a multiple, a time in the largest of s, ms or us that it
-    reaches, else in us."""
+    """Bytes are in the largest unit that divides them, times in the largest of s, ms or us that they reach."""
     sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1536 bytes", 3 << 20: "3 MiB", 1 << 30: "1 GiB"}
     for nbytes, text in (sizes | {(1 << 30) + 1024: "1048577 KiB", 5 << 40: "5120 GiB"}).items():
         assert size(nbytes) == text

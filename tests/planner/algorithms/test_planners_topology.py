@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import numpy as np
 import oracle
 import pytest
 from budget import examples
@@ -15,9 +14,7 @@ from strategies import NAMED, named, names, requests, wired
 from test_planners import counts
 
 from crossreduce import (
-    AllReduceCrossDeviceOps,
     Link,
-    PerReplica,
     PlanError,
     Topology,
     devices,
@@ -79,8 +76,7 @@ joined = st.integers(1, 7).flatmap(lambda n: wired(names(n)))
 
 
 def check_planned(topology, ask):
-    """Check that a schedule is right, has no needless step, has the requested devices, and uses only links of the
-    topology."""
+    """Check that a schedule is right, has no needless step, has the requested devices, and uses only links."""
     algorithm, sources, destinations, *_ = ask
     schedule = planned_for(topology, *ask)
     assert planned_for(topology, *ask) is schedule
@@ -117,8 +113,7 @@ def test_a_forest_on_a_full_mesh_is_as_fast_as_direct():
 
 
 def refused(topology, ask):
-    """Plan a request. Return the text of its PlanError, which must name two devices without a route from the first to
-    the second; ``None``: no error."""
+    """Plan a request. Return the text of its PlanError, which must name two devices without a route, or ``None``."""
     try:
         check_planned(topology, ask)
     except PlanError as error:
@@ -140,9 +135,7 @@ DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)
 @example((APART, ("forest", names(2), names(2), 8, 1, 0)))
 @example((DOWN, ("forest", names(4)[:2], names(4)[2:], 8, 1, 0)))
 def test_what_cannot_be_planned_names_devices_that_no_way_joins(ask):
-    """With some links in one direction only, an algorithm plans, or a PlanError names a device that another one cannot
-    reach. If a source cannot reach a destination no algorithm plans; if all devices reach each other every algorithm
-    does."""
+    """An algorithm plans, or a PlanError names a device that another cannot reach."""
     topology, (_, sources, destinations, *_) = ask
     text = refused(*ask)
     if any(not reachable(topology, source) >= set(destinations) for source in sources):
@@ -216,21 +209,16 @@ def test_auto_plans_if_any_algorithm_does(ask):
 
 
 def test_auto_finds_the_root_that_is_near_to_all():
-    """On a star whose hub is not the first device, "auto" is at least as fast as a reduction on the hub, which has the
-    fewest hops."""
+    """On a star whose hub is not the first device, "auto" is as fast as a reduction on the hub."""
     cells = [[int(2 in (i, j) and i != j) for j in range(5)] for i in range(5)]
     star = Topology.from_matrix(cells, latency_s=1e-6)
     hub = simulate(one_device(names(5), root="cpu:2"), star, 8).seconds
     assert hub < simulate(one_device(names(5)), star, 8).seconds
     assert simulate(planned_for(star, "auto", names(5), names(5), 8), star, 8).seconds <= hub
-    value = PerReplica([np.full(4, 6.0**k) for k in range(5)])
-    ops = AllReduceCrossDeviceOps("auto", topology=star)
-    assert [part.tolist() for part in ops.reduce("sum", value, value)] == [[1555.0] * 4] * 5
 
 
 def test_auto_without_a_topology():
-    """Without a topology, "auto" is "one_device" for small buffers, for a single destination, and for devices that
-    share one memory; in all other cases it is "direct"."""
+    """Without a topology, "auto" is "one_device" for small buffers, one destination or one memory, else "direct"."""
     everyone = names(4)
     gpus = tuple(f"cuda:{k}" for k in range(4))
     assert choose(gpus, gpus, 1000) == "one_device"
@@ -259,7 +247,7 @@ def test_names_are_parsed_once(monkeypatch):
     parsed = []
     parse = devices.parse
     monkeypatch.setattr(devices, "parse", lambda name: parsed.append(name) or parse(name))
-    for number, collective in enumerate(("all_reduce", "reduce_scatter", "all_gather")):
+    for number, collective in enumerate(("all_reduce", "all_gather")):
         topology = Topology.full_mesh(12, 25 + number, 1e-6)
         parsed.clear()
         plan(topology, collective, 1 << 20, sources=everyone, destinations=everyone)

@@ -52,8 +52,7 @@ def test_a_plan_that_uses_nothing_worse_is_kept(monkeypatch):
 
 
 def test_a_plan_that_uses_something_worse_is_made_again():
-    """If a link that the schedule uses is lost or slower, the new schedule does not use it as before; explain tells
-    why."""
+    """A lost or slower link is not used as before; explain tells why."""
     plan = cr.plan(DGX, nbytes=256 * MIB)
     for now, what in (
         (DGX.without_link(0, 3), "cuda:0-cuda:3 is lost"),

@@ -64,9 +64,7 @@ def weights(topology, roots, members):
 @examples(300)
 @given(requests())
 def test_one_way_bounds_are_what_every_cut_gives(ask):
-    """For any roots and members, on any wiring with any bandwidths, the bound is the least rate that a cut allows, or
-    less if a switch that only forwards has not as much bandwidth in as out; if the rate is 0, the error names the
-    cut."""
+    """The bound is the least rate that a cut allows, or less at uneven switches; 0 is an error."""
     topology, collective, roots, members = ask
     given_, needed = weights(topology, roots, members), members or topology.devices
     wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
@@ -149,8 +147,7 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
 def test_bounds_of_machines(row):
-    """On complete machines the bounds of reduce-scatter and all-gather are those of ForestColl's published search. An
-    all-reduce has half of them, or up to twice that half if switches reduce."""
+    """Bounds of machines are those of ForestColl's published search; an all-reduce has half, or more by switches."""
     name, hosts, options, gather, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
     wanted = dict(zip(COLLECTIVES, (Fraction(gather) / 2, single, single, gather, gather), strict=True))

@@ -123,8 +123,7 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
 
 
 def test_shares_of_many_trees_have_a_common_denominator():
-    """The shares of many trees are multiples of one part of the buffer, so that sums of them stay numbers of a few
-    digits."""
+    """The shares of many trees are multiples of one part of the buffer: few digits."""
     topology = Topology.torus(3, 3, 3)
     plan = planned(topology, "all_reduce", tuple(f"cpu:{k}" for k in range(2, 27)))
     verify(plan.schedule)

@@ -100,8 +100,7 @@ def check(schedule):
 
 @pytest.mark.parametrize("algorithm", PLANNERS)
 def test_views_of_planned_schedules(algorithm):
-    """All views of the planners' generated programs are those of the programs with all chunks, also where the first
-    chunk starts at another device than the first."""
+    """Views of generated programs are those of all chunks, also if the first chunk starts elsewhere."""
     for n in (34, 40):
         check(PLANNERS[algorithm](names(n)))
     if algorithm == "halving_doubling":  # no exchange of blocks moves an odd number of extras
@@ -111,8 +110,7 @@ def test_views_of_planned_schedules(algorithm):
 
 
 def test_views_of_other_schedules():
-    """The views agree for a forest with routes through switches, and for small schedules of any form: with copies of
-    copies, equal combinations, and swaps."""
+    """So they are with routes through switches, copies of copies, equal combinations, and swaps."""
     assert len(forest().devices) == 64
     assert forest().base.routes
     for schedule in (forest(), *small()):
@@ -140,8 +138,7 @@ def test_images_are_made_when_they_are_read():
 
 
 def test_a_wrong_base_is_not_lowered():
-    """``lower`` raises the error of ``verify`` for a generated schedule with a wrong base, also at the second call. The
-    part of a device that the program does not have is a mistake of the caller."""
+    """``lower`` raises the error of ``verify`` for a wrong base, each time; unknown devices are refused."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     base = Schedule("all_reduce", "custom", names(2), (chunk,), ((Step(0, 0, (0, 1)),),))
     wrong = GeneratedSchedule(base, rotations([2], 2), base.devices)
@@ -213,9 +210,7 @@ def test_images_of_single_nodes_are_those_of_the_elements():
 
 
 def test_derived_collectives_are_those_of_all_chunks():
-    """A reduce-scatter and an all-gather that are derived from a base and its images have the chunks, and in each round
-    the steps, of those that are derived from all chunks. If some devices would get more chunks than others, they are
-    derived from all chunks."""
+    """Reduce-scatters and all-gathers of a base are those of all chunks, from which uneven ones come."""
     for schedule in (ring(names(40), first=1), direct(names(33)), halving_doubling(names(64))):
         scattered, due = reduce_scatter(schedule), reduce_scatter(schedule.explicit)
         assert isinstance(scattered, GeneratedSchedule)
@@ -233,8 +228,7 @@ def test_derived_collectives_are_those_of_all_chunks():
 
 
 def test_trees_of_generated_schedules():
-    """The trees that ``Plan.explain`` describes are those of the schedule with all chunks, in the same order. A tree of
-    a thousand devices in a row has a text, with as many brackets."""
+    """``Plan.explain`` describes the trees of all chunks; a tree of a thousand devices has a text."""
     for schedule in [*(planner(names(40)) for planner in PLANNERS.values()), forest()]:
         assert shape(schedule) == shape(schedule.explicit)
         assert tree_lines(shape(schedule)) == tree_lines(shape(schedule.explicit))

@@ -74,8 +74,7 @@ def values(chunk):
 
 
 def test_instructions_compute_every_destinations_sum():
-    """The value that each destination keeps contains every source exactly once, and was made on that device, or is its
-    own input."""
+    """A destination's value has every source once, and was made there or is its own input."""
     for name, schedule, program in programs():
         assert [chunk[:3] for chunk in program.chunks] == list(schedule.chunks), name
     for name, chunk in chunks():
@@ -84,8 +83,7 @@ def test_instructions_compute_every_destinations_sum():
 
 
 def test_every_instruction_is_needed():
-    """No instruction is dead: each value is a result or an operand; and none copies a value to its own device. So steps
-    that no destination depends on and replaced values leave no instruction."""
+    """Each value is a result or an operand, and none is copied to its own device."""
     for name, chunk in chunks():
         read = {*chunk.results, *(operand for i in chunk.instructions for operand in i.operands)}
         assert read.issuperset(range(len(chunk.sources), len(chunk.devices))), name
@@ -99,8 +97,7 @@ def test_every_instruction_is_needed():
 
 
 def test_operands_are_values_of_earlier_rounds():
-    """Rounds are synchronous: every operand was complete when the instruction's round began. So two devices can
-    exchange their values in one round."""
+    """Every operand was complete when its round began, so two devices can exchange values."""
     for name, schedule, program in programs():
         assert program.round_count == len(schedule.rounds)
         made_in = [[-1] * len(chunk.sources) for chunk in program.chunks]
@@ -116,9 +113,7 @@ def test_operands_are_values_of_earlier_rounds():
 
 
 def test_final_instructions_complete_the_sum():
-    """An instruction is final if and only if it combines values into the full sum; each result is computed through
-    exactly one final instruction, or through none if there is only one source. A value with every contribution is of
-    the kind "final", one with a single contribution "input", any other "partial"."""
+    """Final instructions combine into the full sum, once per result; kinds tell what values contain."""
     for name, chunk in chunks():
         inputs, numbers = contributions(chunk), values(chunk)
         passed = [0] * len(inputs)
@@ -141,11 +136,7 @@ def test_last_uses_are_the_last_readers():
 
 
 def test_donated_memory_is_not_read_again():
-    """Results are right if all devices share memory and each combination is written over its donated operand.
-
-    The test runs instructions on memory cells: a copy has the cell of its operand, and a combination the cell of its
-    donated operand, whose value is lost. Inputs and results must not change afterwards.
-    """
+    """Results are right if each combination is written over its donated operand, in shared memory."""
     donated = 0
     for name, chunk in chunks():
         cells = [[x] for x in contributions(chunk)]
@@ -208,9 +199,7 @@ def fused_expressions(program):
 
 
 def test_fused_programs_compute_equal_values_once():
-    """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device; a
-    ring's chain of additions is one fold over the sources. Two devices that combine in different orders have two
-    results; a copy is not a third one."""
+    """Equal combinations are computed once, chains are one fold, different orders are kept."""
     for n in (2, 4, 8):
         assert len(fuse(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
         doubling = fuse(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
@@ -238,8 +227,7 @@ def distinct_combinations(chunk):
 
 
 def check_minimal(chunk):
-    """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations,
-    with no needless combination, fold or slot."""
+    """A fused program computes its chunk's expressions in order, with no needless combination, fold or slot."""
     made, due = fuse(chunk), expressions(chunk)
     for count in (None, *range(1, len(due))):
         assert fused_expressions(fuse(chunk, count)) == due[:count]
@@ -313,11 +301,7 @@ def test_fused_programs_of_planners_are_minimal():
 
 
 def run_messages(program):
-    """Run all devices' programs on a machine with messages; return what each destination keeps, by chunk and device.
-
-    Devices run stage by stage, in an order that differs from stage to stage; messages between two devices arrive in the
-    order in which they were sent.
-    """
+    """Run devices' programs, in another order at each stage; return what destinations keep, by chunk and device."""
     everything = [program.on(device) for device in range(len(program.devices))]
     memories = [{} for _ in everything]
     for c, chunk in enumerate(program.chunks):
@@ -357,8 +341,7 @@ def test_devices_that_exchange_messages_get_every_sum():
 
 
 def test_transfers_are_the_reads_of_other_devices():
-    """Every operand on another device is one transfer, in the program and in the parts for each device; a transfer is
-    final if and only if it carries a full sum."""
+    """Each operand on another device is one transfer, final if it carries a full sum."""
     for name, _, program in programs():
         due = Counter()
         for c, chunk in enumerate(program.chunks):
@@ -401,9 +384,7 @@ def test_element_ranges_tile_the_buffer():
 
 
 def test_wrong_schedules_are_not_lowered():
-    """``lower`` raises the error of ``verify`` for a wrong schedule, also at the second call. Equal schedules have the
-    same program object, so engines can cache by identity. ``require_uniform`` raises for a reduce-scatter's program,
-    whose chunks have different destinations."""
+    """``lower`` raises the error of ``verify``, each time; equal schedules have one program."""
     wrong = custom(2, [(0, (0, 1))])
     for _ in range(2):
         with pytest.raises(ScheduleError, match="contribution of device cpu:0 is lost"):

@@ -51,8 +51,7 @@ MALFORMED = "not a schedule in JSON|is malformed|cover the buffer|pieces must be
 
 
 def test_malformed_json_raises_schedule_error():
-    """Text that is not a schedule, or that lacks a part, raises a ScheduleError, never an error of Python's own; names
-    are strings, and a string is not read as a list of devices."""
+    """Text that is not a schedule raises a ScheduleError, never an error of Python's own."""
     text = pair().to_json()
     texts = ["", "{", "[]", "null", "3", '"text"', "true", "{}", "nonsense", text[:-1], text * 2, "[" * 100_000]
     texts += [json.dumps({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
@@ -93,8 +92,7 @@ def test_faults_in_json_are_stated():
     ],
 )
 def test_malformed_schedules_are_refused(changes, text):
-    """A chunk or step with invalid numbers raises an error that names it; shares that do not add up to 1, and pieces
-    below 1, raise errors, too."""
+    """Invalid numbers in a chunk or step, shares that do not add up, and pieces below 1 raise errors."""
     with pytest.raises(ScheduleError, match=text):
         pair(**changes)
 

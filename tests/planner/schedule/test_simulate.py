@@ -1,4 +1,4 @@
-"""``simulate``: closed forms, an exact oracle that computes every tick, and the bytes that a run moves."""
+"""``simulate``: closed forms, an exact oracle of every tick, the bytes that a run moves, and ``pipelined``'s pieces."""
 
 import math
 from collections import Counter
@@ -19,6 +19,7 @@ from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, ring
 from crossreduce.schedule import Costs, byte_count, fastest_of, fluid_rate, pipelined
 from crossreduce.schedule.lock_step import Loads, LockStep
+from crossreduce.schedule.simulate import LEAST_PIECE
 from crossreduce.schedule.traffic import traffic
 
 GB = 10**9
@@ -78,8 +79,7 @@ def test_a_ring_takes_its_closed_form(latency, speed, share):
 @examples(120)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9) | st.just(70))
 def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
-    """On any connected topology with switches the bytes, and up to rounding the seconds, ticks and busy times, equal
-    those of the oracle, for any pieces, sizes and item sizes. The lock-step clock is never faster."""
+    """Bytes, seconds, ticks and busy times are the oracle's; the lock-step clock is never faster."""
     topology = data.draw(wired(ask.devices))
     schedule = replace(plan(algorithm, ask), pieces=pieces)
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
@@ -103,8 +103,7 @@ def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
 @examples(100)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(1, 9) | st.just(40))
 def test_further_costs_agree_with_the_oracle(data, algorithm, ask, pieces):
-    """Reductions, messages between hosts and limits that links share count as in the oracle, and make nothing faster.
-    The busy part of each limit is its seconds over the time."""
+    """Reductions, messages and shared limits count as in the oracle, and make nothing faster."""
     base = data.draw(wired(ask.devices))
     topology = base.renamed([f"{data.draw(st.sampled_from('ab'))}/cpu:{k}" for k in range(len(base.devices))])
     to = dict(zip(base.devices, topology.devices, strict=True))
@@ -129,8 +128,7 @@ def test_further_costs_agree_with_the_oracle(data, algorithm, ask, pieces):
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3))
 def test_routes_through_named_switches(data, algorithm, ask):
-    """A transfer with a route uses its links, in the round of the route or in all rounds; any other transfer uses the
-    route of the topology."""
+    """A transfer uses its own route, for its round or for all, else that of the topology."""
     base = data.draw(wired(ask.devices, most_switches=0))
     spare = [Link(*ends, 3, MICRO) for device in ask.devices for ends in ((device, "spare"), ("spare", device))]
     topology = Topology(ask.devices, [*base.links, *spare], ["spare"])
@@ -147,8 +145,7 @@ def test_routes_through_named_switches(data, algorithm, ask):
 
 
 def test_what_waits_for_what():
-    """A transfer waits for its operand and for earlier transfers over its links; the devices of a host wait for the
-    messages of its network card, 1,000 per second."""
+    """Transfers wait for operands, for earlier ones on their links, and for the messages of a network card."""
     relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
     assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))
     bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
@@ -216,8 +213,7 @@ def test_the_fastest_schedule_is_found_without_running_all(data, ask, nbytes, op
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3))
 def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
-    """Without latency a schedule of R rounds in p pieces takes at most 1 + (R - 1) / p times as long as at its fluid
-    rate, which is exact."""
+    """R rounds in p pieces take at most 1 + (R - 1) / p times as long as at the fluid rate."""
     latent = data.draw(wired(ask.devices))
     topology = Topology(latent.devices, [link._replace(latency_s=0) for link in latent.links], latent.switches)
     schedule = replace(plan(algorithm, ask), pieces=1000)
@@ -234,8 +230,7 @@ def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
 
 
 def test_what_takes_no_time():
-    """A schedule of no rounds, or of steps inside a device, takes no time, uses no link and has no rate. Without bytes
-    a schedule takes no time, not even a latency; its links have 0 bytes."""
+    """No rounds, steps inside a device, and no bytes take no time."""
     for rounds, ticks in (((), 0), (((Step(0, 0, (0,)),),), 1)):
         schedule = Schedule("broadcast", "idle", names(1), (Chunk(ONE, (0,), (0,)),), rounds, 5)
         done = simulate(schedule, Topology.ring(4), 10**6)
@@ -282,8 +277,7 @@ def test_a_schedule_and_a_topology():
 
 
 def test_a_missing_route_is_named():
-    """A transfer that has no path over links raises a PlanError with its two devices: with a Route also the switches of
-    the Route, without one the links out of its source. So does one with a node that the topology lacks."""
+    """A transfer without a path raises a PlanError with its devices, its route's switches or its source's links."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
     with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)
@@ -298,3 +292,50 @@ def test_a_missing_route_is_named():
     for topology in (Topology.ring(1), Topology.ring(["cpu:1", "cpu:2"])):
         with pytest.raises(PlanError, match="no route from cpu:0 to cpu:1"):
             simulate(PAIR, topology, 8)
+
+
+def fastest(schedule, topology, nbytes, most=64):
+    """Return the least simulated time over the allowed numbers of pieces up to ``most``."""
+    allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
+    return min(
+        simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
+    )
+
+
+@examples(40)
+@given(st.integers(2, 40), st.sampled_from([0, 1e-7, 1e-6, 1e-5]), st.sampled_from([1, 25, 450]), st.integers(0, 10**8))
+def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes):
+    """On a chain, no number of pieces up to 64, each of at least LEAST_PIECE bytes, is faster than the chosen one."""
+    topology = line(n, speed, Fraction(latency))
+    best, seconds = pipelined(chain(n), topology, nbytes)
+    assert replace(best, pieces=1) == chain(n)
+    assert seconds == simulate(best, topology, nbytes).seconds
+    assert seconds <= fastest(chain(n), topology, nbytes) * (1 + 1e-9)
+
+
+def test_plans_are_cut_into_the_best_number_of_pieces():
+    """For the planners' schedules, no number of pieces that ``fastest`` tries is faster than the chosen one."""
+    dgx = Topology.machine("dgx-1v").renamed(names(8))
+    latent = Topology(dgx.devices, [link._replace(latency_s=MICRO) for link in dgx.links])
+    for algorithm, packs, topology, nbytes in (
+        ("ring", 1, Topology.ring(8, 25, MICRO), 10**8),
+        ("direct", 2, Topology.star(8, 450, MICRO), 10**7),
+        ("one_device", 8, dgx, 10**9),
+        ("hierarchical_copy", 8, latent, 10**5),
+        ("hierarchical_copy", 8, latent, 10**9),
+        ("halving_doubling", 3, Topology.full_mesh(4, 450, Fraction(9, 10**6)), 46_274_461),
+        ("hierarchical_copy", 3, Topology.full_mesh(8, 1, Fraction(158, 10**8)), 39_739),
+    ):
+        schedule = PLANNERS[algorithm](topology.devices, packs=packs)
+        best, seconds = pipelined(schedule, topology, nbytes)
+        assert seconds == simulate(best, topology, nbytes).seconds
+        assert seconds <= fastest(schedule, topology, nbytes, 24) * (1 + 1e-9)
+
+
+@given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
+def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
+    """Pieces of an average chunk have at least LEAST_PIECE bytes; given pieces have no effect."""
+    schedule = PLANNERS[algorithm](names(n), packs=packs)
+    best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
+    assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)
+    assert best.pieces == 1 or nbytes / len(schedule.chunks) / best.pieces >= LEAST_PIECE

@@ -162,16 +162,14 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("schedule", "text"), MESSAGES)
 def test_messages_name_step_chunk_device_and_contribution(schedule, text):
-    """An error names what went wrong, the chunk and the device, and the step and the contribution if there is one. No
-    two steps of a round may write the same chunk on the same device, even if they write the same value."""
+    """An error names what went wrong: step, chunk, device and contribution."""
     assert not oracle.right(schedule)
     with pytest.raises(ScheduleError, match=text):
         verify(schedule)
 
 
 def test_right_schedules_are_accepted():
-    """A step does not read values that other steps of its round write. Steps that no destination needs are not an
-    error: only the final values of destinations count. verify returns ``None``."""
+    """Steps do not read what their round writes; needless steps are no error; verify returns ``None``."""
     for schedule in (
         custom(2, [(0, (0, 1)), (1, (0, 1))]),  # both steps read the original values
         custom(2, [(0, (0, 1)), (1, (1, 0))]),  # the two sums add in different orders

@@ -31,8 +31,7 @@ def test_from_matrix_has_a_link_for_each_entry(rows):
 
 
 def test_from_matrix_takes_any_numbers():
-    """Fractions are kept exactly, a float as the decimal number that it prints; names become canonical. The matrix can
-    be a NumPy array."""
+    """Fractions are exact, floats the decimals that they print; NumPy arrays are matrices, too."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
     assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
@@ -42,8 +41,7 @@ def test_from_matrix_takes_any_numbers():
 
 @given(device_counts)
 def test_ring_and_full_mesh(n):
-    """A ring links each device to the next one and to the previous one, in both directions; a full mesh has a link for
-    each ordered pair. All links have the same latency, 0 by default."""
+    """A ring links neighbours, a full mesh every ordered pair; all links have one latency, 0 by default."""
     pairs, order = set(permutations(names(n), 2)), names(n).index
     neighbours = {(a, b) for a, b in pairs if (order(a) - order(b)) % n in (1, n - 1)}
     for make, wanted in ((Topology.ring, neighbours), (Topology.full_mesh, pairs)):
@@ -134,8 +132,7 @@ def test_invalid_names_are_device_errors():
 
 
 def test_spellings_and_repr():
-    """The order and the spelling of arguments do not matter; a repr lists the devices and counts the links. The latency
-    of a link is kept exactly, through subset() and renamed()."""
+    """Order and spelling do not matter; a repr counts links; latencies are exact through subset() and renamed()."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
     assert forward == Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert forward.link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))

@@ -56,8 +56,7 @@ def test_every_op_takes_it(tmp_path):
 
 
 def test_what_gives_no_topology(tmp_path):
-    """Another object raises an ArgumentError that shows it and says what to give, an unknown machine one with similar
-    names, and a missing file an error with its path. "this" is the machine that the program runs on."""
+    """Other objects, unknown machines and missing files raise errors that help; "this" is this machine."""
     assert topology_of("this") == Topology.discover()
     for wrong in (None, 3, b"dgx-1v", ["dgx-1v"], DGX.links, Topology):
         with pytest.raises(ArgumentError, match=r"this is not a topology\.\n  given: [\s\S]*name of a machine"):
@@ -96,8 +95,7 @@ def test_numbers_of_no_device(wrong):
 
 
 def test_switches_have_no_numbers():
-    """Numbers stand for devices only, and links may have them as ends. A name and a number of one device are the same
-    device."""
+    """Numbers stand for devices only, in links too; a name and a number can be one device."""
     star = Topology.star(3)
     with pytest.raises(DeviceError, match="a number from 0 to 2"):
         star.without_link(0, 3)

@@ -1,6 +1,7 @@
-"""Topologies with switches: names, routes, grids and stars."""
+"""Topologies with switches: names, routes, grids, stars, and topologies as JSON."""
 
 import dataclasses
+import json
 import math
 import pickle
 from fractions import Fraction
@@ -61,8 +62,7 @@ def test_a_switch_is_a_node():
 
 
 def test_names_of_switches():
-    """The name of a switch may have letters, digits and . _ / # -, and is not changed. A name that is also a device's,
-    or is otherwise invalid, raises an ArgumentError that shows it."""
+    """A switch's name has letters, digits and . _ / # -, and is not changed; others are refused."""
     for name in ("nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"):
         topology = Topology([A], [(A, name, 1)], [name])
         assert topology.switches == (Switch(name),)
@@ -76,8 +76,7 @@ def test_names_of_switches():
 
 
 def test_bad_switches_are_refused():
-    """An invalid list of switches, or one that lists a switch twice, raises an ArgumentError; so does a link from a
-    switch to itself, to an unknown node or without bandwidth."""
+    """An invalid list of switches, or an invalid link of a switch, raises an ArgumentError."""
     not_a_list = "switches must be a list of Switches or names"
     for switches, text in (
         (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
@@ -102,9 +101,7 @@ def test_bad_switches_are_refused():
 
 @given(topologies(), st.data(), st.booleans())
 def test_other_topologies_keep_the_rest(topology, data, reducing):
-    """A subset has the given devices, in the given order, every switch unchanged, and the links between these nodes.
-    ``without_link`` removes the links between two nodes in both directions, and nothing else. ``with_switches`` changes
-    only whether the switches reduce, and ``renamed`` only the names of the devices."""
+    """subset, without_link, with_switches and renamed change what they say, and nothing else."""
     before = topology.to_json()
     chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     part = topology.subset(name.upper() for name in chosen)
@@ -143,8 +140,7 @@ def test_without_link_lists_the_existing_links():
 
 @given(topologies())
 def test_equal_topologies_have_equal_hashes(topology):
-    """Topologies with equal devices, switches and links are equal and have equal hashes, in any order of the given
-    links, and can be pickled."""
+    """Equal topologies have equal hashes, in any order of the given links, and can be pickled."""
     again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
     for copy in (again, pickle.loads(pickle.dumps(topology))):
         assert (copy, copy.links, hash(copy)) == (topology, topology.links, hash(topology))
@@ -181,8 +177,7 @@ def rank(topology, nodes):
 @examples(150)
 @given(topologies(most_devices=3, most_switches=3), st.randoms())
 def test_route_is_the_best_of_all_routes(topology, random):
-    """A route passes the fewest devices; of these routes, it has the fewest links; of these, the greatest bandwidth. It
-    is ``None`` if no route exists. It depends neither on the order in which links are listed nor on earlier calls."""
+    """A route passes the fewest devices, then links, then has most bandwidth; else it is ``None``."""
     links, ends = list(topology.links), list(product(topology.nodes, repeat=2))
     routes = {pair: topology.route(*pair) for pair in ends}
     random.shuffle(links)
@@ -200,16 +195,14 @@ def test_route_is_the_best_of_all_routes(topology, random):
 @examples(100)
 @given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
 def test_of_equal_routes_the_first_in_order(topology):
-    """If all links have the same bandwidth, route() returns, of the routes with the fewest devices and then the fewest
-    links, the first one in the order of the nodes."""
+    """Of routes that are equally good, route() returns the first one in the order of the nodes."""
     for ends in product(topology.nodes, repeat=2):
         best = min(all_routes(topology, *ends), key=lambda nodes: rank(topology, nodes), default=None)
         assert topology.route(*ends) == best
 
 
 def test_routes_of_known_machines():
-    """A direct link is preferred to a switch, and a switch with more bandwidth to another one; a route passes a device
-    only if there is no other route. A device that the topology lacks raises an ArgumentError, as either argument."""
+    """Direct links come before switches, wide switches before narrow ones, and these before devices."""
     star = Topology.star(8, 450)
     assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
     assert star.route("CPU:0", "switch") == (A, "switch")
@@ -246,8 +239,7 @@ def test_mesh(rows, columns):
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_torus(shape):
-    """A torus links each device to the next one and to the previous one along each dimension; along a dimension of two
-    devices these are the same, and there is one link per direction."""
+    """A torus links neighbours along each dimension; of two devices there is one link per direction."""
     speeds = tuple(10 + k for k in range(len(shape)))  # the first speed is that of the last dimension
     topology = Topology.torus(*shape, gb_per_s=speeds)
     cells = list(product(*map(range, shape)))
@@ -293,3 +285,92 @@ def test_bad_shapes_are_refused(make, text):
     """A shape with an invalid size, number of speeds, bandwidth or device raises an ArgumentError."""
     with pytest.raises(ArgumentError, match=text):
         make()
+
+
+@given(topologies())
+def test_json_round_trip(topology):
+    """A topology that is written and read is equal, to the last digit, and is written the same way again."""
+    text = topology.to_json()
+    again = Topology.from_json(text)
+    assert again == topology
+    assert again.to_json() == text
+    assert hash(again) == hash(topology)
+    mixed = Topology(topology.devices, topology.links[::-1], topology.switches)
+    assert mixed.to_json() == text
+
+
+def test_json_is_this_text():
+    """The format is fixed: a text that is written today can be read by every later version."""
+    topology = Topology([A, B], [Link(A, "x", Fraction(64, 3), MICRO), Link("x", B, 25)], [Switch("x", True)])
+    text = (
+        '{"format":"crossreduce.topology/1","devices":["cpu:0","cpu:1"],"switches":[["x",true]],'
+        '"links":[["cpu:0","x","64/3","1/1000000"],["x","cpu:1","25","0"]]}'
+    )
+    assert topology.to_json() == text
+    assert Topology.from_json(text) == topology
+
+
+def test_json_written_by_people():
+    """Numbers may be decimals; latency and switches may be left out; device names need not be canonical."""
+    text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
+               "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "a person"}"""
+    wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])
+    assert Topology.from_json(text) == wanted
+
+
+TEXT = Topology([A, B], [(A, "x", 1), ("x", B, 1)], ["x"]).to_json()
+GOOD = json.loads(TEXT)
+# Values that are not allowed for a part of the text. Without switches, the links name an unknown one.
+WRONG = {
+    "format": ["crossreduce.topology/2", "crossreduce.schedule/1", None],
+    "devices": [[], 3, None, "cpu:0", [A, A], [A, 3], [A, "foo"], [[A], B], {A: 1, B: 2}],
+    "switches": [
+        None, 3, ["x"], [["x"]], [["x", 1]], [["x", None]], [["x", "true"]], [[3, True]], [["x", True, 1]], [],
+        [["x", True], ["x", False]], [["cpu:0", True]],
+    ],
+    "links": [
+        None, 3, {}, [3], ["xy1"], [[A, "x"]], [[A]], [[A, "x", "1", "0", "0"]], [[A, "y", "1", "0"]],
+        [[A, A, "1", "0"]], [[A, 3, "1", "0"]], [[A, "x", "1", "0"], [A, "x", "2", "0"]], [[A, "x", "1", -1]],
+        *([[A, "x", speed, "0"]] for speed in ("0", "-1", -1, "1/0", "1e9", "inf", "nan", math.inf, math.nan, True)),
+        *([[A, "x", speed, "0"]] for speed in (None, [1], "9" * 5000, "\uff11")),  # \uff11 is a digit, too
+    ],
+}  # fmt: skip
+MALFORMED = "topology|link|switch|device|bandwidth|latency"
+
+
+def test_malformed_json_is_refused():
+    """Text that is not a topology raises an ArgumentError, never an error of Python's own."""
+    texts = ["null", "3", "[]", "{}", '"text"', "nonsense", None, 3, ["x"], b"\xff\xfe", "[" * 100_000, TEXT * 2]
+    texts += [TEXT[:end] for end in range(len(TEXT))]
+    texts += [TEXT.replace('"1"', "9" * 5000)]
+    texts += [json.dumps({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
+    texts += [json.dumps(GOOD | {name: value}) for name, values in WRONG.items() for value in values]
+    for text in texts:
+        with pytest.raises(ArgumentError, match=MALFORMED):
+            Topology.from_json(text)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["", "x", A, "1", "1/0", "1e9"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["format", "links"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@examples(300)
+@given(st.data())
+def test_any_value_in_place_of_any_part(data):
+    """With any value in place of any part, the text is read as a topology or raises an ArgumentError."""
+    content = json.loads(json.dumps(GOOD))
+    place, inside = data.draw(st.sampled_from([*GOOD])), content
+    while isinstance(inside[place], list) and inside[place] and data.draw(st.booleans()):
+        inside = inside[place]
+        place = data.draw(st.integers(0, len(inside) - 1))
+    inside[place] = data.draw(values)
+    try:
+        topology = Topology.from_json(json.dumps(content))
+    except ArgumentError:
+        return
+    assert Topology.from_json(topology.to_json()) == topology

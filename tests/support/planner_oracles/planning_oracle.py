@@ -180,30 +180,6 @@ def trees_bound(
     return program.most([rate]) * float(scale)
 
 
-def best_trees(
-    topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
-) -> float:
-    """Return the rate of the best mixture of trees out of (or into) weighted roots: a program over all possible trees.
-
-    A tree reaches all members. It may branch at devices and at switches that reduce, but passes straight through other
-    switches. Such a list of trees grows exponentially: ``TooManyTreesError`` if it is too long.
-    """
-    roots = {root: weight for root, weight in weights.items() if weight}
-    columns = all_trees(topology, roots, outward, topology.devices if members is None else members)
-    program = _Program()
-    (rate,) = program.new(1)
-    trees = program.new(len(columns))
-    scale, sum_ = _scale(topology), sum(roots.values(), Fraction(0))
-    for k, link in enumerate(topology.links):
-        row = {c: float(used[k]) for c, (_, used) in zip(trees, columns, strict=True) if used[k]}
-        if row:
-            program.add(row, float(link.bandwidth / scale))
-    for root, weight in roots.items():
-        of_root = {c: -1.0 for c, (start, _) in zip(trees, columns, strict=True) if start == root}
-        program.add({rate: float(weight / sum_)} | of_root)
-    return program.most([rate]) * float(scale)
-
-
 def all_trees(
     topology: Any, roots: Iterable[str], outward: bool, members: Iterable[str]
 ) -> dict[tuple[str, tuple[int, ...]], None]:
