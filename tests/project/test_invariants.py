@@ -109,7 +109,6 @@ EXCEPTIONS = {
     },  # the arrays of the search; only forests of few steps import these files
     "planning.optimal.few_step.switch_routes": {"numpy"},
     "planning.optimal.few_step.tree_program": {"numpy"},
-    "planning.optimal.few_step.rounding": {"numpy"},
     "schedule.link_use": {"numpy"},  # arrays of the use of links over time; only reports need them
     "schedule.clock": {"numpy"},  # arrays of the transfers; without NumPy the clock uses lists
     "topology.automorphisms": {"numpy"},  # colours of all nodes at once; only large topologies need them
@@ -195,7 +194,6 @@ NEEDED = {
     "planning.optimal.few_step.tree_program": {"numpy", "scipy"},  # solves linear programs
     "topology.automorphisms": {"numpy"},  # colours of nodes
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
-    "planning.optimal.few_step.rounding": {"numpy"},  # rounds shares to units
     "planning.plans": {"os", "importlib"},  # the type of a path; report() finds the writer in export/ by its name
     "schedule.link_use": {"numpy"},  # adds up the transfers of a link
     "schedule.clock": {"numpy"},  # computes the reads of a tick together; without NumPy, plain Python does

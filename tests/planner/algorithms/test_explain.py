@@ -342,11 +342,3 @@ def test_percents_are_rounded_down(ratio):
     number = Fraction(percent(ratio).removesuffix(" %"))
     assert 0 <= ratio * 100 - number < Fraction(1, 100)
     assert (number == 100) == (ratio == 1)
-
-
-@given(st.integers(1, 12), st.data())
-def test_trees_in_brackets_can_be_read(n, data):
-    """A tree that is written in brackets can be read again."""
-    order = data.draw(st.permutations([f"host{k // 4}/cuda:{k}" for k in range(n)]))
-    parents = {order[k]: order[data.draw(st.integers(0, k - 1))] for k in range(1, n)}
-    assert read(tree_text(order[0], parents)) == (order[0], parents)

@@ -9,7 +9,6 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import pairs
 from planned import planned
 from running import run_on
 from strategies import ALGORITHMS, NAMED, algorithms, names, requests
@@ -182,30 +181,6 @@ def test_costs(algorithm):
         done = counts(schedule, size)
         assert done.bytes == {(f"cpu:{a}", f"cpu:{b}"): sent for (a, b), sent in bytes_of(n, 4 * size).items()}
         assert done.additions == additions_of(n) * size
-
-
-@pytest.mark.parametrize("n", [2, 3, 8, 9, 16])
-def test_hierarchical_copy_costs(n):
-    """hierarchical_copy takes at most 4 rounds and 2(n-1) copies; on 8 devices these are 6 to the roots of two groups,
-    1 from root to root, 1 back, and 6 to the other devices."""
-    schedule = hierarchical_copy(names(n))
-    done = counts(schedule, 10)
-    assert (len(schedule.rounds), done.copies, done.additions) == (2 if n == 2 else 4, 2 * (n - 1), (n - 1) * 10)
-    if n == 8:
-        into, out = [
-            {(f"cpu:{k}", f"cpu:{k // 4 * 4}")[:: 1 - 2 * back] for k in (1, 2, 3, 5, 6, 7)} for back in (0, 1)
-        ]
-        assert set(done.bytes) == into | out | {("cpu:4", "cpu:0"), ("cpu:0", "cpu:4")}
-
-
-@pytest.mark.parametrize(("algorithm", "size", "packs"), pairs(ALGORITHMS, [0, 1, 2, 7, 8, 100], [1, 3]))
-def test_additions_of_any_size(algorithm, size, packs):
-    """The additions per element do not depend on the size or the number of packs, nor the rounds on the packs."""
-    for n in (1, 3, 8):
-        schedule = PLANNERS[algorithm](names(n), packs=packs)
-        additions_of = COSTS.get(algorithm, COSTS["one_device"])[2]
-        assert counts(schedule, size).additions == additions_of(n) * size
-        assert len(schedule.rounds) == len(PLANNERS[algorithm](names(n)).rounds)
 
 
 @pytest.mark.parametrize("n", range(2, 18))

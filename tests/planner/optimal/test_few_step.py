@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce import Link, Topology
 from crossreduce.planning import COLLECTIVES, Request, schedules
-from crossreduce.planning.optimal.few_step import few_step_forests, rounding, shallow_trees
+from crossreduce.planning.optimal.few_step import few_step_forests, shallow_trees, tree_program
 from crossreduce.planning.optimal.few_step.shallow_trees import cheapest_trees
 from crossreduce.planning.optimal.few_step.switch_routes import MOST_ROUTES, hops
 from crossreduce.planning.optimal.few_step.tree_program import GAP, expected_time, share_among_trees
@@ -24,7 +24,7 @@ from crossreduce.planning.topologies import neutral_topology
 from crossreduce.schedule import Pieces, fluid_rate, simulate
 
 MICRO = Fraction(1, 10**6)
-LOSS = 1 + rounding._LOSS + 1e-6
+LOSS = 1 + tree_program._LOSS + 1e-6
 
 
 def timed_trees(pairs, n, root, steps):
@@ -224,18 +224,3 @@ def test_expected_times(name):
     assert expected_time(seen, 0, 3, many=True) == share_among_trees(seen, 0, 3, many=True).time
     line = Topology([f"cpu:{k}" for k in range(3)], [(f"cpu:{k}", f"cpu:{k + 1}", 1) for k in range(2)])
     assert expected_time(neutral_topology(line, line.devices).topology, 0, 1, many=False) is None
-
-
-def test_routes_through_switches_are_those_of_the_hops():
-    """The transfers of a forest of few steps on a machine with switches have routes over links of the machine."""
-    topology = Topology.machine("pcie-8")
-    request = Request("all_gather", topology.devices, topology.devices, "forest", topology, 1 << 20)
-    task = few_step_forests._task(request)
-    found = few_step_forests._forest(request._replace(nbytes=0), task, 2, False)
-    cr.verify(found)
-    assert found.routes
-    ends = {(link.src, link.dst) for link in topology.links}
-    names = found.devices
-    for route in found.routes:
-        nodes = (names[route.src], *route.through, names[route.dst])
-        assert set(pairwise(nodes)) <= ends

@@ -1,6 +1,5 @@
 """Trees that share the links: packed trees, the arcs that replace switches, and the flows and cuts below them."""
 
-import random
 from collections import Counter
 from contextlib import nullcontext
 from fractions import Fraction
@@ -17,7 +16,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import Topology
-from crossreduce.planning.optimal.bounds.flows import Network
+from crossreduce.planning.optimal.bounds.cuts import Network
 from crossreduce.planning.optimal.trees import packing, switches
 from crossreduce.planning.optimal.trees.packing import pack_trees
 from crossreduce.planning.optimal.trees.switches import Capacities, all_reached, replace_switches
@@ -102,26 +101,12 @@ def test_the_trees_of_capacities_are_found_again(case, thorough):
     check_trees(batches, arcs, roots, n)
 
 
-@given(drawn_capacities(), st.booleans())
-def test_trees_are_packed_if_the_condition_holds(case, thorough):
-    """Edmonds' condition is sufficient: trees are found for all capacities that meet it."""
-    arcs, roots, n = case
-    wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
-    arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
-    assume(arcs)  # no ``arcs`` if a root does not reach a node, for any factor
-    with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
-        check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
-
-
 def test_batches_are_few():
     """The number of batches does not grow with the capacities: a batch stands for many units of one tree."""
     ring = {(a, b): 10**12 for a in range(6) for b in ((a + 1) % 6, (a - 1) % 6)}
     roots = dict.fromkeys(range(6), 10**12 * 2 // 6)
     with patch.object(packing, "_all_at_once", return_value=None):
         assert len(pack_trees(ring, roots, 6)) <= 24
-
-
-# Switches.
 
 
 @st.composite
@@ -183,19 +168,6 @@ def test_wide_switches_need_no_more_time(width):
     assert len(split) <= 12
 
 
-def test_capacities_are_counted_by_route():
-    """Capacities of the same route add up; take() returns the capacity that it removes from each route."""
-    capacities = Capacities()
-    capacities.add((0, 1), (), 2)
-    capacities.add((0, 1), (7,), 3)
-    capacities.add((0, 1), (7,), 1)
-    capacities.add((0, 1), (8,), 0)
-    assert (capacities.total((0, 1)), capacities.total((1, 0)), capacities.totals()) == (6, 0, {(0, 1): 6})
-    assert capacities.take((0, 1), 4) == [((), 2), ((7,), 2)]
-    assert capacities.take((0, 1), 2) == [((7,), 2)]
-    assert capacities == {}
-
-
 @st.composite
 def networks(draw, least=2, most=7, widest=5):
     """Draw a network: (number of nodes, capacities of arcs, src, dst)."""
@@ -231,15 +203,3 @@ def test_larger_networks(case, factor, rng):
     assert value == wanted * factor == factor * sum(c for (a, b), c in arcs.items() if a in cut and b not in cut)
     assert (src in cut, dst in cut) == (True, False)
     assert flow_and_cut(n, arcs, src, dst)[1] == cut
-
-
-def test_a_flow_does_not_change_the_network():
-    """Flows between several pairs of nodes, one after another, do not affect each other."""
-    rng = random.Random(3)
-    for n in (6, 25):
-        arcs = {(a, b): rng.randrange(1, 9) for a in range(n) for b in range(n) if a != b and rng.random() < 3 / n}
-        network = Network(n, arcs)
-        pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
-        found = {pair: (network.flow(*pair), network.cut(*pair)) for pair in pairs}
-        assert found == {pair: flow_and_cut(n, arcs, *pair) for pair in reversed(pairs)}
-        assert len({value for value, _ in found.values()}) > 1

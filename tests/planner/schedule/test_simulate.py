@@ -76,6 +76,21 @@ def test_a_ring_takes_its_closed_form(latency, speed, share):
         assert len(done.ticks) == 2 * (n - 1)
 
 
+def test_what_waits_for_what():
+    """Transfers wait for operands, for earlier ones on their links, and for the messages of a network card."""
+    relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
+    assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))
+    bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
+    two = (Chunk(Fraction(1, 2), (0,), (0, 1)),) * 2
+    turns = Schedule("broadcast", "turns", names(2), two, ((Step(0, 1, (0,)),), (Step(1, 1, (0,)),)))
+    assert simulate(turns, bus, GB).seconds == near(1)
+    hosts = ("a/cpu:0", "b/cpu:0")
+    done = simulate(
+        replace(chain(2), devices=hosts), Topology(hosts, [Link(*hosts, 1)]), 1000, costs=Costs(messages_per_s=1000)
+    )
+    assert done.seconds == near(Fraction(1, 1000))
+
+
 @examples(120)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9) | st.just(70))
 def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
@@ -142,20 +157,6 @@ def test_routes_through_named_switches(data, algorithm, ask):
     due, done = clocks(schedule, topology, 5000), simulate(schedule, topology, 5000)
     assert done.bytes == due.carried
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
-
-
-def test_what_waits_for_what():
-    """Transfers wait for operands, for earlier ones on their links, and for the messages of a network card."""
-    relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
-    assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))
-    bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
-    two = (Chunk(Fraction(1, 2), (0,), (0, 1)),) * 2
-    turns = Schedule("broadcast", "turns", names(2), two, ((Step(0, 1, (0,)),), (Step(1, 1, (0,)),)))
-    assert simulate(turns, bus, GB).seconds == near(1)
-    hosts = ("a/cpu:0", "b/cpu:0", "b/cpu:1")
-    links = [Link(a, b, 1) for a, b in pairwise(hosts)]
-    done = simulate(replace(chain(3), devices=hosts), Topology(hosts, links), 1000, costs=Costs(None, None, 1000.0))
-    assert done.seconds == near(Fraction(1, 1000) + Fraction(1000, GB))
 
 
 def test_a_chain_of_unequal_links():

@@ -84,13 +84,11 @@ MESSAGES = [
         custom(2, [(0, (0, 1))], [(0, (0, 1))], [(1, (0,))]),
         rf"round 1, step 0 {ADDS} contribution of device cpu:1 a second time",
     ),
-    # Doubled in an earlier round than the one that writes the destination.
     (
         custom(3, [(0, (0, 1))], [(2, (0, 1, 2))], [(0, (2,)), (1, (2,))]),
         r"round 1, step 0 \(chunk 0: cpu:2 <- cpu:0 \+ cpu:1 \+ cpu:2\) adds the contribution of device cpu:1 a second "
         "time, and it reaches destination cpu:0 doubled",
     ),
-    (custom(2, [(0, (0, 1, 1))], [(1, (0,))]), "round 0, step 0 .*contribution of device cpu:1 a second time"),
     # Lost: no step reads device 2.
     (
         custom(3, [(0, (0, 1))], [(1, (0,)), (2, (0,))]),
@@ -105,11 +103,6 @@ MESSAGES = [
     (
         custom(2, [(0, (0, 1))]),
         "cpu:1 stores chunk 0, there from the start, since no step writes it, and the contribution of device cpu:0",
-    ),
-    # Doubled, since an earlier copy overwrote the other contribution.
-    (
-        custom(2, [(1, (0,))], [(0, (0, 1))], [(1, (0,))]),
-        rf"round 1, step 0 {ADDS} contribution of device cpu:0 a second time",
     ),
     # Lost: a copy overwrites the destination's own contribution.
     (
@@ -135,10 +128,6 @@ MESSAGES = [
         r"round 0, step 0 \(chunk 0: cpu:0 <- cpu:0 \+ cpu:2\): device cpu:2 does not store chunk 0 yet, so it has no "
         "contribution to send",
     ),
-    (
-        custom(3, [(2, (0,)), (1, (1, 2))], sources=(0, 1), destinations=(1,)),
-        r"round 0, step 1 \(chunk 0: cpu:1 <- cpu:1 \+ cpu:2\): device cpu:2 does not store chunk 0 yet",
-    ),
     # Two steps of one round write the same chunk on the same device.
     (
         custom(2, [(0, (0, 1)), (0, (1,))], destinations=(0,)),
@@ -148,11 +137,8 @@ MESSAGES = [
     *(
         (schedule, r"step \d of the same round writes chunk 0 on cpu:\d too")
         for schedule in (
-            custom(2, [(0, (0, 1)), (0, (0, 1))], [(1, (0,))]),  # the same step twice
             custom(2, [(0, (1, 0))], [(1, (0,)), (1, (0,))]),  # the same copy twice
             custom(2, [(0, (0, 1)), (0, (1, 0))], [(1, (0,))]),  # two equal sums on one device
-            # one step adds to a device, the other replaces its value
-            custom(3, [(2, (0, 1))], [(0, (0, 1)), (0, (2,))], sources=(0, 1), destinations=(0,)),
             # two steps write to a device that is not a destination
             custom(3, [(0, (0, 1)), (2, (0,)), (2, (1,))], sources=(0, 1), destinations=(0,)),
         )
