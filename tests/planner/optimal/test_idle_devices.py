@@ -108,7 +108,7 @@ def test_helpers_of_one_way_collectives_need_no_way_back():
 
 @pytest.mark.parametrize(
     ("machine", "hosts", "count"),
-    [("mi250", 1, 12), ("dgx-1v", 2, 11), pytest.param("mi300x", 2, 13, marks=pytest.mark.slow)],
+    [("mi250", 1, 12), ("mi300x", 2, 13), pytest.param("dgx-1v", 2, 11, marks=pytest.mark.slow)],
 )
 def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     """With too many members for the cheapest trees, cheap ones reach the bound, too, and its prices prove it."""
@@ -119,7 +119,7 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     verify(plan.schedule)
     plan.bound.check()
     assert plan.helpers
-    assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)  # weights of trees are rounded
+    assert plan.ratio == 1
 
 
 def test_shares_of_many_trees_have_a_common_denominator():
