@@ -11,7 +11,7 @@ import msccl_machine
 import mscclpp_threads
 import pytest
 from budget import examples
-from exports import EXCHANGES, KINDS, expression, expressions, reductions, results, rotated, synchronous
+from exports import KINDS, expression, expressions, reductions, results, rotated, synchronous
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
@@ -131,14 +131,6 @@ def test_a_round_reads_the_values_of_the_round_before(form, schedule, spread, in
     """
     options = {"channels": spread} if form is FORMATS["msccl"] else {"threadblocks": spread}
     check(form, schedule, seed=seed, tries=4, inplace=inplace, **options)
-
-
-@each_format
-def test_exchanges(form):
-    """Files are right if devices read each other's values in one round: one-shot, recursive doubling, and rotations."""
-    for schedule in EXCHANGES:
-        for inplace in (True, False):
-            check(form, schedule, seed=len(schedule.devices), inplace=inplace)
 
 
 @pytest.mark.parametrize(("form", "planner"), pairs(FORMATS.values(), ALGORITHMS), ids=str)

@@ -1,7 +1,6 @@
 """Schedules for the tests of the exporters, and the expressions that the exported programs must compute."""
 
 import random
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
-from crossreduce.planning import one_shot, recursive_doubling
 
 
 @st.composite
@@ -102,35 +100,6 @@ def cover(rng, cells, sources):
         if sorted(source for device in devices for source in cells[device]) == sorted(sources)
     ]
     return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
-
-
-def rotation(devices, packs=1):
-    """Return a reduce: twice, all devices copy their values to the next one in a ring; then the first one adds all."""
-    everyone = tuple(range(len(devices)))
-    copies = [Step(c, (k + 1) % len(devices), (k,)) for c in range(packs) for k in everyone]
-    sums = [Step(c, 0, everyone) for c in range(packs)]
-    chunks = [Chunk(Fraction(1, packs), everyone, (0,))] * packs
-    return Schedule("reduce", "rotation", devices, chunks, (copies, copies, sums))
-
-
-def uneven(schedule):
-    """Return a schedule of two chunks with shares of 2/5 and 3/5, so that an exporter needs several units for each."""
-    first, second = schedule.chunks
-    chunks = (first._replace(share=Fraction(2, 5)), second._replace(share=Fraction(3, 5)))
-    return replace(schedule, chunks=chunks)
-
-
-# Schedules with rounds in which steps read values that other steps of the round replace.
-EXCHANGES = [
-    schedule
-    for make in (one_shot, recursive_doubling, rotation)
-    for n in (2, 3, 5)
-    for schedule in (make(names(n)), uneven(make(names(n), packs=2)))
-]
-
-
-def exchange_id(schedule):
-    return f"{schedule.algorithm}-{len(schedule.devices)}-{len(schedule.chunks)}"
 
 
 def rotated(which):
