@@ -34,10 +34,7 @@ RING = Topology.ring(GPUS, 25)
 @pytest.mark.parametrize("suffix", [".svg", ".Png"])
 def test_the_suffix_chooses_the_kind(tmp_path, suffix):
     """A path that ends in .svg becomes an SVG file, .png a PNG file; no other file is left in the folder."""
-    for draw in (
-        lambda path: draw_topology(PART, path),
-        lambda path: draw_schedule(ring(GPUS), RING, str(path)),
-    ):
+    for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, str(path))):
         path = tmp_path / f"a.picture{suffix}"
         draw(path)
         content = path.read_bytes()

@@ -40,21 +40,29 @@ def test_roots_are_found(inplace):
 
 SYNC = "signal {P}; wait {P}; nop; "
 END = "; nop; signal {P}; wait {P}"
+ADD = SYNC + "rre i0 {p}.i0 > o0"  # each GPU adds the input of the other one
+
+
+def reduced(*blocks, chunks=1, scratch=0, **fields):
+    """Return an all-reduce of two GPUs that run the same threadblocks."""
+    return alike("allreduce", (chunks, chunks), 2, scratch, *blocks, **fields)
+
+
 FAULTS = {
     "no nop after a wait": (
-        alike("allreduce", (1, 1), 2, 0, "signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END),
+        reduced("signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END),
         r"gpu \d, tb 0, op 2 \(rre\): a race\. It reads .* of the input buffer of gpu \d .*, which the user of gpu",
     ),
     "no nop before a signal": (
-        alike("allreduce", (1, 1), 2, 1, SYNC + "put i0 > {p}.s0; signal {p}; wait {p}; nop; re i0 s0 > o0"),
+        reduced(SYNC + "put i0 > {p}.s0; signal {p}; wait {p}; nop; re i0 s0 > o0", scratch=1),
         r"op 7 \(re\): a race\. It reads .* scratch .*, which gpu \d, tb 0, op 3 \(put\) writes, and",
     ),
     "other threads": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END),
+        reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END, chunks=2),
         r"op 4 \(copy\): a race\. It reads .* of the output buffer of gpu . .*, which gpu ., tb 0, op 3 \(rre\)",
     ),
     "the call ends too early": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0"),
+        reduced(ADD),
         r"gpu 1, tb 0, op 3 \(rre\): a race\. It reads .* of the input buffer of gpu 0 \(call 2, .*\), and nothing "
         r"ensures that it does so before gpu 0 ends the call",
     ),
@@ -63,11 +71,11 @@ FAULTS = {
         r"op 0 \(put\): a race\. It writes .* of the output buffer of gpu 1 .*, which the user of gpu 1 between two",
     ),
     "a lost signal": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END + "; signal {p}"),
+        reduced(ADD + END + "; signal {p}"),
         r"gpu 0 signals gpu 1 3 times in a call on their memory channel 0, but gpu 1 waits 2 times",
     ),
     "a deadlock": (
-        alike("allreduce", (1, 1), 2, 0, "wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
+        reduced("wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
         r"a deadlock\. gpu 0, tb 0, op 0 \(wait\) waits for a signal on memory channel 0 from gpu 1 to gpu 0; ",
     ),
     "packets that nothing sends": (
@@ -90,31 +98,31 @@ FAULTS = {
         r"op 1 \(ppkt\): a race\. It writes .*, whose packets of this call may not have been read",
     ),
     "twice": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END),
+        reduced(SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END),
         r"tb 0, op 3 \(rre\): at the end bytes .* of the output buffer of gpu 0 .* has the contribution of rank 1 more",
     ),
     "never": (
-        alike("allreduce", (1, 1), 2, 0, "copy i0 > o0"),
+        reduced("copy i0 > o0"),
         r"gpu 0, tb 0, op 0 \(copy\): at the end bytes .* lacks the contribution of rank 1",
     ),
     "another part": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i0 > o1; rre i1 {p}.i1 > o0" + END),
+        reduced(SYNC + "rre i0 {p}.i0 > o1; rre i1 {p}.i1 > o0" + END, chunks=2),
         r"at the end bytes .* contains byte \d+ of the buffer instead of byte 0",
     ),
     "different parts": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i1 > o0; rre i1 {p}.i1 > o1" + END),
+        reduced(SYNC + "rre i0 {p}.i1 > o0; rre i1 {p}.i1 > o1" + END, chunks=2),
         r"at the end bytes .* combines different parts of the buffer",
     ),
     "memory never written": (
-        alike("allreduce", (1, 1), 2, 1, "re i0 s0 > o0"),
+        reduced("re i0 s0 > o0", scratch=1),
         r"op 0 \(re\): reads bytes 0 to \d+ of the scratch buffer of gpu 0 .*, which was never written",
     ),
     "outside of the buffer": (
-        alike("allreduce", (1, 1), 2, 1, "re i0 i1 > o0"),
+        reduced("re i0 i1 > o0", scratch=1),
         r"op 0 \(re\): accesses bytes (\d+) to \d+ of the input buffer of gpu 0, which has \1 bytes",
     ),
     "outside of another GPU's buffer": (
-        alike("allreduce", (1, 1), 2, 0, "put i0 > {p}.s0"),
+        reduced("put i0 > {p}.s0"),
         r"op 0 \(put\): accesses bytes 0 to \d+ of the scratch buffer of gpu 1, which has 0 bytes",
     ),
     "get swaps offsets": (
@@ -122,15 +130,15 @@ FAULTS = {
         r"of the output buffer of gpu 0 .* (was never written|contains byte|has the contribution)",
     ),
     "relaxed": (
-        alike("allreduce", (1, 1), 2, 1, SYNC + "put i0 > {p}.s0; nop; rlxsignal {p}; wait {p}; nop; re i0 s0 > o0"),
+        reduced(SYNC + "put i0 > {p}.s0; nop; rlxsignal {p}; wait {p}; nop; re i0 s0 > o0", scratch=1),
         r"op 8 \(re\): a race\. It reads .*, which gpu 1, tb 0, op 3 \(put\) writes, and the two are not ordered",
     ),
     "two threadblocks wait on a channel": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, "signal {p}; wait {p}"),
+        reduced(ADD + END, "signal {p}; wait {p}"),
         r"tb 1, op 0 \(signal\): a race\. It signals on memory channel 0 from gpu 0 to gpu 1, as .* tb 0, op 0",
     ),
     "a part that is too large": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "pipeline 32 2 [rre i0 {p}.i0 > o0]" + END),
+        reduced(SYNC + "pipeline 32 2 [rre i0 {p}.i0 > o0]" + END),
         r"op 3 \(pipeline\), iteration \d, op 0 \(rre\): accesses bytes .* of the input buffer of gpu 0, which has",
     ),
     "a port channel reads late": (
@@ -138,18 +146,18 @@ FAULTS = {
         r"gpu 0, tb 0, op 3 \(put\): a race\. It reads bytes .* of the input buffer of gpu 0 \(call 2, .*\), and",
     ),
     "a semaphore too often": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, "sem_acquire 0", semaphores=[1]),
+        reduced(ADD + END, "sem_acquire 0", semaphores=[1]),
         r"gpu 0: semaphore 0 is released 0 times and acquired 1 times in a call",
     ),
     "threadblocks race for a semaphore": (
-        alike("allreduce", (1, 1), 2, 0, *["sem_acquire 0; sem_release 0"] * 2, semaphores=[1]),
+        reduced(*["sem_acquire 0; sem_release 0"] * 2, semaphores=[1]),
         r"tb 1, op 0 \(sem_acquire\): a race\. It acquires semaphore 0, as .*, and nothing determines which",
     ),
     "a barrier without its threadblocks": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0; barrier 0 3" + END, "barrier 0 3"),
+        reduced(SYNC + "rre i0 {p}.i0 > o0; barrier 0 3" + END, "barrier 0 3"),
         r"gpu 0: all threadblocks of barrier 0 must meet each time(.|\n)*num_threadblocks \[3\]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -176,15 +184,15 @@ def test_get_swaps_the_offsets_of_the_two_gpus():
     assert verify_mscclpp_json(alike("alltoall", (2, 2), 2, 0, text)).notes == ()
     assert fault(alike("alltoall", (2, 2), 2, 0, text), 0, 5, 96) is None
     text = SYNC + "get {p}.i0 > s0; nop; re i0 s0 > o0" + END
-    verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text))
+    verify_mscclpp_json(reduced(text, scratch=1))
 
 
 def test_threads_that_process_the_same_words_need_no_nop():
     """An operation may use what the same threads wrote, if both begin at the same place: then no nop is needed."""
-    text = alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i0 > o0; rre i1 {p}.i1 > o1; copy o1 > o1" + END)
+    text = reduced(SYNC + "rre i0 {p}.i0 > o0; rre i1 {p}.i1 > o1; copy o1 > o1" + END, chunks=2)
     verify_mscclpp_json(text)
     assert fault(text, 0, 10, 96) is None
-    wide = alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o1" + END)
+    wide = reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o1" + END, chunks=2)
     with pytest.raises(ScheduleError, match=r"op 4 \(copy\): a race"):
         verify_mscclpp_json(wide)
     threads = 1024 * 16
@@ -197,10 +205,10 @@ def test_all_releases_are_known_when_all_are_acquired():
     """Acquiring a semaphore as often as several threadblocks release it orders all their accesses; less often, none."""
     blocks = [f"sem_acquire {k}; nop; rre i{k} {{p}}.i{k} > o{k}; nop; sem_release 2" for k in range(2)]
     begin = SYNC + "sem_release 0 1; sem_acquire 2; sem_acquire 2; nop; signal {P}; wait {P}"
-    verify_mscclpp_json(alike("allreduce", (2, 2), 2, 0, begin, *blocks, semaphores=[0, 0, 0]))
+    verify_mscclpp_json(reduced(begin, *blocks, semaphores=[0, 0, 0], chunks=2))
     early = SYNC + "sem_release 0 1; sem_acquire 2; nop; signal {P}; wait {P}; sem_acquire 2"
     with pytest.raises(ScheduleError, match=r"nothing ensures that it does so before gpu 0 ends the call"):
-        verify_mscclpp_json(alike("allreduce", (2, 2), 2, 0, early, *blocks, semaphores=[0, 0, 0]))
+        verify_mscclpp_json(reduced(early, *blocks, semaphores=[0, 0, 0], chunks=2))
 
 
 def test_in_place_parts_are_found_as_the_executor_finds_them():
@@ -221,11 +229,11 @@ def test_in_place_parts_are_found_as_the_executor_finds_them():
 def test_two_scratch_buffers_are_for_packets():
     """With two scratch buffers, a put writes into the first one in every call, but an addition reads the call's own."""
     text = SYNC + "put i0 > {p}.s0; nop; signal {p}; wait {p}; nop; re i0 s0 > o0"
-    verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text))
+    verify_mscclpp_json(reduced(text, scratch=1))
     with pytest.raises(
         ScheduleError, match=r"op 8 \(re\): reads bytes .* scratch .* \(call 2, .*\), which was never written"
     ):
-        verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text, use_double_scratch_buffer=True))
+        verify_mscclpp_json(reduced(text, use_double_scratch_buffer=True, scratch=1))
 
 
 def test_pipelines_are_proved_for_several_numbers_of_iterations():
@@ -258,11 +266,11 @@ def test_reused_scratch_memory_is_proved_or_noted():
 
 NOTES = {
     "operations": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "nop; " * 62 + "rre i0 {p}.i0 > o0" + END),
+        reduced(SYNC + "nop; " * 62 + "rre i0 {p}.i0 > o0" + END),
         "the executor allows 64 operations per threadblock, gpu 0, tb 0 has 69",
     ),
     "threadblocks": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, *["nop"] * 99),
+        reduced(ADD + END, *["nop"] * 99),
         "100 threadblocks of a GPU must run at the same time, 1 per multiprocessor; not on GPUs with fewer",
     ),
     "switch": (switched(2), "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"),
@@ -279,10 +287,10 @@ NOTES = {
         "pwsf: the executor passes an address instead of the source's offset",
     ),
     "barriers": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0; barrier 20 1" + END),
+        reduced(SYNC + "rre i0 {p}.i0 > o0; barrier 20 1" + END),
         "the executor allows 16 barriers of a GPU, the plan has 21",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NOTES)
@@ -388,7 +396,7 @@ MALFORMED = {
     ),
     "a list": ("[1]", "plan: must be an object"),
     "no text": (None, "must be a str"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -405,10 +413,10 @@ LARGE = {
     "objects": ('{"gpus": [' + "{}," * (1 << 21) + "{}]}", "the plan is too large to be read(.|\n)*'{'"),
     "iterations": (pipelined(unit=16, min_message_size=1 << 19), "the plan is too large to be verified"),
     "cells": (
-        alike("allreduce", (4096, 4096), 2, 0, "; ".join(f"copy i{k}+1000 > o{k}+1000" for k in range(1500))),
+        reduced("; ".join(f"copy i{k}+1000 > o{k}+1000" for k in range(1500)), chunks=4096),
         "the plan is too large to be verified",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -429,5 +437,5 @@ def test_a_long_deadlock_has_a_short_message():
     """The message of a deadlock names at most 8 of the threadblocks that wait."""
     blocks = [f"sem_acquire {k}; sem_release {(k + 1) % 100}" for k in range(100)]
     with pytest.raises(ScheduleError, match=r"a deadlock\. .*; \.\.\. \(200 threadblocks wait\)\.") as error:
-        verify_mscclpp_json(alike("allreduce", (1, 1), 2, 0, *blocks, semaphores=[0] * 100))
+        verify_mscclpp_json(reduced(*blocks, semaphores=[0] * 100))
     assert len(str(error.value)) < 1500
