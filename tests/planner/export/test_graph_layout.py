@@ -47,11 +47,7 @@ def test_the_legend(tmp_path):
     (slow, thin), (fast, thick) = sorted(styles, key=lambda style: float(style[1]))
     assert float(thick) > 1.2 * float(thin)
     assert sum(bytes.fromhex(fast[1:])) < sum(bytes.fromhex(slow[1:]))
-
-
-def test_switches_that_reduce_are_black(tmp_path):
-    """The name of a switch that reduces in the network is white; that of a switch that only forwards is not."""
-    for reduces in (False, True):
+    for reduces in (False, True):  # the names of switches that reduce are white
         draw_topology(Topology.star(4).with_switches(reducing=reduces), tmp_path / "a.svg")
         assert panels(tmp_path / "a.svg")[0].white == ["switch"] * reduces
 
@@ -65,28 +61,21 @@ def places(topology, path):
     return [place for _, place in found]
 
 
-@pytest.mark.parametrize(
-    ("topology", "rows"),
-    [
-        (Topology.mesh(2, 2), [2, 2]),
-        (Topology.mesh(5, 3), [3] * 5),
-        (Topology.torus(4, 4), [4] * 4),
-        (Topology.torus(3, 4).without_link("cpu:0", "cpu:3"), [4] * 3),  # one row without a link between its ends
-    ],
-)
-def test_grids_are_drawn_as_grids(tmp_path, topology, rows):
-    """Devices of a mesh or torus are drawn row by row, in equal rows."""
-    found = places(topology, tmp_path / "a.svg")
-    heights = Counter(round(y, 2) for _, y in found)
-    assert [heights[y] for y in sorted(heights)] == rows
-    assert len({round(x, 1) for x, _ in found}) == rows[0]
-    assert [y for _, y in found] == sorted(y for _, y in found)
-
-
-def test_links_between_the_ends_of_a_row_are_curves(tmp_path):
-    """A link between the ends of a row or column is a curve, so it does not cover the nodes between them."""
-    for topology, bent in ((Topology.mesh(3, 4), 0), (Topology.torus(3, 4), 7), (Topology.torus(2, 3), 2)):
-        draw_topology(topology, tmp_path / "a.svg")
+def test_grids_are_drawn_as_grids(tmp_path):
+    """Devices of a mesh or torus are drawn row by row, in equal rows. A link between the ends of a row or column is a
+    curve, so it does not cover the nodes between them."""
+    for topology, rows, bent in (
+        (Topology.mesh(2, 2), [2, 2], 0),
+        (Topology.mesh(5, 3), [3] * 5, 0),
+        (Topology.torus(4, 4), [4] * 4, 8),
+        (Topology.torus(2, 3), [3] * 2, 2),
+        (Topology.torus(3, 4).without_link("cpu:0", "cpu:3"), [4] * 3, 6),  # one row without a link between its ends
+    ):
+        found = places(topology, tmp_path / "a.svg")
+        heights = Counter(round(y, 2) for _, y in found)
+        assert [heights[y] for y in sorted(heights)] == rows
+        assert len({round(x, 1) for x, _ in found}) == rows[0]
+        assert [y for _, y in found] == sorted(y for _, y in found)
         lines = re.findall(r'<path d="([^z"]*)" clip-path', (tmp_path / "a.svg").read_text())
         assert len(lines) == len(topology.links) / 2
         assert sum(line.count("L") > 1 for line in lines) == bent

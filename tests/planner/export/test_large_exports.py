@@ -109,9 +109,6 @@ def test_the_receivers_of_a_value_on_one_host_and_on_others_count_apart():
         to_mscclpp_json(one_device([f"cuda:{k}" for k in range(18)], destinations=["cuda:0"]))
 
 
-# ---- views of one device ---------------------------------------------------------------------------------------------
-
-
 def schedules():
     """Yield generated schedules with and without routes."""
     yield from (planner(names(n)) for planner in (ring, direct, halving_doubling) for n in (34, 40))
@@ -174,13 +171,12 @@ def test_the_times_of_transfers_are_those_of_all_steps(kind, node):
 
 def test_a_topology_without_the_symmetry_lists_all_transfers():
     """On a topology that the symmetry of a schedule does not keep, the times are still those of all steps."""
-    schedule = ring(names(34))
-    line = Topology.mesh(1, 34)
-    for node in (None, "cpu:7"):
-        found = sorted(timeline(schedule, line, "1M", node=node))
-        due = sorted(timeline(schedule.explicit, line, "1M"))
-        assert found == [move for move in due if node is None or any(node in link for link in move.links)]
-        assert found
+    schedule, line = ring(names(34)), Topology.mesh(1, 34)
+    due = sorted(timeline(schedule.explicit, line, "1M"))
+    assert due
+    assert sorted(timeline(schedule, line, "1M")) == due
+    some = [move for move in due if any("cpu:7" in link for link in move.links)]
+    assert sorted(timeline(schedule, line, "1M", node="cpu:7")) == some
 
 
 def test_rings_of_generated_schedules():

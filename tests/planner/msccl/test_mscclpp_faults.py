@@ -202,18 +202,12 @@ def test_all_releases_are_known_when_all_are_acquired():
 
 def test_in_place_parts_are_found_as_the_executor_finds_them():
     """In place, a GPU finds another GPU's input at the offset of its own part; the output has no such offset."""
-    put, port = (
-        SYNC + "put i0 > {p}.%s" + END,
-        "@signal {P}; @wait {P}; nop; @put %s > {p}.o{g}; @signal {p}; @wait {p}; ",
-    )
-    for text in (
-        put % "o{g}",
-        put % "i0",
-        port % "o{g}" + "@flush {p}",
-    ):  # the "i0" at the own offset is the right part
+    put = SYNC + "put i0 > {p}.%s" + END
+    port = "@signal {P}; @wait {P}; nop; @put %s > {p}.o{g}; @signal {p}; @wait {p}; @flush {p}"
+    for text in (put % "o{g}", put % "i0", port % "o{g}"):  # the other GPU's "i0", at the own offset, is the right part
         verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, text, inplace=True))
     with pytest.raises(ScheduleError, match=r"gpu 0, .*contains byte|lacks|never written"):
-        verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, port % "i0" + "@flush {p}", inplace=True))
+        verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, port % "i0", inplace=True))
 
 
 def test_two_scratch_buffers_are_for_packets():
