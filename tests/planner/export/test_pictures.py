@@ -31,29 +31,22 @@ from crossreduce.planning import PLANNERS, hierarchical_copy, one_device, ring
 RING = Topology.ring(GPUS, 25)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".Png"])
-def test_the_suffix_chooses_the_kind(tmp_path, suffix):
-    """A path that ends in .svg becomes an SVG file, .png a PNG file; no other file is left in the folder."""
-    for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, str(path))):
-        path = tmp_path / f"a.picture{suffix}"
-        draw(path)
-        content = path.read_bytes()
-        if suffix.lower() == ".svg":
-            assert ElementTree.fromstring(content).tag == f"{SVG}svg"
-        else:
-            assert content.startswith(b"\x89PNG\r\n\x1a\n")
-            assert content.endswith(b"IEND\xaeB`\x82")
-        assert [one.name for one in tmp_path.iterdir()] == [path.name]
-
-
-def test_other_paths_are_refused(tmp_path, monkeypatch):
-    """Any other path raises an ArgumentError that shows it, and no file is written."""
+def test_the_suffix_chooses_the_kind(tmp_path, monkeypatch):
+    """A path that ends in .svg becomes an SVG file, .png a PNG file; no other file is left in the folder. Any other
+    path raises an ArgumentError that shows it."""
     monkeypatch.chdir(tmp_path)
+    for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, str(path))):
+        draw(tmp_path / "a.picture.svg")
+        assert ElementTree.fromstring((tmp_path / "a.picture.svg").read_bytes()).tag == f"{SVG}svg"
+        draw(tmp_path / "a.Png")
+        content = (tmp_path / "a.Png").read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert content.endswith(b"IEND\xaeB`\x82")
     for path in ("picture", "picture.jpg", "picture.svg.gz", "", ".", 3, None, b"a.svg"):
         for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, path)):
             with pytest.raises(ArgumentError, match=r"a \.svg or a \.png file[\s\S]*given: "):
                 draw(path)
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.Png", "a.picture.svg"]
 
 
 def drawn(schedule, topology, path):
@@ -104,14 +97,6 @@ def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)
 
 
-def test_forwarded_partial_results_are_blue(tmp_path):
-    """The transfers of a device that only forwards partial results to the root are blue."""
-    steps = ((Step(0, 1, (0,)),), (Step(0, 2, (1, 2)),))
-    schedule = Schedule("reduce", "custom", names(3), (Chunk(Fraction(1), (0, 2), (2,)),), steps)
-    (tree,), _ = drawn(schedule, Topology.ring(3), tmp_path / "a.svg")
-    assert (tree.heads, tree.white) == ({BLUE: 2}, ["2"])
-
-
 def test_trees_of_one_shape_share_a_panel(tmp_path):
     """Trees of the same shape are drawn once with the sum of their shares, unless their routes differ in shape."""
     bus = [("cpu:0", "bus", 9), ("bus", "cpu:1", 9)]
@@ -156,8 +141,9 @@ def test_every_planner_can_be_drawn(tmp_path, algorithm, topology):
     assert all(tree.white for tree in trees)
 
 
-def test_a_schedule_may_have_no_transfers(tmp_path):
-    """A schedule without rounds has one panel with its roots and no arrow, and no rate."""
+def test_special_schedules(tmp_path):
+    """A schedule without rounds has one panel with its roots and no arrow, and no rate. The transfers of a device that
+    only forwards partial results to the root are blue."""
     lone = Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ())
     (tree,), use = drawn(lone, Topology.ring(2), tmp_path / "a.svg")
     assert tree.white == ["0"]
@@ -165,6 +151,10 @@ def test_a_schedule_may_have_no_transfers(tmp_path):
     assert not [word for word in words(tmp_path / "a.svg") if "allows" in word or "ms per GB" in word]
     draw_topology(Topology(names(1), []), tmp_path / "b.svg")
     assert words(tmp_path / "b.svg") == ["cpu:0", "1 device"]
+    steps = ((Step(0, 1, (0,)),), (Step(0, 2, (1, 2)),))
+    schedule = Schedule("reduce", "custom", names(3), (Chunk(Fraction(1), (0, 2), (2,)),), steps)
+    (tree,), _ = drawn(schedule, Topology.ring(3), tmp_path / "a.svg")
+    assert (tree.heads, tree.white) == ({BLUE: 2}, ["2"])
 
 
 def test_titles_are_plain_text(tmp_path):
@@ -177,24 +167,21 @@ def test_titles_are_plain_text(tmp_path):
         assert ElementTree.parse(tmp_path / name).find(f"{SVG}title").text == title
 
 
-@pytest.mark.parametrize(
-    ("draw", "error", "text"),
-    [
-        (lambda path: draw_topology(ring(GPUS), path), ArgumentError, "this is not a topology"),
-        (lambda path: draw_topology(None, path), ArgumentError, r"this is not a topology[\s\S]*None"),
-        (lambda path: draw_schedule(PART, PART, path), ArgumentError, "draw_schedule requires a Schedule"),
-        (lambda path: draw_schedule(ring(GPUS), None, path), ArgumentError, "this is not a topology"),
-        (lambda path: draw_schedule(ring(names(2)), Topology(names(2), []), path), PlanError, "no route from"),
-        (lambda path: draw_schedule(replace(ring(GPUS), rounds=()), RING, path), ScheduleError, "no step brings|lost"),
-    ],
-)
-def test_invalid_arguments_are_refused(tmp_path, draw, error, text):
+def test_invalid_arguments_are_refused(tmp_path):
     """Invalid topologies and schedules, and schedules without a route, are refused before a file is written; the old
     picture stays."""
     path = tmp_path / "a.svg"
     path.write_text("old")
-    with pytest.raises(error, match=text):
-        draw(path)
+    for draw, arguments, error, text in (
+        (draw_topology, [ring(GPUS)], ArgumentError, "this is not a topology"),
+        (draw_topology, [None], ArgumentError, r"this is not a topology[\s\S]*None"),
+        (draw_schedule, [PART, PART], ArgumentError, "draw_schedule requires a Schedule"),
+        (draw_schedule, [ring(GPUS), None], ArgumentError, "this is not a topology"),
+        (draw_schedule, [ring(names(2)), Topology(names(2), [])], PlanError, "no route from"),
+        (draw_schedule, [replace(ring(GPUS), rounds=()), RING], ScheduleError, "no step brings|lost"),
+    ):
+        with pytest.raises(error, match=text):
+            draw(*arguments, path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
