@@ -3,15 +3,16 @@
 import re
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations
 
 import pytest
 from budget import examples
 from drawings import GPUS, PART, both_ways, panels, texts, two_hosts, words
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import names
+from strategies import names, wired
 
-from crossreduce import Switch, Topology
+from crossreduce import Topology
 from crossreduce.export.pictures import draw_topology
 from crossreduce.export.pictures.folding import fold_topology
 
@@ -156,27 +157,14 @@ def test_devices_with_other_links_are_not_folded_together():
     assert labels["cpu:21"].startswith("cpu:21-")
 
 
-@st.composite
-def machines(draw):
-    """Draw devices of one or several hosts, switches inside and between hosts, and random links."""
-    hosts = draw(st.sampled_from([[""], ["a/"], ["", "b/"], ["a/", "b/", "c/"]]))
-    devices = [f"{host}cuda:{k}" for host in hosts for k in range(draw(st.integers(1, 5)))]
-    inner = [f"{host}{name}" for host in hosts for name in ("sw0", "sw1", "nic") if draw(st.booleans())]
-    switches = [*inner, *("leaf", "spine")[: draw(st.integers(0, 2))]]
-    nodes = [*devices, *switches]
-    pairs = draw(
-        st.lists(st.tuples(*[st.sampled_from(nodes)] * 2).filter(lambda p: p[0] != p[1]), max_size=25, unique=True)
-    )
-    speeds = st.sampled_from([1, Fraction(64, 3), 450])
-    links = [(a, b, draw(speeds)) for a, b in pairs]
-    return Topology(devices, links, [Switch(name, draw(st.booleans())) for name in switches])
+HOSTS = [[""], ["a/"], ["", "b/"], ["a/", "b/", "c/"]]
+DEVICES = [tuple(f"{host}cuda:{k}" for host in hosts for k in range(n)) for hosts in HOSTS for n in (1, 3, 5)]
 
 
 @examples(25)
-@given(machines())
+@given(st.sampled_from(DEVICES).flatmap(lambda devices: wired(devices, most_switches=5)))
 def test_no_two_nodes_share_a_position(tmp_path_factory, topology):
     """With any links, on one host or several, every node has its own position in the picture."""
     found = places(topology, tmp_path_factory.mktemp("pictures") / "a.svg")
-    for k, (x, y) in enumerate(found):
-        for u, v in found[:k]:
-            assert abs(x - u) > 20 or abs(y - v) > 20  # in points; a name is 5 points high, a box 23
+    for (x, y), (u, v) in combinations(found, 2):
+        assert abs(x - u) > 20 or abs(y - v) > 20  # in points; a name is 5 points high, a box 23

@@ -11,7 +11,7 @@ import msccl_machine
 import mscclpp_threads
 import pytest
 from budget import examples
-from exports import KINDS, expression, expressions, reductions, results, rotated, synchronous
+from exports import KINDS, expression, expressions, results, rotated, synchronous
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
@@ -116,13 +116,7 @@ def test_the_five_collectives_are_exported(form, algorithm, ask, inplace, seed):
             form.write(schedule)
 
 
-@given(
-    formats,
-    st.one_of(reductions(), reductions("reduce"), synchronous(), synchronous()),
-    st.integers(1, 4),
-    st.booleans(),
-    st.integers(0, 99),
-)
+@given(formats, synchronous(), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 @examples(250)
 def test_a_round_reads_the_values_of_the_round_before(form, schedule, spread, inplace, seed):
     """Files of any shares and orders are right, also if steps read what the same round replaces, on 1 to 4 channels.

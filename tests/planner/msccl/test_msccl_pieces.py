@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 from budget import examples
-from exports import KINDS, reductions, synchronous
+from exports import KINDS, synchronous
 from hypothesis import given
 from hypothesis import strategies as st
 from msccl_clock import Clock, seconds
@@ -36,12 +36,7 @@ def types_of(text):
     }
 
 
-@given(
-    st.one_of(reductions("all_reduce"), reductions("reduce"), synchronous()),
-    st.integers(2, 5),
-    st.booleans(),
-    st.integers(0, 99),
-)
+@given(synchronous(), st.integers(2, 5), st.booleans(), st.integers(0, 99))
 @examples(60)
 def test_files_with_pieces_are_right(schedule, pieces, inplace, seed):
     """Any schedule with pieces gives a right file, also over several slices of a long message, with one slot."""

@@ -9,32 +9,6 @@ from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
 
-
-@st.composite
-def reductions(draw, kind="all_reduce"):
-    """Draw an all-reduce or reduce of uneven shares: random devices add partial sums, then the full sum is copied."""
-    n = draw(st.integers(2, 5))
-    parts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(sum))
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    chunks, rounds = [], []
-    everyone = tuple(range(n))
-    for c, part in enumerate(parts):
-        holders, free = list(everyone), []  # devices with a partial sum still to add; those whose sum was passed on
-        while len(holders) > 1:
-            group = rng.sample(holders, rng.randint(2, len(holders)))
-            dst = rng.choice(group + free)
-            rounds.append((Step(c, dst, tuple(group)),))
-            free = [device for device in (*free, *group) if device != dst]
-            holders = [device for device in holders if device not in group] + [dst]
-        destinations = everyone if kind == "all_reduce" else (0,)
-        for dst in rng.sample(destinations, len(destinations)):
-            if dst not in holders:
-                rounds.append((Step(c, dst, (rng.choice(holders),)),))
-                holders.append(dst)
-        chunks.append(Chunk(Fraction(part, sum(parts)), everyone, destinations))
-    return Schedule(kind, "drawn", tuple(f"cuda:{k}" for k in everyone), tuple(chunks), tuple(rounds))
-
-
 KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
 
