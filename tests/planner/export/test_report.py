@@ -34,35 +34,31 @@ PLANS = {
     "helpers": lambda: cr.plan("dgx-1v", nbytes="256M", algorithm="forest", participants=range(6)),
     "torus": lambda: cr.plan(Topology.torus(3, 4, gb_per_s=25, latency_s=1e-6), "all_gather", "1M"),
 }
-each_plan = pytest.mark.parametrize("name", PLANS)
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def made(request):
+    """Return each plan and its page in turn."""
+    plan = PLANS[request.param]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "SIZES", (1 << 10, 1 << 20))
+        return plan, report_html(plan)
 
 
 @pytest.fixture(scope="module")
-def made():
-    """Return a function that returns a plan and its page; each is made once."""
-    found = {}
-
-    def make(name):
-        if name not in found:
-            plan = PLANS[name]()
-            text = report_html(plan)
-            found[name] = plan, text, Page(text)
-        return found[name]
-
-    return make
+def page(made):
+    return Page(made[1])
 
 
-@each_plan
-def test_the_numbers_are_those_of_explain(made, name):
+def test_the_numbers_are_those_of_explain(made, page):
     """The page has the head, the facts, the trees and the comparison of ``explain``, and the whole text."""
-    plan, _, page = made(name)
+    plan, _ = made
     shown = page.model
     head, facts, trees, others = explained(plan.explain())
     assert page.texts["explanation"].strip().partition("The plan as text")[2] == plan.explain() == shown["text"]
     assert shown["head"] == head
     labels = ["plan", "predicted", "bound", "limited by", *(["helpers"] if plan.helpers else []), "busiest"]
     assert shown["facts"] == [[label, facts[label]] for label in labels]
-    assert bool(plan.helpers) == (name in ("helpers", "in network"))
     first, *rest = shown["plans"]
     assert f"{first['duration']}, {plan.algbw:.2f} GB/s; {first['rate']}" == facts["predicted"]
     assert first["ratio"].partition(" of")[0] == facts["bound"].partition(", ")[2].partition(" of it")[0]
@@ -88,10 +84,9 @@ def test_the_numbers_are_those_of_explain(made, name):
             assert sum(listed[title] for title in match) == Fraction(share), tree
 
 
-@each_plan
-def test_the_use_of_links_adds_up(made, name):
+def test_the_use_of_links_adds_up(made, page):
     """Each link has the bytes, busy share and transfers of the simulation, and its curve adds up to its bytes."""
-    plan, _, page = made(name)
+    plan, _ = made
     shown = page.model
     compared = [plan, *(other for other in plan.comparisons.values() if other.schedule != plan.schedule)]
     numbers = {(link.src, link.dst): str(k) for k, link in enumerate(plan.topology.links)}
@@ -115,11 +110,10 @@ def test_the_use_of_links_adds_up(made, name):
         assert done == sorted(done)
 
 
-@each_plan
-def test_trees_and_cuts(made, name):
+def test_trees_and_cuts(made, page):
     """The routes of a plan have the whole buffer and use the links that the simulation uses. Each tight cut has the
     links that cross it; the weights of the bound's proof name the same devices."""
-    plan, _, page = made(name)
+    plan, _ = made
     row = page.model["plans"][0]
     routes = [route for group in row["groups"] for route in group["routes"]]
     assert sum(Fraction(route["share"]) for route in routes) == 1
@@ -159,9 +153,10 @@ def test_identical_rings_are_one_entry(monkeypatch):
     assert groups(plan) == ()
 
 
-def test_the_times_by_size_are_those_of_plans(made):
+def test_the_times_by_size_are_those_of_plans():
     """At each size the page has the seconds of "auto" and of each algorithm; "auto" is never slower than another."""
-    plan, _, page = made("forest")
+    plan = PLANS["forest"]()
+    page = Page(report_html(plan))
     sizes = page.model["sizes"]
     assert sizes["bytes"] == [1 << power for power in range(10, 31, 2)]
     assert sizes["texts"][0::5] == ["1 KiB", "1 MiB", "1 GiB"]
@@ -174,11 +169,10 @@ def test_the_times_by_size_are_those_of_plans(made):
             assert k % 5 or times[k][0] == cr.plan(plan.topology, nbytes=nbytes, algorithm=algorithm).seconds
 
 
-@each_plan
-def test_the_page_is_valid_and_asks_for_nothing(made, name):
+def test_the_page_is_valid_and_asks_for_nothing(made, page):
     """Elements are closed, ids unique, and controls have names; no attribute or style names an address, and the policy
     forbids every request and allows only the scripts in the page."""
-    _, text, page = made(name)
+    _, text = made
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids)) > 20

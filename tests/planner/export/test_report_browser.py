@@ -22,21 +22,13 @@ def driver(tmp_path_factory):
         yield driver
 
 
-def large_plan():
-    """Return a plan for 256 devices; it is compared with few others, since planning these takes a minute."""
-    plan = cr.plan(Topology.machine("hgx-h100", 32), nbytes="64M", algorithm="hierarchical_copy")
-    plan.__dict__["comparisons"] = {"one_device": cr.plan(plan.topology, nbytes="64M", algorithm="one_device")}
-    return plan
-
-
 PLANS = {
     8: lambda: cr.plan("dgx-1v", nbytes="64M"),
     5: lambda: cr.plan(Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6]), nbytes="256M"),
     16: lambda: cr.plan(Topology.machine("hgx-h100", 2), nbytes="16M"),
     72: lambda: cr.plan("gb200-nvl72", nbytes="64M"),
-    256: large_plan,
 }
-SLOW = pytest.param(256, marks=pytest.mark.slow)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +39,7 @@ def report(tmp_path_factory):
     def write(devices):
         if devices not in made:
             plan, path = PLANS[devices](), tmp_path_factory.mktemp("reports") / f"{devices}.html"
-            with pytest.MonkeyPatch.context() as patch:
-                if devices > 72:
-                    patch.setattr(models, "SIZES", (1 << 10, 1 << 14, 1 << 20))
-                    patch.setattr(models, "CHOICES", ("hierarchical_copy",))  # "auto" would take a minute
-                    patch.setattr(models, "REGISTRY", {"hierarchical_copy": models.REGISTRY["hierarchical_copy"]})
-                plan.report(path)
+            plan.report(path)
             made[devices] = plan, path
         return made[devices]
 
@@ -123,7 +110,7 @@ def press(driver, *keys):
     ActionChains(driver).send_keys(*keys).perform()
 
 
-@pytest.mark.parametrize("devices", [5, 16, pytest.param(72, marks=pytest.mark.slow), SLOW])
+@pytest.mark.parametrize("devices", [5, 16, pytest.param(72, marks=SLOW)])
 def test_pages_open_from_disk_and_show_the_numbers_of_explain(driver, shown, devices):
     """A page opens without an error, requests nothing, and its policy forbids scripts to request anything. The facts,
     the plans and the text that a reader sees are those of ``explain``."""
@@ -442,7 +429,7 @@ def test_colours(driver, shown):
 PANELS = """return [...document.querySelectorAll('main .panel')].map((e) => e.getBoundingClientRect().toJSON())"""
 
 
-@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), pytest.param(256, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), pytest.param(72, 400, marks=SLOW)])
 def test_widths(driver, shown, devices, width):
     """At 400 and at 1280 pixels nothing is wider than the window, every control has a name and is visible, and wherever
     a reader scrolls, no two panels intersect."""
