@@ -19,6 +19,14 @@ NCV4 = cr.Topology.machine("ncv4")
 NO_QUEUES = cr.Costs(operation_s=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_sizes():
+    """Compare plans at every fifth size only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "SIZES", SIZES[::5])
+        yield
+
+
 @pytest.fixture(scope="module")
 def small():
     return bundle(NCV4, machine="ncv4")
@@ -47,8 +55,9 @@ def test_each_size_has_one_file(small):
     ("machine", "collective", "root"),
     [("ncv4", "all_reduce", None), pytest.param("dgx-1v", "broadcast", "cuda:7", marks=pytest.mark.slow)],
 )
-def test_the_plan_of_each_range_is_fast_at_all_its_sizes(machine, collective, root):
+def test_the_plan_of_each_range_is_fast_at_all_its_sizes(monkeypatch, machine, collective, root):
     """At each power of two in its range, a plan takes at most 2 % longer than the best plan, both without queues."""
+    monkeypatch.setattr(bundles, "SIZES", SIZES)
     topology = cr.Topology.machine(machine)
     made = bundle(topology, collective, root, formats=["msccl"])
     assert not made.left_out
@@ -190,7 +199,7 @@ def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code,
 
 def test_hosts(monkeypatch):
     """Files for several hosts are proved, in MSCCL++ with port channels."""
-    monkeypatch.setattr("crossreduce.export.bundle.SIZES", SIZES[::20])
+    monkeypatch.setattr(bundles, "SIZES", SIZES[::20])
     made = bundle(cr.Topology.machine("ncv4", 2), formats=["mscclpp"])
     for path, text in made.files.items():
         if path.endswith(".json") and "/" in path:
