@@ -27,7 +27,6 @@ from crossreduce.schedule import GeneratedSchedule
 
 LATENCY_S = 7e-7
 SHAPES = {"ring": cr.Topology.ring, "mesh": cr.Topology.full_mesh, "star": cr.Topology.star}
-COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 ALGORITHMS = ("auto", "ring", "direct", "forest")
 TWO_HOSTS = cr.Topology.machine("dgx-a100", hosts=2).subset([0, 1, 8, 9])
 
@@ -119,7 +118,7 @@ def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pie
     replay(files.values(), topology, schedule.devices)
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), each(COLLECTIVES, ALGORITHMS[1:]))
+@pytest.mark.parametrize(("collective", "algorithm"), each(exports.KINDS, ALGORITHMS[1:]))
 def test_plans_on_two_hosts(collective, algorithm):
     """Plans whose routes have several links, also other ones than the topology's, are right; uneven sizes too."""
     plan = cr.plan(TWO_HOSTS, collective, 999_983, algorithm, operation_s=0)
@@ -243,10 +242,10 @@ def test_closed_forms(monkeypatch):
 # while the last packets of a tick are forwarded. One by "ring" through a switch has more pieces than ``MOST_NODES``.
 DIFFERENT = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
 NETWORKS = (("ring", 64, 256), ("ring", 450, 1024), ("mesh", 450, 256), ("star", 450, 256))
-DEFAULT = set(pairs(NETWORKS, COLLECTIVES, ALGORITHMS))
+DEFAULT = set(pairs(NETWORKS, exports.KINDS, ALGORITHMS))
 CASES = [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow, id="-".join(map(str, (*case[0], *case[1:]))))
-    for case in itertools.product(NETWORKS, COLLECTIVES, ALGORITHMS)
+    for case in itertools.product(NETWORKS, exports.KINDS, ALGORITHMS)
     if (case[0][0], *case[1:]) not in DIFFERENT
 ]
 

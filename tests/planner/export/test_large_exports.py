@@ -61,19 +61,12 @@ def test_plans_need_at_least_what_is_counted():
         check_least(schedule, to_msccl_xml(schedule))
 
 
-def many_chunks(count):
-    """Return an all-reduce of two devices in so many equal chunks."""
-    chunks = (Chunk(Fraction(1, count), (0, 1), (0, 1)),) * count
-    rounds = (tuple(Step(c, 0, (0, 1)) for c in range(count)), tuple(Step(c, 1, (0,)) for c in range(count)))
-    return Schedule("all_reduce", "custom", names(2), chunks, rounds)
-
-
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
         (direct(names(66)), "RCCL has 64 threadblocks per GPU, gpu 0 needs at least 65"),
         (one_device(names(66), root="cpu:5"), "RCCL has 64 threadblocks per GPU, gpu 5 needs at least 65"),
-        (many_chunks(4040), "RCCL has 4096 XML elements per GPU, gpu 0 needs at least 4107"),
+        (exports.shares(*[Fraction(1, 4040)] * 4040), "RCCL has 4096 XML elements per GPU, gpu 0 needs at least 4107"),
         (ring(names(190)), "at most 65536 steps are verified, the file needs 71820"),
     ],
 )

@@ -2,32 +2,22 @@
 
 import json
 import re
-from fractions import Fraction
 
 import pytest
 from budget import examples
-from exports import rotated
+from exports import rotated, shares
 from hypothesis import given
 from hypothesis import strategies as st
 from msccl_machine import fault
 from mscclpp_threads import operations
 from strategies import algorithms, names
 
-from crossreduce import ArgumentError, Chunk, PlanError, Schedule, ScheduleError, Step
+from crossreduce import ArgumentError, PlanError, Schedule, ScheduleError
 from crossreduce.export.formats.msccl.format import read_msccl_xml
 from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, one_shot, recursive_doubling, ring
-
-
-def shares(*parts):
-    """Return an all-reduce of two devices by one_device, in chunks of the given shares."""
-    chunks = tuple(Chunk(Fraction(part), (0, 1), (0, 1)) for part in parts)
-    numbers = range(len(parts))
-    rounds = (tuple(Step(c, 0, (0, 1)) for c in numbers), tuple(Step(c, 1, (0,)) for c in numbers))
-    return Schedule("all_reduce", "one_device", names(2), chunks, rounds)
-
 
 # ---- MSCCL XML
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 from budget import examples
-from exports import KINDS, synchronous
+from exports import KINDS, shares, synchronous
 from hypothesis import given
 from hypothesis import strategies as st
 from msccl_clock import Clock, seconds
@@ -90,9 +90,7 @@ def test_links_that_are_faster_than_a_channel_get_several():
 
 def test_a_step_of_several_units_is_divided_if_it_is_large():
     """Without planned pieces, parts of several units and more than 1 MiB are divided, if the size is known."""
-    uneven = [Chunk(Fraction(part, 64), (0, 1), (0, 1)) for part in (43, 21)]
-    rounds = (tuple(Step(c, 0, (0, 1)) for c in (0, 1)), tuple(Step(c, 1, (0,)) for c in (0, 1)))
-    schedule = Schedule("all_reduce", "custom", names(2), tuple(uneven), rounds)
+    schedule = shares("43/64", "21/64")
     for nbytes, steps in ((None, 2), (1 << 20, 2), (64 << 20, 43)):
         text = to_msccl_xml(schedule, Topology.full_mesh(names(2), 12), nbytes)
         assert max(map(len, types_of(text).values())) == steps, nbytes

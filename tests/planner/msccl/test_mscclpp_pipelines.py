@@ -5,6 +5,7 @@ import json
 from fractions import Fraction
 
 import pytest
+from exports import KINDS
 from mscclpp_clock import PlanClock, StuckError, algbw
 from mscclpp_threads import fault
 from mscclpp_threads import operations as listed
@@ -21,7 +22,6 @@ from crossreduce.export.formats.mscclpp.writer.chunk_division import divide_chun
 from crossreduce.planning import one_shot, ring
 from crossreduce.schedule import Costs
 
-COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 SIZE = 256 << 20
 FREE = Costs(operation_s=0)
 
@@ -87,7 +87,7 @@ def test_the_clock(monkeypatch):
 
 
 RUN = [
-    *each(["ncv4"], [1], COLLECTIVES, [True, False]),
+    *each(["ncv4"], [1], KINDS, [True, False]),
     ("ncv4", 2, "all_reduce", False),
     ("ncv4", 2, "broadcast", True),
 ]
@@ -191,7 +191,7 @@ def test_the_number_of_parts_of_a_chunk(monkeypatch):
     threadblocks, chunks have fewer parts than their links need."""
     for machine in ("hgx-h100", "dgx-1v"):
         topology = Topology.machine(machine)
-        for kind in COLLECTIVES:
+        for kind in KINDS:
             schedule = planned(topology, kind).schedule
             needed, made = parts_of_chunks(schedule, topology), collective(schedule)
             parts = even_parts(made, needed, 80, pipelines=schedule.pieces > 1)

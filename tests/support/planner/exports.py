@@ -76,6 +76,14 @@ def cover(rng, cells, sources):
     return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
 
 
+def shares(*parts):
+    """Return an all-reduce of two devices by one_device, in chunks of the given shares."""
+    chunks = tuple(Chunk(Fraction(part), (0, 1), (0, 1)) for part in parts)
+    numbers = range(len(parts))
+    rounds = (tuple(Step(c, 0, (0, 1)) for c in numbers), tuple(Step(c, 1, (0,)) for c in numbers))
+    return Schedule("all_reduce", "one_device", names(2), chunks, rounds)
+
+
 def rotated(which):
     """Return a reduce-scatter or all-gather of three devices whose chunks are not in the order of their owners."""
     everyone = (0, 1, 2)
