@@ -25,47 +25,36 @@ def send(*steps, scratch=1):
 
 
 FIRST = (1, ("r i0 s0 1", "s i0 s0 1"))
+SENDER, RECEIVER = (1, -1, 0, "s i0 i0 1"), (-1, 0, 0, "r i0 i0 1")
+RACE = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s0 1", "re s0 i0 1 <0.1"))
+HASTY = (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.0",))
+
+
+def copies(more):
+    """Return a GPU whose second threadblock copies, and waits for a step of the first one, which ends with ``more``."""
+    return 1, ("s i0 s0 1", "r i0 s0 1 <1.0" + more), ("cpy i0 s0 1 <0.1 !",)
+
+
 FAULTS = [
     (two(SWAP, send()), r"gpu 1: at the end chunk 0 of the input buffer .* lacks .* rank 0"),
-    (
-        two(SWAP, send("re s0 i0 1", "re s0 i0 1")),
-        r"gpu 1, tb 0, step 3 \(re\): at the end .* has the contribution of rank 0 more than once",
-    ),
-    (
-        two(LATE, (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.0",))),
-        r"gpu 1, tb 1, step 0 \(re\): (a race. It )?reads chunk 0 of the scratch buffer \(in place\), which (tb 0|was)",
-    ),
+    (two(SWAP, send("re s0 i0 1", "re s0 i0 1")), r"gpu 1, tb 0, step 3 \(re\): at the end .* rank 0 more than once"),
+    (two(LATE, HASTY), r"gpu 1, tb 1, step 0 \(re\): (a race. It )?reads chunk 0 of the scratch .*, which (tb 0|was)"),
     (
         two(FIRST, FIRST),
         r"a deadlock. gpu 0, tb 0, step 0 \(r\) waits for the message of gpu 1, tb 0, step 1 \(s\); "
         r"gpu 1, tb 0, step 0 \(r\) waits for the message of gpu 0, tb 0, step 1",
     ),
+    (two(copies(""), SWAP), r"step 0 \(cpy\): waits for tb 0, step 1, but no step of that threadblock signals"),
     (
-        two((1, ("s i0 s0 1", "r i0 s0 1 <1.0"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
-        r"gpu 0, tb 1, step 0 \(cpy\): waits for tb 0, step 1, but no step of that threadblock signals",
-    ),
-    (
-        two((1, ("s i0 s0 1", "r i0 s0 1 <1.0 !"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
-        r"a deadlock. gpu 0, tb 0, step 1 \(r\) waits for tb 1, step 0; gpu 0, tb 1, step 0 \(cpy\) waits for tb 0",
+        two(copies(" !"), SWAP),
+        r"a deadlock. gpu 0, tb 0, step 1 \(r\) waits for tb 1, step 0; gpu 0, tb 1, step 0 \(cpy\)",
     ),
     (two((1, ("s i0 s0 1 <7.0", "r i0 s0 1")), SWAP), r"tb 0, step 0 \(s\): waits for tb 7, which gpu 0 does"),
     (two(send("s i0 s0 1"), SWAP), r"gpu 0, tb 0: sends 2 times to gpu 1 .* receives 1 times"),
-    (
-        two((2, ("s i0 s0 2", "r i0 s0 1")), SWAP, chunks=2),
-        r"gpu 0, tb 0, step 0 \(s\): sends 2 chunks, but gpu 1, tb 0, step 1 \(r\) receives 1",
-    ),
-    (
-        file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1")), (0, (-1, -1, 0))),
-        r"gpu 0, tb 0: no threadblock of gpu 1 receives from gpu 0 on channel 0",
-    ),
-    (
-        file("allreduce", 1, (0, (-1, -1, 0)), (0, (-1, 0, 1, "r i0 i0 1"))),
-        r"gpu 1, tb 0: no threadblock of gpu 0 sends to gpu 1 on channel 1",
-    ),
-    (
-        file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1"), (1, -1, 0)), (0, (-1, 0, 0, "r i0 i0 1"))),
-        r"gpu 0, tb 1: tb 0 has the same send peer 1 on channel 0",
-    ),
+    (two((2, ("s i0 s0 2", "r i0 s0 1")), SWAP, chunks=2), r"sends 2 chunks, but gpu 1, tb 0, step 1 \(r\) receives 1"),
+    (file("allreduce", 1, (0, SENDER), (0, (-1, -1, 0))), "no threadblock of gpu 1 receives from gpu 0 on channel 0"),
+    (file("allreduce", 1, (0, (-1, -1, 0)), (0, RECEIVER)), "no threadblock of gpu 0 sends to gpu 1 on channel 0"),
+    (file("allreduce", 1, (0, SENDER, (1, -1, 0)), (0, RECEIVER)), "tb 0 has the same send peer 1 on channel 0"),
     (two(SWAP, SWAP, nchannels=0), r"gpu 0, tb 0: channel 0 does not exist, nchannels=0"),
     (two(send(scratch=0), SWAP), r"gpu 0, tb 0, step 1 \(r\): chunks 0 to 0 of the scratch .* has 0"),
     (two((1, ("s i1 s0 1", "r i0 s0 1")), SWAP), r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"),
@@ -75,19 +64,19 @@ FAULTS = [
     (two(SWAP, SWAP, inplace=0, outofplace=1), r"at the end chunk 0 of the output .*out of place\) was never written"),
     (two(SWAP, SWAP, coll="alltoallv"), "cannot be verified"),
     (two(send(), send(), coll="reduce"), "no rank has the complete sum"),
-    (  # a write to memory that another threadblock writes
-        two(LATE, (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s0 1", "re s0 i0 1 <0.1"))),
-        r"gpu 1, tb \d, step \d \(\w+\): a race. It writes chunk 0 of the scratch buffer \(in place\), which "
-        r"tb \d, step \d \(\w+\) writes, and the two are not ordered",
+    # A write to memory that another threadblock writes, and one to memory that another threadblock reads.
+    (
+        two(LATE, RACE),
+        r"a race. It writes chunk 0 of the scratch buffer \(in place\), which tb .* writes, and the two are",
     ),
-    (  # a write to memory that another threadblock reads
+    (
         apart().replace('depid="0" deps="0"', 'depid="1" deps="0"'),
         r"tb 2, step 1 \(re\): a race. It writes chunk 0 of the input .*, which tb 0, step 0 \(s\) reads",
     ),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), FAULTS)
+@pytest.mark.parametrize(("text", "words"), FAULTS, ids=[words for _, words in FAULTS])
 def test_faults_are_named(text, words):
     """The error states the algorithm's name, the fault, and its GPU, threadblock and step, if it is in one."""
     known = ("cannot be verified" in words, "nchannels=0" in words, "writes, and the two" in words)

@@ -48,123 +48,74 @@ def reduced(*blocks, chunks=1, scratch=0, **fields):
     return alike("allreduce", (chunks, chunks), 2, scratch, *blocks, **fields)
 
 
+SEM = "sem_acquire 0; sem_release 0"
 PUT = SYNC + "put i0 > {p}.s0; nop; signal {p}; wait {p}; nop; re i0 s0 > o0"
 GET = SYNC + "get {p}.i%s > o%s; copy i{g} > o{g}" + END
 TWICE = ((2, "ppkt i0 > 1.s0; ppkt i0 > 1.s0; repkt i0 s1 > o0"), (2, "ppkt i0 > 0.s1; repkt i0 s0 > o0"))
-FAULTS = {
-    "no nop after a wait": (
-        reduced("signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END),
-        r"gpu \d, tb 0, op 2 \(rre\): a race\. It reads .* of the input buffer of gpu \d .*, which the user of gpu",
-    ),
-    "no nop before a signal": (
-        reduced(PUT.replace("; nop; signal", "; signal"), scratch=1),
-        r"op 7 \(re\): a race\. It reads .* scratch .*, which gpu \d, tb 0, op 3 \(put\) writes, and",
-    ),
-    "other threads": (
-        reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END, chunks=2),
-        r"op 4 \(copy\): a race\. It reads .* of the output buffer of gpu . .*, which gpu ., tb 0, op 3 \(rre\)",
-    ),
-    "the call ends too early": (
-        reduced(ADD),
-        r"gpu 1, tb 0, op 3 \(rre\): a race\. It reads .* of the input buffer of gpu 0 \(call 2, .*\), and nothing "
-        r"ensures that it does so before gpu 0 ends the call",
-    ),
-    "it begins too early": (
-        alike("allgather", (1, 2), 2, 0, "put i0 > {p}.o{g}; copy i0 > o{g}" + END),
-        r"op 0 \(put\): a race\. It writes .* of the output buffer of gpu 1 .*, which the user of gpu 1 between two",
-    ),
-    "a lost signal": (reduced(ADD + END + "; signal {p}"), "gpu 0 signals gpu 1 3 times .* but gpu 1 waits 2 times"),
-    "a deadlock": (
-        reduced("wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
-        r"a deadlock\. gpu 0, tb 0, op 0 \(wait\) waits for a signal on memory channel 0 from gpu 1 to gpu 0; ",
-    ),
-    "packets that nothing sends": (
-        packets(2).replace('"name": "ppkt"', '"name": "put"'),
-        r"a deadlock\. gpu 0, tb 0, op 1 \(repkt\) waits for packets in bytes \d+ to \d+ of the",
-    ),
-    "one scratch buffer": (
-        packets(2, use_double_scratch_buffer=False),
-        r"op 0 \(ppkt\): a race\. It writes .* of the scratch buffer of gpu 1 \(call 2, .*, which gpu 1, tb 0, op 1",
-    ),
-    "packets sent twice": (
+NO_NOP = reduced("signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END)
+OTHERS = reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END, chunks=2)
+SWAPPED = alike("alltoall", (2, 2), 2, 0, GET % ("{g}", "{p}"))
+LATE = gathered_by_ports(2, end="nop")
+EARLY = alike("allgather", (1, 2), 2, 0, "put i0 > {p}.o{g}; copy i0 > o{g}" + END)
+FAULTS = [
+    # Races: accesses that nothing orders.
+    (NO_NOP, r"gpu \d, tb 0, op 2 \(rre\): a race\. It reads .* input buffer of gpu \d .*, which the user of gpu"),
+    (reduced(PUT.replace("; nop; signal", "; signal"), scratch=1), r"op 7 \(re\): a race\. .*, op 3 \(put\) writes,"),
+    (reduced(PUT.replace("nop; signal", "nop; rlxsignal"), scratch=1), r"op 8 \(re\): a race\. .* two are not ordered"),
+    (OTHERS, r"op 4 \(copy\): a race\. It reads .* of the output buffer of gpu . .*, which gpu ., tb 0, op 3 \(rre\)"),
+    (reduced(ADD), r"a race\. It reads .*, and nothing ensures that it does so before gpu 0 ends the call"),
+    (EARLY, r"op 0 \(put\): a race\. It writes .* output buffer of gpu 1 .*, which the user of gpu 1 between two"),
+    (packets(2, use_double_scratch_buffer=False), r"a race\. It writes .* scratch .* gpu 1 \(call 2, .*, tb 0, op 1"),
+    (
         plan("allreduce", (1, 1), *TWICE, protocol="LL", use_double_scratch_buffer=True),
         r"op 1 \(ppkt\): a race\. It writes .*, whose packets of this call may not have been read",
     ),
-    "twice": (
-        reduced(SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END),
-        r"tb 0, op 3 \(rre\): at the end bytes .* of the output buffer of gpu 0 .* has the contribution of rank 1 more",
+    (LATE, r"gpu 0, tb 0, op 3 \(put\): a race\. It reads bytes .* of the input buffer of gpu 0 \(call 2, .*\), and"),
+    (reduced(ADD + END, "signal {p}; wait {p}"), r"tb 1, op 0 \(signal\): a race\. It signals on memory channel 0"),
+    (reduced(SEM, SEM, semaphores=[1]), r"a race\. It acquires semaphore 0, as .*, and nothing determines which"),
+    # Signals, deadlocks, semaphores and barriers.
+    (reduced(ADD + END + "; signal {p}"), "gpu 0 signals gpu 1 3 times .* but gpu 1 waits 2 times"),
+    (
+        reduced("wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
+        r"a deadlock\. gpu 0, tb 0, op 0 \(wait\) waits for a signal on memory channel 0 from gpu 1 to gpu 0; ",
     ),
-    "never": (reduced("copy i0 > o0"), r"gpu 0, tb 0, op 0 \(copy\): at the end .* lacks the contribution of rank 1"),
-    "another part": (
+    (packets(2).replace('"ppkt"', '"put"'), r"a deadlock\. gpu 0, tb 0, op 1 \(repkt\) waits for packets in bytes"),
+    (reduced(ADD + END, "sem_acquire 0", semaphores=[1]), "semaphore 0 is released 0 times and acquired 1 times"),
+    (reduced(ADD + "; barrier 0 3" + END, "barrier 0 3"), r"barrier 0 must meet (.|\n)*num_threadblocks \[3\]"),
+    # Wrong results.
+    (reduced(SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END), r"op 3 \(rre\): at the end .* contribution of rank 1 more"),
+    (reduced("copy i0 > o0"), r"gpu 0, tb 0, op 0 \(copy\): at the end bytes .* lacks the contribution of rank 1"),
+    (
         reduced(SYNC + "rre i0 {p}.i0 > o1; rre i1 {p}.i1 > o0" + END, chunks=2),
         r"at the end bytes .* contains byte \d+ of the buffer instead of byte 0",
     ),
-    "different parts": (
+    (
         reduced(SYNC + "rre i0 {p}.i1 > o0; rre i1 {p}.i1 > o1" + END, chunks=2),
-        r"at the end bytes .* combines different parts of the buffer",
+        "at the end .* combines different parts",
     ),
-    "memory never written": (
-        reduced("re i0 s0 > o0", scratch=1),
-        r"op 0 \(re\): reads bytes 0 to \d+ of the scratch buffer of gpu 0 .*, which was never written",
-    ),
-    "outside of the buffer": (
-        reduced("re i0 i1 > o0", scratch=1),
-        r"op 0 \(re\): accesses bytes (\d+) to \d+ of the input buffer of gpu 0, which has \1 bytes",
-    ),
-    "outside of another GPU's buffer": (
-        reduced("put i0 > {p}.s0"),
-        r"of the scratch buffer of gpu 1, which has 0 bytes",
-    ),
-    "get swaps offsets": (
-        alike("alltoall", (2, 2), 2, 0, GET % ("{g}", "{p}")),
-        r"of the output buffer of gpu 0 .* (was never written|contains byte|has the contribution)",
-    ),
-    "relaxed": (
-        reduced(PUT.replace("; nop; signal", "; nop; rlxsignal"), scratch=1),
-        r"op 8 \(re\): a race\. It reads .*, which gpu 1, tb 0, op 3 \(put\) writes, and the two are not ordered",
-    ),
-    "two threadblocks wait on a channel": (
-        reduced(ADD + END, "signal {p}; wait {p}"),
-        r"tb 1, op 0 \(signal\): a race\. It signals on memory channel 0 from gpu 0 to gpu 1, as .* tb 0, op 0",
-    ),
-    "a part that is too large": (
+    (SWAPPED, r"of the output buffer of gpu 0 .* (was never written|contains byte|has the contribution)"),
+    # Memory that was never written, or is not in a buffer.
+    (reduced("re i0 s0 > o0", scratch=1), r"reads bytes 0 to \d+ of the scratch .* gpu 0 .*, which was never written"),
+    (reduced("re i0 i1 > o0"), r"op 0 \(re\): accesses bytes (\d+) to \d+ of the input .* gpu 0, which has \1 bytes"),
+    (reduced("put i0 > {p}.s0"), r"op 0 \(put\): accesses .* of the scratch buffer of gpu 1, which has 0 bytes"),
+    (
         reduced(SYNC + "pipeline 32 2 [rre i0 {p}.i0 > o0]" + END),
         r"op 3 \(pipeline\), iteration \d, op 0 \(rre\): accesses bytes .* of the input buffer of gpu 0, which has",
     ),
-    "a port channel reads late": (
-        gathered_by_ports(2, end="nop"),
-        r"gpu 0, tb 0, op 3 \(put\): a race\. It reads bytes .* of the input buffer of gpu 0 \(call 2, .*\), and",
-    ),
-    "a semaphore too often": (
-        reduced(ADD + END, "sem_acquire 0", semaphores=[1]),
-        r"gpu 0: semaphore 0 is released 0 times and acquired 1 times in a call",
-    ),
-    "threadblocks race for a semaphore": (
-        reduced(*["sem_acquire 0; sem_release 0"] * 2, semaphores=[1]),
-        r"tb 1, op 0 \(sem_acquire\): a race\. It acquires semaphore 0, as .*, and nothing determines which",
-    ),
-    "a barrier without its threadblocks": (
-        reduced(ADD + "; barrier 0 3" + END, "barrier 0 3"),
-        r"gpu 0: all threadblocks of barrier 0 must meet each time(.|\n)*num_threadblocks \[3\]",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_named(name):
+@pytest.mark.parametrize(("text", "words"), FAULTS, ids=[words for _, words in FAULTS])
+def test_faults_are_named(text, words):
     """The error states the plan, the operation at fault, the bytes and the fault."""
-    text, words = FAULTS[name]
     with pytest.raises(ScheduleError, match=words) as caught:
         verify_mscclpp_json(text)
     assert 'plan "custom"' in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["no nop after a wait", "other threads", "get swaps offsets", "a port channel reads late"]
-)
-def test_faults_are_real(name):
+@pytest.mark.parametrize("text", [NO_NOP, OTHERS, SWAPPED, LATE])
+def test_faults_are_real(text):
     """The machine of the tests finds the faults, too: threads of a threadblock are not synchronised by themselves."""
-    text, _ = FAULTS[name]
     assert any(fault(text, seed, 1, 96, 3) for seed in range(60))
 
 
@@ -258,7 +209,7 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), NOTES)
+@pytest.mark.parametrize(("text", "words"), NOTES, ids=[words for _, words in NOTES])
 def test_notes(text, words):
     """Limits and slips of the executor are noted, and do not refuse a plan."""
     assert words in str(verify_mscclpp_json(text))
@@ -360,7 +311,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), MALFORMED)
+@pytest.mark.parametrize(("text", "words"), MALFORMED, ids=[words for _, words in MALFORMED])
 def test_malformed_plans_are_refused(text, words):
     """The error states the place and the field, the given value, and the allowed ones."""
     with pytest.raises(ScheduleError, match=words) as caught:
