@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch.distributed as dist
+from budget import count
 from free_port import free_port
 from kinds_of_groups import Numpy, Torch, die, lose, total, wait_until
 from members import Resources, resident_bytes
@@ -20,12 +21,6 @@ from crossreduce.errors import ArgumentError, ContextError, ExcludedError
 from crossreduce.ranks.connections.repeated_request import SILENT_S
 
 KINDS = pytest.mark.parametrize("kind", [Torch, Numpy])
-
-
-@pytest.fixture(autouse=True)
-def dumps(tmp_path, monkeypatch):
-    """Let ranks write their flight recorder dumps into a directory of the test."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
 
 
 def place_of(kind, folder):
@@ -182,7 +177,7 @@ def test_more_ranks_than_bits_of_a_word(tmp_path):
     assert [one for one in found if isinstance(one, tuple)] == [(68, rank, 23_460) for rank in range(68)], found
 
 
-CYCLES = int(os.environ.get("CROSSREDUCE_CYCLES", "16"))
+CYCLES = count(80)  # of shrink and grow
 
 
 def used(group):
@@ -221,13 +216,9 @@ def soak(rendezvous, kind, place, cycles):
 
 @KINDS
 def test_shrinks_and_grows_leave_nothing(tmp_path, kind):
-    """Groups that were shrunk and grown leave no descriptor, thread, mapping, file or memory.
-
-    CROSSREDUCE_CYCLES=500 in the environment makes 500 of each.
-    """
+    """Groups that were shrunk and grown leave no descriptor, thread, mapping, file or memory."""
     before = Resources().shm
     for changed, drift in ranks(3, soak, kind, place_of(kind, tmp_path), CYCLES, timeout_s=max(60, CYCLES)):
-        print(f"drift {drift:.2%}")
         assert not changed
         assert drift < 0.02
     assert Resources().shm == before

@@ -65,33 +65,28 @@ class Process:
         self.step_number = self.total = 0
         self.known, self.ends = number < case["size"], False  # whether the state is known; whether the last step ran
         self.synchronise = False
-        self.records, self.delays, self.slowest = [], [], {}
-        self.detected_at = None
+        self.records = []
         self.failures = [each for each in case["failures"] if each["who"] == number]
         for name, place in kind.places.items():
             setattr(place, name, self.wrapped(name.split("_")[0], getattr(place, name)))
 
     def wrapped(self, what, function):
-        """Return a function that measures ``function``, and perhaps lets this process fail in it."""
+        """Return ``function``, in which this process perhaps fails."""
 
         def call(*arguments, **options):
             failure = next((each for each in self.failures if each["where"] == what), None)
-            began = time.monotonic()
+            if failure is None or failure["skip"]:
+                if failure is not None:
+                    failure["skip"] -= 1
+                return function(*arguments, **options)
+            self.failures.remove(failure)
+            self.fail_after(failure)
             try:
-                if failure is None or failure["skip"]:
-                    if failure is not None:
-                        failure["skip"] -= 1
-                    return function(*arguments, **options)
-                self.failures.remove(failure)
-                self.fail_after(failure)
-                try:
-                    return function(*arguments, **options)
-                finally:
-                    if sys.getprofile() is not None:  # it has not failed yet
-                        sys.setprofile(None)
-                        fail(failure["how"])
+                return function(*arguments, **options)
             finally:
-                self.slowest[what] = max(self.slowest.get(what, 0), time.monotonic() - began)
+                if sys.getprofile() is not None:  # it has not failed yet
+                    sys.setprofile(None)
+                    fail(failure["how"])
 
         return call
 
@@ -139,21 +134,11 @@ class Process:
             assert known, "the lowest rank has no state"
         draw = random.Random(self.step_number)
         mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared.ends])
-        if self.detected_at is not None:
-            self.delays.append(time.monotonic() - self.detected_at)
-            self.detected_at = None
         return mask, bool(ends)
-
-    def detecting(self):
-        try:
-            return self.step()
-        except (PeerLostError, CollectiveTimeout):
-            self.detected_at = self.detected_at or time.monotonic()
-            raise
 
     def train(self):
         while not self.ends:
-            mask, ends = self.group.committed(self.detecting, timeout_s=self.case["wait_s"])
+            mask, ends = self.group.committed(self.step, timeout_s=self.case["wait_s"])
             self.known, self.synchronise, self.ends = True, False, ends
             self.total += mask
             self.records.append((self.step_number, mask, self.total))
@@ -172,7 +157,7 @@ class Process:
             end = f"excluded: {error}"
         if end == "done":
             self.group.leave()
-        return {"records": self.records, "delays": self.delays, "slowest": self.slowest, "end": end}
+        return {"records": self.records, "end": end}
 
 
 def fail(how):

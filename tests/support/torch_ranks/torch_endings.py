@@ -16,12 +16,12 @@ from torch_oracle import given, raises
 
 import crossreduce.torch
 
-RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def begin(folder, timeout_s=20.0, backend="crossreduce"):
-    where = f"file://{folder}/store" if folder else "env://"
-    dist.init_process_group(backend, where, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, f"file://{folder}/store", rank=RANK, world_size=SIZE, timeout=timeout)
 
 
 def stay(*ranks):
@@ -46,17 +46,6 @@ def without_destroy(folder):
     other = dist.new_group()
     total()
     dist.all_reduce(torch.ones(3), group=other, async_op=True).wait()
-
-
-def unfinished(folder):
-    """Rank 0 ends while its all-reduce waits for other ranks, which make no call."""
-    begin(folder)
-    total()
-    if RANK == 0:
-        dist.all_reduce(torch.ones(3), async_op=True)
-        time.sleep(0.3)
-    else:
-        stay(0)
 
 
 def unfinished_in_gloo(folder):
@@ -98,19 +87,6 @@ def ends_during_gloo(folder):
         time.sleep(0.5)
     for _ in range(5):
         dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, async_op=True)
-
-
-def left_by_one_rank(folder):
-    """Rank 0 ends during its all-reduce; rank 1, which waits for it, raises long before its timeout."""
-    begin(folder, 300)
-    total()
-    if RANK == 0:
-        dist.all_reduce(torch.ones(3), async_op=True)
-        time.sleep(0.3)
-    elif RANK == 1:
-        raises(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
-    else:
-        stay(1)
 
 
 def destroyed_with_a_pending_op(folder):
@@ -256,15 +232,6 @@ def composed(folder):
     group = dist.new_group()
     dist.barrier(group=group)
     dist.destroy_process_group()
-
-
-def launched(_folder):
-    """Run a rank that torchrun started."""
-    begin("")
-    assert SIZE == 3
-    total()
-    dist.destroy_process_group()
-    Path(os.environ["FOLDER"], f"rank{RANK}").write_text("done")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ LAUNCHER is "itself", if another program starts a process for each rank, or "spa
 
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,7 @@ def run(rank, size, ending, store):
     dist.all_reduce(x)
     dist.all_gather([torch.ones(1000) for _ in range(size)], x)
     dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND)
-    if ending.startswith("destroyed"):
-        dist.destroy_process_group()
-    elif ending.startswith("exit"):
+    if ending.startswith("exit"):
         dist.all_reduce(x, async_op=True)
         sys.exit(7)
     elif ending.startswith("exception"):
@@ -40,6 +39,7 @@ def run(rank, size, ending, store):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
     launcher, ending, store = sys.argv[1:]
     if launcher == "itself":
         run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ending, store)
