@@ -363,3 +363,11 @@ def test_new_processes_join_and_a_group_of_one_host_listens_at_the_loopback_addr
 def test_where_the_ranks_listen(address, size, place):
     """Ranks listen at the loopback address if they meet there; a rank alone does so unless it has another address."""
     assert meeting.meeting_place(address, size) == place
+
+
+def test_the_port_under_torchrun(monkeypatch):
+    """Torchrun's own store listens at MASTER_PORT, so ranks that it has started meet at the next port."""
+    variables = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert meeting.meeting_place(None, 2) == ("node0", 29501, "")

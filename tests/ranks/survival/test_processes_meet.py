@@ -62,18 +62,6 @@ def test_ranks_find_each_other_by_the_variables_of_launchers(address):
     assert output == [f"{rank} 3 6\n" for rank in range(3)]
 
 
-@pytest.mark.system
-def test_under_torchrun(tmp_path):
-    """Under torchrun, whose own store listens at MASTER_PORT, ranks meet at the next port."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", str(free_port()), str(program)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert sorted(ran.stdout.split("\n")) == ["", "0 2 3", "1 2 3"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

@@ -17,7 +17,7 @@ from budget import count
 from free_port import free_port
 from kinds_of_groups import Numpy, Torch
 from ranks import Died, ranks
-from survival_storm import FAILURES, Failure, Shared, lives
+from survival_storm import FAILURES, MOST, Failure, lives, shared_counters
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
 PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
@@ -116,7 +116,7 @@ def storm(case, shared, disturb=lambda: None):
         )
         if go_on(pids):
             time.sleep(0.2)
-        shared.end()
+        shared[MOST] = 1
         wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
 
     def go_on(pids):
@@ -159,7 +159,7 @@ def check(case, found):
 
 def run(kind, case, disturb=lambda: None):
     """Run a storm, and require that all survivors have continued."""
-    shared, total = Shared(), case["size"] + case["joiners"]
+    shared, total = shared_counters(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
     found = ranks(total, lives, kind, case, shared, check=False, begun=begun, timeout_s=280, environment=environment)

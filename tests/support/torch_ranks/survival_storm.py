@@ -1,7 +1,7 @@
 """One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
 
 A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep the committed values. ``Shared`` is memory that the processes and the test share.
+keep the committed values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import os
 import random
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -33,26 +32,9 @@ class Failure(BaseException):
     """A failure of the program, at any place: no code of the library may take it for an error of its own."""
 
 
-class Shared:
-    """Counters of each process, and whether the storm ends."""
-
-    def __init__(self):
-        self._memory = mmap.mmap(-1, 8 * (MOST + 1))
-
-    def __getitem__(self, process):
-        """Return how many steps a process has committed."""
-        return struct.unpack_from("<q", self._memory, 8 * process)[0]
-
-    def __setitem__(self, process, count):
-        struct.pack_into("<q", self._memory, 8 * process, count)
-
-    @property
-    def ends(self):
-        """Whether the storm ends; the processes then agree on the last step."""
-        return bool(self[MOST])
-
-    def end(self):
-        self[MOST] = 1
+def shared_counters():
+    """Return memory that all processes share: how many steps each has committed, and at MOST whether the storm ends."""
+    return memoryview(mmap.mmap(-1, 8 * (MOST + 1))).cast("q")
 
 
 class Process:
@@ -118,7 +100,7 @@ class Process:
             Path(self.folder, f"ready{self.number}").touch()
             return
         time.sleep(case["join_after_s"])
-        while not self.shared.ends:
+        while not self.shared[MOST]:
             for path in sorted(self.folder.glob("invitation*")):
                 with suppress(PeerLostError, CollectiveTimeout):
                     self.group = self.kind(None, "")
@@ -133,7 +115,7 @@ class Process:
             known, self.step_number, self.total = self.group.broadcast([self.known, self.step_number, self.total])
             assert known, "the lowest rank has no state"
         draw = random.Random(self.step_number)
-        mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared.ends])
+        mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared[MOST]])
         return mask, bool(ends)
 
     def train(self):
