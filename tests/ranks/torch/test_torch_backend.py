@@ -22,10 +22,10 @@ def dynamo():
 @pytest.mark.parametrize(
     ("checks", "hosts"),
     [
-        pytest.param(COLLECTIVES, "AAA", id="collectives on one host"),
-        pytest.param(COLLECTIVES, "AAB", id="collectives on two hosts"),
-        pytest.param(torch_exact.CHECKS, "AAA", id="exact sums on one host"),
-        pytest.param(torch_exact.CHECKS, "AAB", id="exact sums on two hosts"),
+        pytest.param(COLLECTIVES, "AAA", id="collectives-one_host"),
+        pytest.param(COLLECTIVES, "AAB", id="collectives-two_hosts"),
+        pytest.param(torch_exact.CHECKS, "AAA", id="exact_sums-one_host"),
+        pytest.param(torch_exact.CHECKS, "AAB", id="exact_sums-two_hosts"),
         pytest.param(torch_training.CHECKS, "AAA", id="training"),
     ],
 )

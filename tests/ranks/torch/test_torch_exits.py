@@ -17,7 +17,8 @@ def status_of(ending):
 
 
 @pytest.mark.parametrize(
-    "ending", ["kept", "exit", "exception", "one_fails", "pending", "one_fails_over_hosts", "exit_over_hosts"]
+    "ending",
+    ["kept", "exit", "exception", "one_fails", "pending", "one_fails_over_hosts", "exit_over_hosts", "during_gloo"],
 )
 def test_processes_that_a_launcher_starts(tmp_path, dump_directory, ending):
     """Ranks that are programs of their own exit as the program says, with its errors and no others; in a global they

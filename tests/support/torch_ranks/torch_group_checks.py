@@ -153,21 +153,19 @@ def failed_ops_release_their_tensors(c):
     gc.disable()
     try:
         for asynchronous in (False, True):
-            tensor = torch.ones(3 + c.rank)
+            tensor, failed = torch.ones(3 + c.rank), False
             released = weakref.ref(tensor)
-            failed = False
             try:
                 work = dist.all_reduce(tensor, async_op=asynchronous)
                 work.wait()
             except ValueError:  # not raises(): its frame would keep the error
                 failed = True
             assert failed
-            work = None
             del tensor
-            deadline = time.monotonic() + 10  # the queue's thread may still be about to release it
-            while released() is not None and time.monotonic() < deadline:
+            work, deadline = None, time.monotonic() + 5  # the queue's thread may still be about to release it
+            while released() is not None:
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert released() is None
     finally:
         gc.enable()
 
@@ -385,19 +383,16 @@ def statistics(c):
     """stats counts the collectives of a group, and its bytes; a new group begins at 0."""
     from crossreduce.torch import stats
 
-    group = dist.new_group()
+    group, x = dist.new_group(), torch.ones(1000, dtype=torch.float64)
     assert stats(group).collectives == {}
-    x, many = (torch.ones(1000, dtype=torch.float64), [torch.empty(10) for _ in range(c.size)])
     for _ in range(5):
         dist.all_reduce(x, group=group)
         dist.all_reduce(x, group=group, async_op=True).wait()
-    dist.all_gather(many, torch.ones(10), group=group)
-    dist.barrier(group)
+    dist.all_gather([torch.empty(10) for _ in range(c.size)], torch.ones(10), group=group)
     found = stats(group)
     assert (found.rank, found.size) == (c.rank, c.size)
-    assert found.collectives["all_reduce"][:2] == (10, 80_000), found
-    assert found.collectives["all_gather"][:2] == (1, 40 * c.size), found
-    assert found.collectives["barrier"].calls == 1, found
+    counted = {name: tuple(each[:2]) for name, each in found.collectives.items()}
+    assert counted == {"all_reduce": (10, 80_000), "all_gather": (1, 40 * c.size)}
     dist.destroy_process_group(group)
     assert found.total.calls <= stats(group).total.calls
     assert stats().total.calls > 12

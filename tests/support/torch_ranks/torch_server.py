@@ -5,6 +5,7 @@ process number; ``{"wait", "seconds"}`` waits for one that was started, and the 
 program runs as ``__main__`` and ends as any interpreter does.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import numpy as np  # noqa: F401 - so that programs need not import it
 import torch
-import torch._dynamo
 import torch.distributed
 import torch.nn.parallel
 
@@ -67,5 +67,7 @@ def serve():
     return None
 
 
+gc.collect()
+gc.freeze()  # else each program would visit the objects of torch at its end
 if program := serve():
     runpy.run_path(program, run_name="__main__")

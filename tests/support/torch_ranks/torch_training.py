@@ -57,8 +57,6 @@ def ddp(c):
     for options in (
         {},
         {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
         {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True},
         {"bucket_cap_mb": 0.0005, "find_unused_parameters": True},
     ):
