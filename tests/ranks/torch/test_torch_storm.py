@@ -1,5 +1,6 @@
 """Ranks of the torch backend that fail: inside a collective, while others wait for a message, and at random."""
 
+import itertools
 import json
 import os
 import random
@@ -93,8 +94,16 @@ def fails_inside(rendezvous, folder, how, carrier):
         return type(error), str(error), error.ranks, took
 
 
-@pytest.mark.parametrize("carrier", ["crossreduce", pytest.param("gloo", marks=SYSTEM)])
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[SYSTEM] * (how not in ("kill", "stop"))) for how in FAILURES])
+QUICK = ("kill", "crossreduce"), ("stop", "crossreduce"), ("kill", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("how", "carrier"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [SYSTEM])
+        for case in itertools.product(FAILURES, ("crossreduce", "gloo"))
+    ],
+)
 def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     """However a rank fails inside a collective between hosts, and whatever carries it, all others raise the same error,
     which names the rank; after its death within a second, after a stop within a second of the timeout.
