@@ -115,7 +115,7 @@ for topology in boxes:
             show(cr.plan(topology, collective, 10**6, algorithm).schedule.to_json())
 groups = cr.plan_groups(hosts, cr.mesh_groups(hosts.devices, (2, 2)), nbytes="1M")
 show([[one.schedule.to_json() for one in groups.plans], groups.bound.levels, groups.seconds, groups.explain()])
-show(box.without_link(0, 1).links)
+show(box.without_link("cuda:0", "cuda:2").links)
 """
 
 
