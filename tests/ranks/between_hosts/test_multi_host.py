@@ -14,8 +14,8 @@ from members import Resources, Warnings, every_call, memories, memory, starter
 from ranks import Died, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
-from crossreduce.ops import ReduceOp
 from crossreduce.observe import periodic_checks
+from crossreduce.ops import ReduceOp
 from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.inter_host.exchange import Exchange
 from crossreduce.ranks.inter_host.two_level import host_names

@@ -49,7 +49,7 @@ def test_memory_of_an_invalid_size_is_refused():
         (-1, ValueError, "must not be negative"), ("1", TypeError, integer), (1.5, TypeError, integer),
         (None, TypeError, integer), (1 << 62, MemoryError, ""), (1 << 70, OverflowError, "too large"),
     ):  # fmt: skip
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=text or None):
             kernels.memory(size)
     assert kernels.memory_usage()["live"] == before
 
