@@ -229,6 +229,27 @@ def test_the_mean_of_integers_is_a_correctly_rounded_half(isa, dtype, half, data
     assert out.view(oracle.dtype_of(half)).astype("float64").tolist() == [rounded(x, *HALVES[half]) for x in exact]
 
 
+@pytest.mark.parametrize(("tie", "isa"), pairs([("float16", (1 << 15) + 16), ("bfloat16", (1 << 15) + 128)], SETS))
+def test_a_mean_next_to_a_tie_is_rounded_once(isa, tie):
+    """A mean that exceeds a tie of a half type by less than float32 can represent is rounded up."""
+    half, number = tie
+    xs = np.full((1000, 45), number, "int32")
+    xs[0] += 1
+    out = np.zeros(45, storage(half))
+    reduction("mean", "int32", "float64", half, 1000, 45).native(isa).run([list(xs)], [[out]], 1, False, False)
+    right = rounded(Fraction(1000 * number + 1, 1000), *HALVES[half])
+    assert (out.view(oracle.dtype_of(half)).astype("float64") == right).all()
+
+
+@every_set
+def test_sources_with_three_strided_axes(isa):
+    """The elements of a source are read in C order, whatever the strides of its axes are."""
+    x = np.arange(480, dtype="float32").reshape(6, 8, 10)[::2, ::2, ::2]
+    out = np.zeros(60, "float32")
+    reduction("sum", *["float32"] * 3, 2, 60).native(isa).run([[x, x]], [[out]], 1, False, False)
+    assert (out == 2 * x.reshape(-1)).all()
+
+
 @pytest.mark.parametrize(("dtype", "isa", "op"), pairs(strategies.FLOATS, SETS, ["min", "max"]))
 def test_nan_propagates_and_the_first_of_equal_numbers_is_returned(isa, dtype, op):
     """The minimum or maximum is NaN if any operand is; of 0 and -0 it is the first."""
