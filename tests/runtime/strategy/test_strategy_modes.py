@@ -1,6 +1,7 @@
 """Frameworks in replicas: gradients through all_reduce, modes that a framework sets per thread, modules, tracing."""
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import crossreduce as cr
 
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
+STRATEGY = cr.MirroredStrategy(2)
 
 
 def leaves(n, shape=(3,)):
@@ -61,7 +63,7 @@ def test_second_gradients(torch_):
 def test_gradients_are_never_lost_silently(torch_):
     """all_reduce raises an error where it has no gradient: by max, of sparse values, if only some replicas need one, in
     torch.func; so does backward after the run, or in one replica only."""
-    strategy, xs = cr.MirroredStrategy(2), cr.PerReplica(leaves(2))
+    xs = cr.PerReplica(leaves(2))
     sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
     slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))
     half = cr.PerReplica([xs[0], xs[1].detach()])
@@ -83,51 +85,42 @@ def test_gradients_are_never_lost_silently(torch_):
         (cr.UnsupportedError, r"torch\.func", torch.func.grad(lambda x: total(x).sum()), xs),
     ):
         with pytest.raises(error, match=words):
-            strategy.run(step, args=(given,))
-    late = strategy.run(total, args=(xs,))
+            STRATEGY.run(step, args=(given,))
+    late = STRATEGY.run(total, args=(xs,))
     with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
         late[0].sum().backward()
-    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
+    assert STRATEGY.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
 
 
 def test_replicas_inherit_torch_modes(torch_):
     """Replicas have the caller's grad mode, inference mode, autocast and default device."""
 
     def modes():
-        return (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")),
-            str(torch.get_default_device()),
-            context().all_reduce("sum", torch.ones(1, requires_grad=True)).requires_grad,
-        )
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        y = context().all_reduce("sum", torch.ones(1, requires_grad=True))
+        state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), y.requires_grad
+        return " ".join(map(str, (*state, autocast, torch.get_default_device())))
 
-    def check():
-        here = modes()
-        assert all(cr.MirroredStrategy(2).run(modes)[k].values == (here[k],) * 2 for k in (0, 1, 2, 4))
-        assert cr.MirroredStrategy(2).run(modes)[3] == here[3]
-        return here
+    def differentiates(x):
+        with torch.inference_mode(False):  # a replica may leave inference mode
+            y = torch.ones(1, requires_grad=True)
+            (context().all_reduce("sum", y).sum() * x).backward()
+            return y.grad
 
-    assert check() == (True, False, False, "cpu", True)
-    with torch.no_grad():
-        assert check()[0::4] == (False, False)
-    with torch.inference_mode():
-        assert check()[:2] == (False, True)
-    with torch.inference_mode():  # a replica may leave inference mode
-
-        def differentiates(x):
-            with torch.inference_mode(False):
-                y = torch.ones(1, requires_grad=True)
-                (context().all_reduce("sum", y).sum() * x).backward()
-                return y.grad
-
-        assert [x.tolist() for x in cr.MirroredStrategy(2).run(differentiates, args=(3.0,))] == [[6], [6]]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = cr.MirroredStrategy(2).run(modes)
-        assert found[2] == "torch.bfloat16"
+    for mode, wanted in (
+        (nullcontext(), "True False True False cpu"),
+        (torch.no_grad(), "False False False False cpu"),
+        (torch.inference_mode(), "False True False False cpu"),
+        (torch.autocast("cpu", dtype=torch.bfloat16), "True False True torch.bfloat16 cpu"),
+    ):
+        with mode:
+            assert modes() == wanted
+            assert STRATEGY.run(modes) == wanted
     with torch.device("meta"):
-        assert cr.MirroredStrategy(2).run(lambda: str(torch.get_default_device())) == "meta"
-    assert check() == (True, False, False, "cpu", True)
+        assert STRATEGY.run(lambda: str(torch.get_default_device())) == "meta"
+    with torch.inference_mode():
+        assert [x.tolist() for x in STRATEGY.run(differentiates, args=(3.0,))] == [[6], [6]]
+    assert STRATEGY.run(modes) == "True False True False cpu"
 
 
 def test_replicas_inherit_jax_settings(jax_):
@@ -139,27 +132,25 @@ def test_replicas_inherit_jax_settings(jax_):
         x = jnp.zeros(1)
         return x.dtype.name, next(iter(x.devices())).id, str(jax.config.jax_default_matmul_precision)
 
-    strategy = cr.MirroredStrategy(2)
-    assert strategy.run(seen)[0] == "float64"
+    assert STRATEGY.run(seen)[0] == "float64"
     with jax.enable_x64(False), jax.default_device(jax.devices()[3]), jax.default_matmul_precision("highest"):
-        name, device, precision = strategy.run(seen)
+        name, device, precision = STRATEGY.run(seen)
     assert (name, device.values, precision) == ("float32", (3, 3), "highest")
-    assert strategy.run(seen)[1].values == (0, 0)
+    assert STRATEGY.run(seen)[1].values == (0, 0)
 
 
 def test_traced_jax_values_are_refused(jax_):
     """Inside jax.jit and jax.grad all_reduce raises an error; outside, it reduces gradients that they computed."""
     import jax
 
-    strategy = cr.MirroredStrategy(2)
     xs = cr.PerReplica(jax_.arrays([np.full(2, 1.0), np.full(2, 3.0)]))
     for transform in (jax.jit, jax.grad):
         function = transform(lambda x: context().all_reduce("sum", x).sum())
         words = r"(?s)a traced value cannot be reduced with.*crossreduce\.jax\.all_reduce"
         with pytest.raises(cr.UnsupportedError, match=words):
-            strategy.run(function, args=(xs,))
+            STRATEGY.run(function, args=(xs,))
     gradient = jax.jit(jax.grad(lambda x: (x**2).sum()))
-    result = strategy.run(lambda x: context().all_reduce("mean", gradient(x)), args=(xs,))
+    result = STRATEGY.run(lambda x: context().all_reduce("mean", gradient(x)), args=(xs,))
     assert [jax_.to_numpy(x).tolist() for x in result] == [[4, 4]] * 2
     assert [jax_.device_of(x) for x in result] == ["cpu:0", "cpu:1"]
 
