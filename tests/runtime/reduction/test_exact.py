@@ -1,6 +1,5 @@
 """``CommunicationOptions(exact=True)``: sums and means with the bits of rational arithmetic, in every framework."""
 
-import itertools
 import os
 import sys
 from fractions import Fraction
@@ -89,15 +88,17 @@ def test_reduce_and_batch_reduce_to_other_destinations():
 
 
 def test_other_reductions_are_as_without_the_option():
-    """Minima, maxima and reductions of integers and bools give the same results with the option."""
+    """Minima, maxima, products of integers and concatenations of slices give the same with the option."""
     rng = np.random.default_rng(0)
-    for op, dtype in [
-        *itertools.product(("sum", "mean", "min", "max", "product"), ("int32", "uint8")),
-        ("max", "bool"),
-    ]:
+    for op, dtype in (*each(("sum", "mean", "min", "max", "product"), ("int32", "uint8")), ("max", "bool")):
         xs = [rng.integers(0, 2, 30).astype(dtype) for _ in range(4)]
         for a, b in zip(cr.all_reduce(xs, op, options=EXACT), cr.all_reduce(xs, op), strict=True):
             assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())
+    values = [np.float32([[1.0], [3.0]]), np.float32([[1e30], [2.0**-149]])]
+    sparse = [cr.IndexedSlices(x, np.array([k, 5])) for k, x in enumerate(values)]
+    for op, divisor in (("sum", 1), ("mean", 2)):
+        result = cr.all_reduce(sparse, op, options=EXACT)[1]
+        assert (result.values == np.concatenate(values) / np.float32(divisor)).all()
 
 
 def test_means_of_integers_are_rounded_once(framework):
@@ -112,18 +113,9 @@ def test_means_of_integers_are_rounded_once(framework):
         assert result.view(UNSIGNED[name]).tolist() == right
 
 
-def test_slices_are_concatenated_and_their_mean_is_rounded_once():
-    """Sparse values are not added, so they are as exact as they were; the mean divides them."""
-    values = [np.float32([[1.0], [3.0]]), np.float32([[1e30], [2.0**-149]])]
-    sparse = [cr.IndexedSlices(x, np.array([k, 5])) for k, x in enumerate(values)]
-    for op, divisor in (("sum", 1), ("mean", 2)):
-        result = cr.all_reduce(sparse, op, options=EXACT)[1]
-        assert (result.values == np.concatenate(values) / np.float32(divisor)).all()
-
-
 def test_ops_that_cannot_be_exact_are_refused(framework):
     """The product of floats, the mean of integers of 64 bits, which accumulates in float64, and ``accumulation_fn``,
-    with which the caller adds, raise before anything is reduced; the message has the number of the pair."""
+    with which the caller adds, raise before anything is reduced; so does an option that is not a bool."""
     xs = framework.arrays([np.float32([1, 2]), np.float32([3, 4])])
     with pytest.raises(UnsupportedError, match=r"^a product cannot be exact: the product of n floats has n times"):
         cr.all_reduce(xs, "product", options=EXACT)
@@ -135,10 +127,6 @@ def test_ops_that_cannot_be_exact_are_refused(framework):
     assert [framework.to_numpy(x).item() for x in cr.all_reduce(list(wide), "sum", options=EXACT)] == [5, 5]
     with pytest.raises(ArgumentError, match=r"^accumulation_fn replaces the sum, so the sum cannot be made exact"):
         cr.ReductionToOneDevice(accumulation_fn=sum).reduce("sum", value, value, EXACT)
-
-
-def test_the_option_must_be_a_bool():
-    """Anything but True and False is an error."""
     for wrong in (1, 0, None, "yes", np.True_):
         with pytest.raises(ArgumentError, match=r"^exact must be True or False\.\n  given: "):
             CommunicationOptions(exact=wrong)
@@ -164,25 +152,15 @@ def test_a_batch_that_is_refused_writes_nothing(numpy_):
     assert all((x == 7).all() for out in outs for x in out.values)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_replicas_of_a_strategy(library, op):
-    """Inside ``MirroredStrategy.run`` the option is an argument of ``all_reduce``."""
-    xs, right = parts_of(1, cancelling, "float32", 4, 33)
-    given = library.arrays(xs)
-
-    def step():
-        context = cr.get_replica_context()
-        return context.all_reduce(op, given[context.replica_id_in_sync_group], EXACT)
-
-    results = cr.MirroredStrategy([f"cpu:{k}" for k in range(4)]).run(step)
-    assert bits_of(library, results.values) == [right[op].tobytes()] * 4
-
-
-def test_ops_of_the_tensorflow_plug_in(tensorflow_):
-    """The ops for ``tf.distribute`` accept crossreduce's options."""
+def test_replicas_of_strategies(tensorflow_):
+    """Inside ``MirroredStrategy.run`` the option is an argument of ``all_reduce``; the ops for ``tf.distribute`` accept
+    it, too."""
     import crossreduce.tensorflow as plug_in
 
     xs, right = parts_of(5, cancelling, "float32", 3, 20)
+    given = cr.PerReplica(xs)
+    result = cr.MirroredStrategy(3).run(lambda x: cr.get_replica_context().all_reduce("mean", x, EXACT), args=(given,))
+    assert {x.tobytes() for x in result.values} == {right["mean"].tobytes()}
     tf = tensorflow_.tf
     strategy = tf.distribute.MirroredStrategy([f"/CPU:{k}" for k in range(3)])
     given = tensorflow_.arrays(xs)

@@ -10,8 +10,9 @@ from pairs import each
 import crossreduce as cr
 from crossreduce.engines.host import array_memory
 
+ONE = cr.ReductionToOneDevice()
 OPS = {
-    "ReductionToOneDevice": cr.ReductionToOneDevice(),
+    "ReductionToOneDevice": ONE,
     "HierarchicalCopyAllReduce": cr.HierarchicalCopyAllReduce(),
     "unpacked": cr.HierarchicalCopyAllReduce(0),
     "ring": cr.AllReduceCrossDeviceOps("ring"),
@@ -33,10 +34,7 @@ def check_forms(framework, ops, forms):
                 result = ops.reduce(op, value, value)
             assert runs == ["host"], name
             check(framework, result, op, xs, cpus(0, 1, 2), given)
-            for y in result:
-                assert y.flags.c_contiguous and y.flags.writeable if framework.name == "numpy" else plain_tensor(y), (
-                    name
-                )
+            assert all(map(is_plain, result)), name
         check(framework, ops.reduce("sum", x, "cpu:0"), "sum", [plain], cpus(0), given)
         check(framework, ops.broadcast(x, value), "sum", [plain], cpus(0, 1, 2), given)
         if plain.ndim:
@@ -44,7 +42,9 @@ def check_forms(framework, ops, forms):
             check(framework, gathered, "sum", [np.concatenate(xs, -1)], cpus(0, 1, 2), given)
 
 
-def plain_tensor(y):
+def is_plain(y):
+    if isinstance(y, np.ndarray):
+        return y.flags.c_contiguous and y.flags.writeable
     return y.is_contiguous() and not y.requires_grad and not y.is_inference()
 
 
@@ -59,7 +59,6 @@ def numpy_forms(x, tmp_path):
         yield "big-endian", x.astype(x.dtype.newbyteorder(">"))
         yield "big-endian and reversed", x.astype(x.dtype.newbyteorder(">"))[::-1]
     yield "unaligned", np.frombuffer(b"?" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape)
-    yield "64 axes", x.reshape((1,) * 62 + x.shape).swapaxes(0, 63)
     yield "empty", x[:0].T
     yield "0-d", np.repeat(x[0, :1], 3)[1:2].reshape(())
     locked = x.copy()
@@ -86,30 +85,20 @@ def test_numpy_arrays_of_any_form(numpy_, tmp_path, dtype, ops):
 
 
 @pytest.mark.parametrize(("dtype", "ops"), each([*DTYPES, "uint16", "uint32", "uint64"], OPS))
-def test_numpy_scalars(numpy_, ops, dtype):
-    """NumPy scalars and 0-d arrays, also of NumPy's wider unsigned integers, are reduced as arrays of shape ()."""
-    xs = small(dtype, (), 3)
-    for given in (xs, [x[()] for x in xs]):
+def test_scalars(numpy_, ops, dtype):
+    """NumPy scalars and 0-d arrays, also of NumPy's wider unsigned integers, and Python numbers, zeros included (D7),
+    are reduced and broadcast as arrays of shape ()."""
+    xs, ops = small(dtype, (), 3), OPS[ops]
+    kinds = [xs, [x[()] for x in xs]]
+    if dtype in ("bool", "int64", "float64", "complex128"):
+        kinds.append([x.item() for x in xs])
+    for given in kinds:
         value = cr.PerReplica(given, cpus(0, 1, 2))
         for op in ("sum", "mean", "min", "max", "product"):
             if defined(op, dtype):
-                check(numpy_, OPS[ops].reduce(op, value, value), op, xs, cpus(0, 1, 2))
-
-
-def test_python_numbers(numpy_):
-    """Python numbers, zeros included (D7), are reduced and broadcast as arrays of NumPy's default dtypes."""
-    for ops in OPS.values():
-        for numbers, dtype, op in (
-            ((1, 2), "int64", "sum"),
-            ((0.0, 0), "float64", "sum"),
-            ((1j, 2.0j), "complex128", "sum"),
-            ((True, False), "bool", "max"),
-        ):
-            xs = [np.array(x, dtype) for x in numbers]
-            value = cr.PerReplica([x.item() for x in xs], cpus(0, 1))
-            check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1))
-            check(numpy_, ops.reduce(op, value[0], "cpu:0"), op, xs[:1], cpus(0))
-            check(numpy_, ops.broadcast(value[0], value), op, xs[:1], cpus(0, 1))
+                check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1, 2))
+        check(numpy_, ops.reduce("product", given[0], "cpu:0"), "product", xs[:1], cpus(0))
+        check(numpy_, ops.broadcast(given[0], value), "product", xs[:1], cpus(0, 1, 2))
 
 
 def torch_forms(torch, x):
@@ -117,7 +106,6 @@ def torch_forms(torch, x):
     yield "transposed", x.t().contiguous().t()
     yield "sliced", x.repeat_interleave(2, 1)[:, ::2]
     yield "expanded", x[:1].expand(x.shape)
-    yield "one number", x[0, 0].expand(x.shape)
     yield "channels last", x.reshape(1, 3, 2, 5).contiguous(memory_format=torch.channels_last)
     yield "offset", torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].reshape(x.shape)
     yield "empty", x[:0].t()
@@ -129,7 +117,6 @@ def torch_forms(torch, x):
         yield "not a leaf", x.clone().requires_grad_() * 2
     if x.is_complex():
         yield "conjugated", x.conj()
-        yield "conjugated and transposed", x.mH
         yield "negated part", x.conj().imag
     yield "negated", torch._neg_view(x)
     with torch.inference_mode():
@@ -157,31 +144,24 @@ def test_torch_tensors_of_any_form(torch_, dtype, ops):
             assert (operand if isinstance(operand, int) else operand[0]) == y.data_ptr()
 
 
-def test_jax_arrays_that_are_not_committed(jax_):
+def test_jax_arrays_and_their_devices(jax_):
     """The result of uncommitted JAX arrays is on the requested devices. The sum of weakly typed numbers is weakly
-    typed, as under jit."""
-    jnp = jax_.jax.numpy
+    typed, as under jit. An array that is spread over devices is rejected; the error recommends its shards."""
+    jax, jnp = jax_.jax, jax_.jax.numpy
     value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], cpus(2, 1))
-    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-    check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
+    check(jax_, ONE.reduce("sum", value, value), "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
     assert cr.all_reduce([jnp.asarray(1.0), jnp.asarray(2.0)])[0].weak_type
-
-
-def test_a_jax_array_on_several_devices(jax_):
-    """A JAX array that is spread over devices is rejected; the error recommends its shards."""
-    jax = jax_.jax
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
     spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    for call in (
-        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread]), "cpu:0"),
-        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread], cpus(0, 1)), "cpu:0"),
-        lambda: cr.ReductionToOneDevice().broadcast(spread, "cpu:0"),
+    for call, *args in (
+        (ONE.reduce, "sum", cr.PerReplica([spread, spread])),
+        (ONE.reduce, "sum", cr.PerReplica([spread, spread], cpus(0, 1))),
+        (ONE.broadcast, spread),
     ):
         with pytest.raises(cr.DeviceError, match=r"spread over several(.|\n)*addressable_shards"):
-            call()
-    shards = [shard.data for shard in spread.addressable_shards]
-    result = cr.ReductionToOneDevice().reduce("sum", cr.PerReplica(shards), "cpu:0")
-    assert np.asarray(result[0]).tolist() == [2, 4]
+            call(*args, "cpu:0")
+    shards = cr.PerReplica([shard.data for shard in spread.addressable_shards])
+    assert np.asarray(ONE.reduce("sum", shards, "cpu:0")[0]).tolist() == [2, 4]
 
 
 def test_bools_with_unusual_bytes():

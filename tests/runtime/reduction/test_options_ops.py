@@ -11,7 +11,7 @@ from strategies import OPS
 
 import crossreduce as cr
 from crossreduce import ArgumentError, CollectiveHints, CommunicationOptions, ReduceOp
-from crossreduce.options import ALGORITHMS, algorithm_name, count
+from crossreduce.options import ALGORITHMS, algorithm_name
 
 
 def test_names_of_ops():
@@ -56,10 +56,6 @@ def test_valid_and_invalid_options(kind):
     for seconds in (0, -1.0, math.nan, -math.inf, "1", True, [1], 1j):
         with pytest.raises(ArgumentError, match=r"timeout_seconds must be a positive number[\s\S]*given: "):
             kind(timeout_seconds=seconds)
-    with pytest.raises(
-        ArgumentError, match=r"^n must be a whole number, 0 or more\.\n  given: -3 \(int\)\n  try:   x$"
-    ):
-        count("n", -3, "x")
 
 
 def test_names_of_algorithms():

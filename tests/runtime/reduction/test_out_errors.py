@@ -19,20 +19,16 @@ NUMPY = "results need writable NumPy arrays in C order"
 
 WRONG = {
     "shape": (lambda a, v: a.blanks(2, (5,)), MismatchError, LIKE),
-    "axes": (lambda a, v: a.blanks(2, (6, 1)), MismatchError, LIKE),
     "dtype": (lambda a, v: a.blanks(2, (6,), "float32"), MismatchError, LIKE),
     "one dtype of two": (
         lambda a, v: PerReplica([a.blank((6,), "float64"), a.blank((6,), "int64")]), MismatchError, LIKE,
     ),
     "too few": (lambda a, v: a.blanks(1, (6,)), ArgumentError, EACH),
-    "too many": (lambda a, v: a.blanks(3, (6,)), ArgumentError, EACH),
     "devices": (lambda a, v: a.blanks(2, (6,), devices=cpus(0, 2)), ArgumentError, EACH),
     "order": (lambda a, v: a.blanks(2, (6,), devices=cpus(1, 0)), ArgumentError, EACH),
     "a list": (lambda a, v: list(a.blanks(2, (6,))), ArgumentError, EACH),
-    "an array": (lambda a, v: a.blank((2, 6), "float64"), ArgumentError, EACH),
     "a name": (lambda a, v: "cpu:0", ArgumentError, EACH),
     "numbers": (lambda a, v: PerReplica([1.0, 2.0]), UnsupportedError, NUMPY),
-    "scalars": (lambda a, v: PerReplica([np.float64(1), np.float64(2)]), UnsupportedError, NUMPY),
     "slices": (
         lambda a, v: PerReplica([cr.IndexedSlices(a.blank((6,), "float64"), a.put(np.arange(6)), (6,)) for _ in v]),
         UnsupportedError, f"{NUMPY}|this is not a tensor that can be reduced",
@@ -42,25 +38,18 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out raises an error with the given object and a remedy; for a PerReplica of a batch, also its pair."""
+    """An invalid out raises an error with the given object and a remedy; for a PerReplica of a batch, also its pair. A
+    batch needs a list with one out per pair."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
+    pairs = [(good, good), (value, value)]
     out = make(arrays, value)
     for ops in (OPS, cr.ReductionToOneDevice(), Adding()):
         refused(arrays, error, words, ops.reduce, "sum", value, value, out=out)
-        pairs, outs = [(good, good), (value, value)], [good, out]
         if isinstance(out, PerReplica):
-            refused(arrays, error, f"^pair 1: ({words})", ops.batch_reduce, "sum", pairs, out=outs)
-        else:
-            refused(arrays, ArgumentError, PAIRS, ops.batch_reduce, "sum", pairs, out=outs)
-
-
-def test_a_wrong_number_of_outs(arrays):
-    """A batch needs a list with one out per pair."""
-    values = [arrays.value(two()), arrays.value(two())]
-    batch, one = [(value, value) for value in values], values[0]
-    for outs in ([], [one], [one] * 3, "ab", {0: 0, 1: 1}, 3, PerReplica([1.0, 1.0])):
-        refused(arrays, ArgumentError, PAIRS, OPS.batch_reduce, "sum", batch, out=outs)
+            refused(arrays, error, f"^pair 1: ({words})", ops.batch_reduce, "sum", pairs, out=[good, out])
+    for outs in ([good, "cpu:0"], [], [good], [good] * 3, "ab", {0: 0, 1: 1}, 3, PerReplica([1.0, 1.0])):
+        refused(arrays, ArgumentError, PAIRS, OPS.batch_reduce, "sum", pairs, out=outs)
 
 
 def test_wrong_trees(arrays):
@@ -158,10 +147,6 @@ def strided(a):
     return [(a.value(two(1, (3, 2))), PerReplica([a.blank((3, 2), "float64"), a.blank((2, 3), "float64").T]))]
 
 
-def twice(a):
-    return [(a.value(two()), PerReplica([a.blank((6,), "float64")] * 2))]
-
-
 def overlapping(a):
     block = a.blank((11,), "float64")
     return [(a.value(two()), PerReplica([block[5:], block[:6]]))]
@@ -187,24 +172,16 @@ def shifted(a):
     return [(PerReplica([block[:6], a.put(np.ones(6))]), PerReplica([a.blank((6,), "float64"), block[1:]]))]
 
 
-def transposed(a):
-    x, y = a.put(np.arange(9.0).reshape(3, 3)), a.put(np.ones((3, 3)))
-    return [(PerReplica([x.T, y]), PerReplica([x, y]))]
-
-
 ORDER = r"results need (writable NumPy arrays in C order|tensors that are contiguous)"
 REFUSED = {
     read_only: (UnsupportedError, f"{ORDER}[\\s\\S]*read-only"),
     strided: (UnsupportedError, ORDER),
-    **dict.fromkeys(
-        [
-            twice, overlapping, shared_by_pairs, another_pairs_input, one_value_in_place_and_not, shifted, transposed,
-        ],
-        (ArgumentError, SHARED),
-    ),
-}  # fmt: skip
-
-
+    overlapping: (ArgumentError, SHARED),
+    shared_by_pairs: (ArgumentError, SHARED),
+    another_pairs_input: (ArgumentError, SHARED),
+    one_value_in_place_and_not: (ArgumentError, SHARED),
+    shifted: (ArgumentError, SHARED),
+}
 CASES = [
     *pairs([make for make in REFUSED if make is not read_only], OPS_BY_PATH, WRITABLE),
     *((read_only, path, "numpy") for path in OPS_BY_PATH),  # torch does not have such tensors

@@ -1,10 +1,7 @@
 """Ops with a topology: results equal the oracle's for all topologies, and the planned schedule is the one that runs."""
 
 import itertools
-import sys
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import expect
 import numpy as np
@@ -15,7 +12,6 @@ from frameworks import NAMES
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import each, pairs
-from planned import planned_for
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
@@ -27,7 +23,6 @@ from crossreduce.topology.machines import machine_names
 DGX = Topology.machine("dgx-1v")
 ON_HOST = DGX.renamed(names(8))
 MACHINES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nvl72")]
-each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def check_sum(ops, n, size=37):
@@ -66,33 +61,6 @@ def test_machines_are_matched_by_position(machine, algorithm):
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=topology), len(topology.devices))
 
 
-HUB = pytest.mark.xfail(
-    strict=True, reason="forest reduces on a device without a replica, which does not exist under the topology's name"
-)
-
-
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=[HUB] if name == "forest" else []) for name in ALGORITHMS]
-)
-def test_a_hub_without_a_replica_forwards(algorithm):
-    """If the only connection between the replicas is a device without a replica, data is routed through it."""
-    links = [Link(*pair, 5) for k in range(4) for pair in ((f"cuda:{k}", "cuda:9"), ("cuda:9", f"cuda:{k}"))]
-    hub = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], links)
-    check_sum(AllReduceCrossDeviceOps(algorithm, topology=hub), 4, size=1 << 12)
-
-
-@pytest.mark.parametrize(("algorithm", "n"), each(ALGORITHMS, [2, 3, 6]))
-def test_reducing_switches_only_forward(algorithm, n):
-    """No engine can reduce on a switch, so schedules for the ops use a reducing switch like a plain one."""
-    star = Topology.star(6, 450, 1e-6)
-    reducing = star.with_switches(reducing=True)
-    check_sum(AllReduceCrossDeviceOps(algorithm, topology=reducing), n)
-    for wiring in (star, reducing):
-        devices = planned_for(wiring, algorithm, names(n), names(n), 300).devices
-        assert devices[:n] == names(n)
-        assert set(devices) <= set(star.devices)
-
-
 @examples(60)
 @given(
     st.data(),
@@ -118,28 +86,6 @@ def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op,
         oracle.check(part, op, xs)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "framework"), each(["hierarchical_copy", "forest", "auto", "ring"], NAMES), indirect=["framework"]
-)
-def test_batches_of_each_framework(algorithm, framework):
-    """A batch of several shapes and dtypes of any framework, packed or not, dense and sparse, is reduced on a topology,
-    on all of its devices and on some."""
-    for n, packs in ((8, 2), (5, 0), (8, 1)):
-        dense = [expect.small(*kind, n) for kind in (("float32", (6, 5)), ("int32", ()), ("float16", (0,)))]
-        rows = [framework.sparse("IndexedSlices", np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(n)]
-        values = [expect.value(framework, xs) for xs in dense]
-        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=ON_HOST)
-        *results, sparse = ops.batch_reduce(
-            "sum", [*((value, value) for value in values), (PerReplica(rows, names(n)), "cpu:3")]
-        )
-        for xs, value, result in zip(dense, values, results, strict=True):
-            expect.check(framework, result, "sum", xs, names(n), value)
-            assert expect.unchanged(framework, value, xs)
-        assert framework.parts(sparse[0]).values.tolist() == [[2.0**k] * 2 for k in range(n)]
-        for part in ops.broadcast(values[0][0], values[0]):
-            assert framework.to_numpy(part).tolist() == dense[0][0].tolist()
-
-
 @pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
 @pytest.mark.parametrize("size", [10, 48 * 1024])
 def test_bytes_are_those_of_the_plan(algorithm, size):
@@ -157,9 +103,36 @@ def test_bytes_are_those_of_the_plan(algorithm, size):
     assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
 
 
-@each_algorithm
-def test_disconnected_replicas_move_nothing(algorithm):
-    """If the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
+@pytest.mark.parametrize(
+    ("algorithm", "framework"), each(["hierarchical_copy", "forest", "auto", "ring"], NAMES), indirect=["framework"]
+)
+def test_batches_of_each_framework(algorithm, framework):
+    """A batch of several shapes and dtypes of any framework, packed or not, dense and sparse, is reduced on a topology,
+    on all of its devices and on some."""
+    for n, packs in ((8, 2), (5, 0)):
+        dense = [expect.small(*kind, n) for kind in (("float32", (6, 5)), ("int32", ()), ("float16", (0,)))]
+        rows = [framework.sparse("IndexedSlices", np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(n)]
+        values = [expect.value(framework, xs) for xs in dense]
+        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=ON_HOST)
+        batch = [*((value, value) for value in values), (PerReplica(rows, names(n)), "cpu:3")]
+        *results, sparse = ops.batch_reduce("sum", batch)
+        for xs, value, result in zip(dense, values, results, strict=True):
+            expect.check(framework, result, "sum", xs, names(n), value)
+        assert framework.parts(sparse[0]).values.tolist() == [[2.0**k] * 2 for k in range(n)]
+
+
+STAR = Topology.star(6, 450, 1e-6)
+SPOKES = [pair for k in range(4) for pair in ((f"cuda:{k}", "cuda:9"), ("cuda:9", f"cuda:{k}"))]
+HUB = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], [Link(*pair, 5) for pair in SPOKES])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_devices_and_switches_without_a_replica(algorithm):
+    """Devices without a replica and switches forward, also reducing ones, since no engine can reduce on a switch. If
+    the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=STAR.with_switches(reducing=True)), 6)
+    if algorithm != "forest":
+        check_sum(AllReduceCrossDeviceOps(algorithm, topology=HUB), 4, size=1 << 12)
     links = [Link(*pair, 1) for k in (0, 2) for pair in itertools.permutations(names(4)[k : k + 2])]
     null = NullFramework()
     value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
@@ -173,32 +146,23 @@ def test_disconnected_replicas_move_nothing(algorithm):
     assert len(ops.reduce("sum", part, part)) == 2
 
 
-def test_devices_that_the_topology_does_not_have():
+@pytest.mark.xfail(
+    strict=True, reason="forest reduces on a device without a replica, which does not exist under the topology's name"
+)
+def test_forest_on_a_hub_without_a_replica():
+    """If the only connection between the replicas is a device without a replica, forest, too, must not reduce on it."""
+    check_sum(AllReduceCrossDeviceOps("forest", topology=HUB), 4, size=1 << 12)
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices", "words"),
+    [
+        (ON_HOST, expect.cpus(1, 9), r"the topology lacks a device[\s\S]*request for cpu:1, cpu:9"),
+        (DGX, expect.cpus(*range(9)), "lacks a device of this request: it has 8 devices for 9 replicas"),
+    ],
+)
+def test_devices_that_the_topology_does_not_have(topology, devices, words):
     """If the topology has only some of a value's devices, or fewer devices than the value, a PlanError is raised."""
-    null = NullFramework()
-    some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
-    with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):
-        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", PerReplica(some), "cuda:0")
-    many = PerReplica([np.ones(3)] * 9)
-    with pytest.raises(cr.PlanError, match="lacks a device of this request: it has 8 devices for 9 replicas"):
-        AllReduceCrossDeviceOps("ring", topology=DGX).reduce("sum", many, many)
-
-
-def test_threads_find_all_routes_of_one_topology():
-    """Threads that search routes from one device at the same time, and take turns often, find all of them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(40):
-            topology, start = Topology.torus(4, 8), threading.Barrier(8)
-            devices = topology.devices
-
-            def work(number, topology=topology, start=start, devices=devices):
-                start.wait()
-                ends = [devices[(7 * k + 5 * number) % len(devices)] for k in range(len(devices))]
-                return [end for end in ends if topology.route(devices[0], end) is None]
-
-            with ThreadPoolExecutor(8) as pool:
-                assert [*pool.map(work, range(8))] == [[]] * 8
-    finally:
-        sys.setswitchinterval(before)
+    value = PerReplica([np.ones(3)] * len(devices), devices)
+    with pytest.raises(cr.PlanError, match=words):
+        AllReduceCrossDeviceOps("ring", topology=topology).reduce("sum", value, value)

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,15 +65,13 @@ class Child(Layer):
 
 def numbers(tree):
     """Return the leaves of a tree as lists, in order, for all kinds of nodes."""
-    if tree is None:
-        return []
     if dataclasses.is_dataclass(tree):
-        return [x for field in dataclasses.fields(tree) for x in numbers(getattr(tree, field.name))]
+        return numbers([getattr(tree, field.name) for field in dataclasses.fields(tree)])
     if isinstance(tree, dict):
-        return [x for key in sorted(tree) for x in numbers(tree[key])]
+        return numbers([tree[key] for key in sorted(tree)])
     if isinstance(tree, (list, tuple, collections.deque)):
         return [x for node in tree for x in numbers(node)]
-    return [np.asarray(tree).tolist()]
+    return [] if tree is None else [np.asarray(tree).tolist()]
 
 
 MAKERS = {
@@ -149,18 +148,6 @@ def test_lists_of_trees():
         cr.all_reduce([loop, loop])
 
 
-def test_python_numbers_are_leaves():
-    """Python numbers are leaves in host memory, also under a topology of CPUs; their results are arrays of shape ()."""
-    results = cr.all_reduce([{"i": 1, "f": 1.5, "c": 1j}, {"i": 2, "f": 2.0, "c": 2j}], "mean")
-    wanted = [("float64", (), 1.5), ("float64", (), 1.75), ("complex128", (), 1.5j)]
-    for result in results:
-        assert [(result[k].dtype.name, result[k].shape, result[k].item()) for k in "ifc"] == wanted
-    assert cr.all_reduce([True, False], "max")[1].item() is True
-    ops = cr.AllReduceCrossDeviceOps("ring", topology=cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"]))
-    for result in cr.all_reduce([[np.full(2, float(k)), float(k)] for k in range(3)], cross_device_ops=ops):
-        assert (result[0].tolist(), result[1].item()) == ([3, 3], 3)
-
-
 @pytest.mark.parametrize(
     ("op", "framework"), each([*cr.ReduceOp, "SUM", "Mean", "mIn"], NAMES), indirect=["framework"], ids=str
 )
@@ -181,7 +168,8 @@ def test_leaves_stay_on_their_devices(framework, op):
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
-    """The leaves of one tree may be of different frameworks; each result is of the framework of its leaf."""
+    """The leaves of one tree may be of different frameworks, or Python numbers; each result is of the framework of its
+    leaf, of a number an array of shape (). A named tuple of torch is a node, also if a call took it for an array."""
     frameworks = {"n": numpy_, "t": torch_, "j": jax_, "f": tensorflow_}
     xs = digits(3, (4,))
     trees = [{key: f.array(xs[k], k) for key, f in frameworks.items()} | {"s": float(k)} for k in range(3)]
@@ -189,7 +177,17 @@ def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
         for result in cr.all_reduce(trees, cross_device_ops=ops):
             for key, framework in frameworks.items():
                 assert framework.to_numpy(result[key]).tolist() == np.sum(xs, axis=0).tolist()
-            assert result["s"].item() == 3.0
+            assert (result["s"].shape, result["s"].item()) == ((), 3.0)
+    for result in cr.all_reduce([{"i": 1, "f": 1.5, "c": 1j}, {"i": 2, "f": 2.0, "c": 2j}], "mean"):
+        assert [(y.dtype.name, y.item()) for y in result.values()] == [
+            ("float64", 1.5), ("float64", 1.75), ("complex128", 1.5j),
+        ]  # fmt: skip
+    ring = cr.AllReduceCrossDeviceOps("ring", topology=cr.Topology.ring(cpus(0, 1, 2)))
+    assert [y.item() for y in cr.all_reduce([0.0, 1.0, 2.0], cross_device_ops=ring)] == [3.0] * 3
+    made = torch_.torch.max(torch_.torch.ones(2, 3), 0)
+    with pytest.raises(cr.ReductionError, match="max"):
+        cr.AllReduceCrossDeviceOps().broadcast(made, ["cpu:0"])
+    assert cr.all_reduce([[made], [made]], "sum")[0][0].values.tolist() == [2.0] * 3
 
 
 def test_different_structures():
@@ -236,35 +234,20 @@ def test_errors_contain_the_path_of_the_leaf(ops):
         cr.all_reduce([good, np.ones(3)], cross_device_ops=ops)
 
 
-def test_lists_of_containers_of_a_framework(torch_):
-    """A list of named tuples of torch is a tree, also after a call has taken one of them for an array."""
-    torch = torch_.torch
-    made = torch.max(torch.ones(2, 3), 0)
-    with pytest.raises(cr.ReductionError, match="max"):
-        cr.AllReduceCrossDeviceOps().broadcast(made, ["cpu:0"])
-    assert cr.all_reduce([[made], [made]], "sum")[0][0].values.tolist() == [2.0] * 3
+def reduced(kind, start):
+    start.wait(20)
+    return cr.all_reduce([kind(1.0), kind(2.0)])[1].x
 
 
-def test_leaves_are_not_the_list_of_the_caller():
-    """A thread that changes a list does not change the leaves of a call that runs."""
+def test_trees_in_many_threads():
+    """A thread that changes a list does not change the leaves of a call that runs. When many threads reduce instances
+    of a new dataclass at the same time, all get their results."""
     tree = [np.ones(2), 1.0]
     leaves, _ = flatten_tree(tree)
     tree.clear()
     assert len(leaves) == 2
-
-
-def test_dataclasses_are_registered_once_by_many_threads():
-    """When many threads reduce instances of a new dataclass at the same time, all get their results."""
-    results = []
-    for number in range(20):
-        kind = dataclasses.make_dataclass(f"New{number}", ["x"])
-
-        def call(kind=kind):
-            results.append(cr.all_reduce([kind(1.0), kind(2.0)])[1].x)
-
-        threads = [threading.Thread(target=call) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == [3.0] * 160
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            kind, start = dataclasses.make_dataclass(f"New{number}", ["x"]), threading.Barrier(8)
+            calls = [pool.submit(reduced, kind, start) for _ in range(8)]
+            assert [call.result() for call in calls] == [3.0] * 8
