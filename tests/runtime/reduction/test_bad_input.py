@@ -71,8 +71,7 @@ UNUSUAL_ARRAYS = [
 
 @pytest.mark.parametrize(("framework", "make", "words"), NOT_ARRAYS + UNUSUAL_ARRAYS, indirect=["framework"])
 def test_objects_of_the_frameworks(framework, make, words):
-    """A dtype, a device object or a module is an invalid component and destination; so are, as components, nested,
-    meta, ragged, text and key arrays."""
+    """Objects that are not arrays, and nested, meta, ragged, text and key arrays are refused with their name."""
     thing = make(importlib.import_module(framework.name))
     xs = cr.PerReplica([thing, thing], ["cpu:0", "cpu:1"])
     refused(cr.ReductionError, words, ONE.reduce, "sum", xs, "cpu:0")
@@ -81,8 +80,7 @@ def test_objects_of_the_frameworks(framework, make, words):
 
 
 def test_invalid_arguments_of_ops():
-    """A device's name that is empty or cannot be parsed, an object that is not a topology or a function, and a count
-    that is not an integer, 0 or more, raise an error with valid ones."""
+    """Wrong devices, topologies, functions and counts of ops raise an error with valid ones."""
     for wrong, words in (("", r"name must not be empty(.|\n)*a name such as"), ("cpu:0:1", r"parsed(.|\n)*cuda:0#2")):
         for ops in OPS:
             refused(cr.DeviceError, words, ops.reduce, "sum", value(), wrong)
@@ -128,8 +126,7 @@ def test_devices_that_do_not_exist(ops, name, framework):
 
 @each_ops
 def test_unknown_reductions_and_options(ops):
-    """An unknown reduction, and options other than CommunicationOptions or None, raise an error in every call that
-    accepts them, also for one replica and an empty batch."""
+    """Unknown reductions and options raise an error in every call, also for one replica and an empty batch."""
     words = r'not a known reduction(.|\n)*"sum", "mean", "avg", "min", "max", "p'
     for wrong in ("average", 3, None, np.add, np.array([1, 2])):
         refused(cr.ArgumentError, words, ops.reduce, wrong, value(), "cpu:0")
@@ -165,8 +162,7 @@ def test_pairs_of_a_wrong_type(ops):
 
 @ops_and_framework
 def test_wrong_arguments_of_broadcast_and_gather(ops, framework):
-    """Broadcast rejects all but an array. Gather rejects an axis that is not an integer or that the components lack,
-    0-d components, and components that differ in dtype or in another axis."""
+    """Broadcast takes one array; gather takes an axis that all have, and components that agree in the others."""
     words = r"broadcast requires a single array(.|\n)*value\[0\]"
     refused(cr.ArgumentError, words, ops.broadcast, value(), "cpu:0")
     for wrong in ([1.0], None, "x", (np.zeros(2),), np.ndarray):
@@ -192,8 +188,7 @@ class Falsy(cr.HierarchicalCopyAllReduce):
 
 
 def test_cross_device_ops():
-    """cross_device_ops must be an instance of CrossDeviceOps; a class or another object raises an UnsupportedError. Ops
-    whose truth value is False are used, not replaced by the default ones (D17)."""
+    """cross_device_ops is an instance, else an UnsupportedError is raised; ops that are falsy are used (D17)."""
     for wrong in (cr.HierarchicalCopyAllReduce, "ring", 3, object(), False, []):
         remedy = r"HierarchicalCopyAllReduce\(\)" if isinstance(wrong, type) else r'AllReduceCrossDeviceOps\("ring"\)'
         words = rf"cross_device_ops must be an instance(.|\n)*{remedy}"
@@ -224,8 +219,7 @@ def test_invalid_lists_of_trees():
 
 @ops_and_framework
 def test_one_invalid_value_stops_the_batch(ops, framework):
-    """One invalid value in a batch raises an error with the number of its pair; no input changes. An exception of the
-    caller's generator is not changed."""
+    """The error has the number of the pair; no input changes. Exceptions of the caller's generator pass."""
     xs = [np.arange(3, dtype="float32") + k for k in range(2)]
     good, wrong = framework.arrays(xs), framework.arrays([np.zeros(3, "float32"), np.zeros(4, "float32")])
     pairs = [(cr.PerReplica(good), "cpu:0")] * 2 + [(cr.PerReplica(wrong), "cpu:0")]
@@ -253,8 +247,7 @@ print(cr.all_reduce([{"a": np.ones(2)}, {"a": np.ones(2)}], "sum")[1]["a"].tolis
 
 
 def test_frameworks_that_are_not_installed():
-    """A missing framework raises an ImportError with its name and the extra that installs it; NumPy needs no other. An
-    unknown name of a framework raises an error that lists the known ones."""
+    """A missing framework raises an ImportError with its name and extra; an unknown name lists the known ones."""
     done = subprocess.run([sys.executable, "-c", MISSING_FRAMEWORKS], capture_output=True, text=True, check=True)
     *lines, reduced = done.stdout.splitlines()
     for name, line in zip(("torch",) * 2 + ("jax",) * 2 + ("tensorflow",) * 2, lines, strict=True):
@@ -277,8 +270,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("specs", "framework"), pairs(DIFFERENT, NAMES), indirect=["framework"])
 def test_replicas_of_different_shape_or_dtype(specs, framework):
-    """Replicas of different shape or dtype raise an error that lists every replica, also if NumPy could broadcast them,
-    if they have the same size, or if the sizes of a whole batch agree (D3)."""
+    """Replicas of different shape or dtype raise an error that lists all, also if sizes agree (D3)."""
     xs = framework.arrays([np.zeros(*spec) for spec in specs])
     for ops in OPS:
         text = refused(cr.MismatchError, "differ in shape or dtype", ops.reduce, "mean", cr.PerReplica(xs), "cpu:0")
@@ -298,8 +290,7 @@ def test_replicas_of_different_frameworks(accelerated, numpy_):
 
 @each_ops
 def test_values_and_components_of_a_wrong_type(ops):
-    """A list, tuple, dict, None, text or class is not a value, and is not converted to one. Components must be arrays
-    of a supported framework, or numbers; a masked array is rejected, since its mask would be lost."""
+    """Only arrays and PerReplica are values, only arrays and numbers are components; masked arrays are refused."""
     for wrong in ([np.zeros(2), np.zeros(2)], (np.zeros(2),), {"a": np.zeros(2)}, None, "x", b"x"):
         refused(cr.ArgumentError, "must be a PerReplica or an array", ops.reduce, "sum", wrong, "cpu:0")
         words = "pair 1: a value to reduce must be a PerReplica or an array"
@@ -349,8 +340,7 @@ def test_sparse_values_can_only_be_added(ops, framework):
 
 
 def test_wrong_indices_of_slices(framework):
-    """IndexedSlices with indices that are not integers cannot be created. When a sparse value is made dense, an index
-    beyond its shape raises an error with its pair or leaf; its row is not dropped silently."""
+    """Indices are integers; one beyond the dense shape raises an error with its pair or leaf."""
     one = np.ones((1, 2), "float32")
     for wrong in ([0.5], [True], [1j]):
         words = "the indices of slices must be integers"

@@ -56,8 +56,7 @@ def test_reduce_calls_the_implementation(framework):
 
 
 def test_the_other_implementations_are_called(numpy_):
-    """batch_reduce_implementation receives a list of pairs (PerReplica, names), and by default reduces pair by pair.
-    Those of broadcast and gather receive validated arguments; the axis is not negative."""
+    """The implementations of batches, broadcasts and gathers receive validated arguments; an axis is not negative."""
     spy, value, x = Spy(), PerReplica(numpy_.arrays(digits(2, (3,)))), np.ones((2, 3))
     results = spy.batch_reduce("max", iter([(value, "cpu:7"), (1.5, value)]))
     name, op, pairs, options = spy.calls[0]
@@ -163,8 +162,7 @@ def test_exceptions_of_custom_code_are_not_changed(error):
 
 
 def test_reduce_to_device(framework):
-    """The device that reduces does not have to be a source or a destination, and does not affect the result; with
-    accumulation_fn too, the mean of integers is a float, and that of a half type is of that type."""
+    """The device that reduces may be any and does not affect the result, also with accumulation_fn."""
     for root, to, dtype in (("cpu:0", (0, 1, 2), "int64"), ("/CPU:1", (2,), "float16"), ("cpu:5", (5, 6), "int8")):
         xs = small(dtype, (4,), 3)
         given = value(framework, xs)
@@ -176,8 +174,7 @@ def test_reduce_to_device(framework):
 
 
 def test_accumulation_fn_replaces_the_sum(framework):
-    """accumulation_fn receives a list of arrays on one device, in the order of the replicas; a mean divides the
-    returned array."""
+    """accumulation_fn receives the arrays on one device, in order; a mean divides what it returns."""
     xs, received = small("float32", (3, 2), 3), []
     given = value(framework, xs)
 
@@ -215,8 +212,7 @@ def test_accumulation_fn_may_write_into_its_arguments(framework):
 
 
 def test_wrong_uses_of_accumulation_fn(framework):
-    """A function that returns an array of another shape or framework, None or a list raises an error, and so does an op
-    that is not a sum or mean."""
+    """What the function returns must be an array like its arguments, and the op a sum or mean."""
     given = value(framework, small("float32", (4,), 2))
     shape = r"one array of the components' shape(.|\n)*float32\[4\]"
     cases = [

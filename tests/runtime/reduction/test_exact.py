@@ -114,8 +114,7 @@ def test_means_of_integers_are_rounded_once(framework):
 
 
 def test_ops_that_cannot_be_exact_are_refused(framework):
-    """The product of floats, the mean of integers of 64 bits, which accumulates in float64, and ``accumulation_fn``,
-    with which the caller adds, raise before anything is reduced; so does an option that is not a bool."""
+    """Products of floats, means of 64-bit integers, accumulation_fn and options that are not bools are errors."""
     xs = framework.arrays([np.float32([1, 2]), np.float32([3, 4])])
     with pytest.raises(UnsupportedError, match=r"^a product cannot be exact: the product of n floats has n times"):
         cr.all_reduce(xs, "product", options=EXACT)
@@ -153,8 +152,7 @@ def test_a_batch_that_is_refused_writes_nothing(numpy_):
 
 
 def test_replicas_of_strategies(tensorflow_):
-    """Inside ``MirroredStrategy.run`` the option is an argument of ``all_reduce``; the ops for ``tf.distribute`` accept
-    it, too."""
+    """The option works in ``MirroredStrategy.run`` and in the ops for ``tf.distribute``."""
     import crossreduce.tensorflow as plug_in
 
     xs, right = parts_of(5, cancelling, "float32", 3, 20)

@@ -37,9 +37,7 @@ DESTINATIONS = [(1,), (2, 0, 1), (16, 0), (0,), (6, 2), (4, 2, 3, 1, 0)]
 
 @table(n=(1, 2, 3, 5, 8, 17))
 def test_every_contribution_counts_once(framework, n, ops):
-    """On any number of devices no contribution is lost, doubled or misplaced. Results are on the destinations, in their
-    order: the same devices, more, fewer, or others, of a value alone and in a batch. No input changes. A result can be
-    reduced again, and can be a destination: the sum of n copies is n times the value."""
+    """No contribution is lost, doubled or misplaced on any devices; a result can be reduced again."""
     xs = digits(n, (5,))
     given = value(framework, xs)
     batch = [(given, on(*to)) for to in (range(n), *DESTINATIONS[n % 3 :: 3])]
@@ -58,8 +56,7 @@ SHAPES = [(3, 2), (), (0,), (1,), (2, 0, 3), (2, 3, 1), (1000,)]
 
 @table(case=[*each(DTYPES, SHAPES), *each(["float32", "int32"], SHAPES[1:])])
 def test_every_dtype_and_shape(framework, ops, case):
-    """Every reduction keeps the shape and (means of integers excepted) the dtype, and equals the oracle; one that is
-    not defined for the dtype is refused, with a remedy. Arrays may have fewer elements than there are devices."""
+    """Every reduction keeps shape and dtype, and equals the oracle; an undefined one is refused with a remedy."""
     dtype, shape = case
     xs = small(dtype, shape, 4)
     given = value(framework, xs)
@@ -86,8 +83,7 @@ def test_one_replica(framework, ops):
 
 
 def test_destinations(framework):
-    """One device in any spelling is the same destination, reduce device and component's device. An array as destination
-    means its device, and is not written. Two arrays on one device are two replicas, and one array may be two."""
+    """A device has many spellings; an array means its device; arrays on one device are several replicas."""
     xs = digits(2, (3,))
     given = value(framework, xs)
     for name in ("CPU:1", "/cpu:1", "device:cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1", "cpu:1#0"):
@@ -125,8 +121,7 @@ MIXED = [  # dtype, shape, number of replicas, destinations
 
 @table()
 def test_a_mixed_batch(framework, ops):
-    """A batch may mix dtypes, shapes, devices and destinations, may be any iterable of pairs, and may have a value
-    twice; results are in the order of the pairs."""
+    """A batch may mix dtypes, shapes and devices, be any iterable, and have a value twice; its order is kept."""
     rows = [(small(dtype, shape, n, seed), to) for seed, (dtype, shape, n, to) in enumerate(MIXED)]
     values = [value(framework, xs) for xs, _ in rows]
     batch = [(v, on(*to)) for v, (_, to) in zip(values, rows, strict=True)]
@@ -203,8 +198,7 @@ def test_nan_and_inf_propagate(framework, ops, dtype):
 
 @table()
 def test_zeros_and_denormals(framework, ops):
-    """Negative zeros keep their sign, also of one replica; denormals are added exactly, also where the framework's own
-    sums flush them (JAX, TensorFlow)."""
+    """Negative zeros keep their sign; denormals are added exactly, also where a framework's own sums flush them."""
     for n in (1, 2, 3, 5):
         given = value(framework, [np.full(3, -0.0, "float32")] * n)
         for op in ("sum", "mean", "min", "max"):
@@ -254,8 +248,7 @@ def test_jax_without_x64(jax_):
 
 @table(dtype=["float32", "bfloat16", "int8", "bool", "complex64"])
 def test_broadcast_and_gather(framework, ops, dtype):
-    """Broadcast puts a copy of one array on every destination, in order, with its bits. Gather concatenates components
-    along an axis in the order of the replicas, on every destination."""
+    """Broadcast copies the bits to every destination, in order; gather concatenates in the order of the replicas."""
     bits = np.array([0x7FC12345, 0x80000000, 0x00000001, 0xFF800000], "uint32").view("float32")  # NaN, -0, denormal
     rows = [((2, 3), 0, (0, 1, 2)), ((), 1, (2, 1)), ((0,), 0, (3,)), ((5,), 2, (2,)), (None, 1, (3, 1, 0))]
     for shape, at, to in rows:

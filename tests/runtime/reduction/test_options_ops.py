@@ -43,8 +43,7 @@ def test_unknown_ops_are_errors(wrong):
 
 @pytest.mark.parametrize("kind", [CommunicationOptions, CollectiveHints])
 def test_valid_and_invalid_options(kind):
-    """bytes_per_pack is an integer, 0 or more, and is stored as an int; a timeout is a positive number or None. Another
-    object raises an error with the option's name, the object and a remedy."""
+    """bytes_per_pack is an integer, 0 or more; a timeout is a positive number or None; others are errors."""
     for nbytes in (0, 1, 1 << 40, np.int64(7), np.uint8(3)):
         stored = kind(bytes_per_pack=nbytes).bytes_per_pack
         assert (stored, type(stored)) == (nbytes, int)
@@ -69,8 +68,7 @@ def test_names_of_algorithms():
 
 
 def test_options_are_immutable_values():
-    """Options with equal arguments are equal and have the same hash; they cannot be changed. CollectiveHints are
-    CommunicationOptions without the argument for the implementation."""
+    """Equal options have the same hash and cannot be changed; CollectiveHints are options, too."""
     a, b = CommunicationOptions(1024, 2.0, "ring"), CommunicationOptions(1024, 2.0, "RING")
     assert a == b
     assert hash(a) == hash(b)

@@ -28,9 +28,7 @@ def test_large_values_in_place(arrays, op, dtype, monkeypatch):
 
 
 def test_other_kinds_of_inputs_and_out(arrays):
-    """out may be a Mirrored, on a destination that is not a device of the value; a number is reduced into a 0-d array;
-    only out must be in C order, inputs may have any strides. A value may be in several pairs, and an array in several
-    replicas, if out contains the array at most once. The dense result of a partly sparse value is written into out."""
+    """out may be on other devices, inputs strided, repeated, numbers or partly sparse."""
     out = Mirrored([arrays.blank((6,), "float64")], ["cpu:7"])
     result = cr.ReductionToOneDevice().reduce("mean", arrays.value(two()), "cpu:7", out=out)
     assert result[0] is out[0]
@@ -62,8 +60,7 @@ class Layer(NamedTuple):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_trees_into_trees(arrays, in_place):
-    """Each leaf's result is written into the same leaf of out; the results are new trees with the leaves of out, which
-    may be the trees themselves."""
+    """Each leaf's result is written into the same leaf of out; results are new trees with out's leaves."""
 
     def tree(k):
         w, b, step = (arrays.put(np.full(shape, k, kind)) for shape, kind in (((2, 3), "f4"), ((), "f4"), (1, "i4")))
@@ -113,8 +110,7 @@ class Twice(cr.AllReduceCrossDeviceOps):
     indirect=["writable"],
 )
 def test_results_of_a_subclass_are_written_into_out(arrays, kind, in_place):
-    """The library writes the results of a custom implementation into out, also if they are results of other ops, and
-    the result of accumulation_fn, which receives copies, so that out may be the value itself."""
+    """Results of custom implementations and of accumulation_fn are written into out, also in place."""
     values = [arrays.value(two(k)) for k in (1.0, 10.0, 100.0, 1000.0, 2000.0)]
     outs = values if in_place else [arrays.blanks(2, (6,)) for _ in values]
     results = [kind().reduce("sum", values[0], values[0], out=outs[0])]
@@ -152,8 +148,7 @@ def test_parameters_in_and_out(torch_):
     ("ops", "size"), [(OPS, 3), (OPS, 100_000), (cr.ReductionToOneDevice(accumulation_fn=added), 3), (Adding(), 3)]
 )
 def test_a_write_increments_the_version(torch_, ops, size):
-    """Writing into a tensor increments its version, so a backward pass that saved the old values raises. A call that
-    raises does not invalidate tensors that autograd saved."""
+    """A write invalidates what autograd saved; a call that raises does not."""
     torch = torch_.torch
     w = torch.ones(size, requires_grad=True)
     saved = w * 2
@@ -169,8 +164,7 @@ def test_a_write_increments_the_version(torch_, ops, size):
 
 
 def test_views_and_inference_tensors(torch_):
-    """A lazily conjugated or negated view is rejected as out, since its memory has other values. Tensors created in
-    inference mode can be read and written in that mode, and are rejected as out after it has ended."""
+    """Lazy views, and inference tensors outside that mode, are refused as out."""
     torch, arrays = torch_.torch, Arrays(torch_)
     x = arrays.put(np.array([1 + 2j, 3 + 4j]))
     for view, dtype, words in (

@@ -38,8 +38,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out raises an error with the given object and a remedy; for a PerReplica of a batch, also its pair. A
-    batch needs a list with one out per pair."""
+    """An invalid out raises an error with the given object and a remedy, and with its pair in a batch."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
     pairs = [(good, good), (value, value)]
@@ -53,8 +52,7 @@ def test_an_invalid_out(arrays, name):
 
 
 def test_wrong_trees(arrays):
-    """out needs one tree per replica, of the structure of the inputs; an error about a leaf has the path of the leaf,
-    and one about the structure lists the leaves that only one side has."""
+    """out needs one tree per replica, of the same structure; errors have the path of the leaf."""
     trees = [{"a": arrays.put(x), "b": arrays.put(x)} for x in two()]
     a, b = arrays.blank((6,), "float64"), arrays.blank((6,), "float64")
     for out in ([], trees[:1], [*trees, trees[0]], trees[0], a, "ab", 3):
@@ -190,8 +188,7 @@ CASES = [
 
 @pytest.mark.parametrize(("make", "path", "writable"), CASES, indirect=["writable"])
 def test_out_is_checked_before_anything_is_written(arrays, make, path):
-    """On every code path, an unsupported layout of ``out``, or shared memory, is an error before the first write, in a
-    batch and (a single pair) alone."""
+    """Unsupported layouts and shared memory of out are errors before the first write, on every path."""
     rows = make(arrays)
     if path == "several dtypes":
         integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])

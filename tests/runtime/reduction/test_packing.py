@@ -28,9 +28,7 @@ def f32(*sizes):
 @examples(300)
 @given(specs | few, packings(), algorithms, st.integers(1, 5))
 def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
-    """Each tensor is in exactly one buffer of its dtype; spans have no gaps and have the order of the batch. With
-    num_packs or bytes_per_pack there is one buffer per dtype, in order of appearance. No pack has more bytes than the
-    limit, except for a single element that is larger; there are no more packs than that and num_packs need."""
+    """Each tensor is in one buffer of its dtype, without gaps and in order; packs keep the limits."""
     num_packs, nbytes, *_ = packing
     buffers = layout(batch, packing)
     assert sorted(span.tensor for buffer in buffers for span in buffer.spans) == list(range(len(batch)))

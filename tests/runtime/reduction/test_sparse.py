@@ -63,8 +63,7 @@ def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=
     indirect=["framework"],
 )
 def test_slices_are_concatenated(framework, dtype, kind, ops):
-    """The sum has the slices of all replicas, in their order, and the dense shape; slices of one row stay separate. The
-    mean of integers is a float, and half types are rounded once. The inputs do not change."""
+    """The sum has the slices of all replicas, in order, and the dense shape; a mean is rounded once."""
     parts = rows(2, 0, 3, dtype=dtype)
     given = put(framework, kind, parts)
     for op, to in (("sum", (0, 1, 2)), ("mean", (3, 0))):
@@ -79,9 +78,7 @@ def test_slices_are_concatenated(framework, dtype, kind, ops):
 
 
 def test_different_index_dtypes_and_dense_shapes(framework):
-    """Index dtypes may differ between replicas: int32 and int64 become int64, int64 and NumPy's uint64 also int64.
-    dense_shape may be missing on all replicas or on some; the result has the one that a replica gives, if any, also a
-    dense one. Without it a gather, which makes slices dense, is refused."""
+    """Index dtypes may differ, and dense_shape may be missing unless slices must be made dense."""
     parts = rows(2, 1, 3)
     for kinds in (("int32", "int64", "int32"), ("int64", "uint64", "int64"))[: 2 if framework.name == "numpy" else 1]:
         cast = [(v, i.astype(kind)) for (v, i), kind in zip(parts, kinds, strict=True)]
@@ -137,8 +134,7 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind):
 
 @kinds_table
 def test_one_sparse_array_and_gathers(framework, kind):
-    """A sparse array may be the value of one replica, a destination, and the value of a broadcast. Gather makes sparse
-    components dense and concatenates them."""
+    """A sparse array may be a value, a destination and broadcast; gather makes it dense."""
     (x,) = put(framework, kind, rows(3))
     for ops in OPS.values():
         check_sparse(framework, kind, ops.reduce("mean", x, x), rows(3), cpus(0), mean=True, inputs=[x])
@@ -198,8 +194,7 @@ ACCUMULATED = [
 
 @pytest.mark.parametrize(("op", "dtype", "numbers", "wanted"), ACCUMULATED)
 def test_slices_of_one_row_are_added_in_the_accumulator(op, dtype, numbers, wanted):
-    """A sparse component of a value with dense components, or that is gathered, is made dense in the dtype that the op
-    accumulates in, and can be packed with values that were dense; results have the dtype of the slices."""
+    """Slices are made dense in the accumulator's dtype, and packed with dense values."""
     values = np.array(numbers, dtype).reshape(-1, 1)
     slices, zeros = cr.IndexedSlices(values, np.zeros(len(values), int), (2, 1)), np.zeros((2, 1), dtype)
     batch = [(cr.PerReplica([slices, zeros]), "cpu:0"), (cr.PerReplica([zeros, zeros + 1]), "cpu:0")]

@@ -26,8 +26,7 @@ MACHINES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200
 
 
 def check_sum(ops, n, size=37):
-    """Assert that the ops reduce ``n`` NumPy arrays to all devices and to one, and broadcast one of them; the sum
-    shows every array's contribution to every element."""
+    """Assert that the ops add ``n`` NumPy arrays, each counted once, on all devices and on one, and broadcast one."""
     xs = expect.digits(n, (size,))
     value = PerReplica([x.copy() for x in xs])
     due = sum(xs)
@@ -44,8 +43,7 @@ PARTS = [(0, 1, 2), (5, 6, 7, 4, 0), (7, 3)]
 
 @pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, [1, 2, 5, 8, *PARTS], [1, 3]), ids=str)
 def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
-    """1 to 8 replicas on the first GPUs of a DGX-1V, or on a connected part of it, get the correct sum by every
-    algorithm; data may be routed through the other GPUs, also where some links are missing."""
+    """1 to 8 replicas on some GPUs of a DGX-1V get the correct sum, also without some links."""
     topology = DGX if n in (2, 5) else ON_HOST  # by position, or by name
     if isinstance(n, tuple):
         topology, n = ON_HOST.subset([f"cpu:{k}" for k in n]).renamed(names(len(n))), len(n)
@@ -71,8 +69,7 @@ def test_machines_are_matched_by_position(machine, algorithm):
     st.booleans(),
 )
 def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op, both_ways):
-    """On any topology that connects the replicas, with its devices in any order, results equal the oracle's: integers
-    exactly, floats within the rounding error of any order of additions."""
+    """On any connected topology, with devices in any order, results equal the oracle's."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     topology = topology.renamed(data.draw(st.permutations(names(n))))
     dtype = data.draw(st.sampled_from(["int64", "float32"]))
@@ -107,8 +104,7 @@ def test_bytes_are_those_of_the_plan(algorithm, size):
     ("algorithm", "framework"), each(["hierarchical_copy", "forest", "auto", "ring"], NAMES), indirect=["framework"]
 )
 def test_batches_of_each_framework(algorithm, framework):
-    """A batch of several shapes and dtypes of any framework, packed or not, dense and sparse, is reduced on a topology,
-    on all of its devices and on some."""
+    """Batches of any framework, packed or not, dense and sparse, are reduced on a topology."""
     for n, packs in ((8, 2), (5, 0)):
         dense = [expect.small(*kind, n) for kind in (("float32", (6, 5)), ("int32", ()), ("float16", (0,)))]
         rows = [framework.sparse("IndexedSlices", np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(n)]
@@ -128,8 +124,7 @@ HUB = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], [Link(*pair, 5) for
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_devices_and_switches_without_a_replica(algorithm):
-    """Devices without a replica and switches forward, also reducing ones, since no engine can reduce on a switch. If
-    the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
+    """Devices without a replica and switches only forward; without a route nothing is moved."""
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=STAR.with_switches(reducing=True)), 6)
     if algorithm != "forest":
         check_sum(AllReduceCrossDeviceOps(algorithm, topology=HUB), 4, size=1 << 12)

@@ -90,8 +90,7 @@ MAKERS = {
 
 @pytest.mark.parametrize(("kind", "ops"), each(MAKERS, CLASSES), ids=str)
 def test_every_kind_of_tree(kind, ops):
-    """The result has one new tree per replica, with the same nodes as the inputs and reduced leaves; the containers,
-    dataclasses and arrays of the inputs do not change."""
+    """Each replica gets a new tree of the same nodes with reduced leaves; the inputs do not change."""
     xs = digits(3, (2,))
     trees, wanted = [MAKERS[kind](x) for x in xs], MAKERS[kind](np.sum(xs, axis=0))
     before = [numbers(tree) for tree in trees]
@@ -110,8 +109,7 @@ def test_every_kind_of_tree(kind, ops):
 
 
 def test_dataclasses():
-    """A field that is not an argument of __init__ is a leaf like others, and __init__ does not run again; a frozen
-    dataclass stays frozen; a result computes its own cached properties; replicas share no container."""
+    """All fields are leaves, __init__ does not run again, frozen stays frozen, and no container is shared."""
     xs = digits(3, (2,))
     total = np.sum(xs, axis=0)
     trees = [Derived(x) for x in xs]
@@ -129,8 +127,7 @@ def test_dataclasses():
 
 
 def test_lists_of_trees():
-    """The trees may be in any iterable, also without leaves; dicts with their keys in another order are matched by key;
-    one tree is copied; a tree that contains itself is refused."""
+    """Trees may be in any iterable and without leaves; dicts are matched by key; a tree in itself is refused."""
     a, b = digits(2, (3,))
     results = cr.all_reduce([{"x": a, "y": 2 * a, "z": {"q": a}}, {"z": {"q": b}, "y": 2 * b, "x": b}])
     assert [numbers(result) for result in results] == [[x.tolist() for x in (a + b, 2 * (a + b), a + b)]] * 2
@@ -152,8 +149,7 @@ def test_lists_of_trees():
     ("op", "framework"), each([*cr.ReduceOp, "SUM", "Mean", "mIn"], NAMES), indirect=["framework"], ids=str
 )
 def test_leaves_stay_on_their_devices(framework, op):
-    """Leaf k of result i is on the device of leaf k of tree i, and has the same bits on all devices. ``devices`` has
-    the device of each replica, in any spelling, to which leaves are moved. An array is a tree of one leaf."""
+    """A leaf's result is on the leaf's device, or, with ``devices``, on the replica's."""
     name = op.value if isinstance(op, cr.ReduceOp) else op.lower()
     leaves = {"w": small("float32", (3, 2), 4), "b": small("float32", (), 4, 1), "e": small("float32", (0,), 4)}
     trees = [{key: framework.array(xs[k], k) for key, xs in leaves.items()} for k in range(4)]
@@ -168,8 +164,7 @@ def test_leaves_stay_on_their_devices(framework, op):
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
-    """The leaves of one tree may be of different frameworks, or Python numbers; each result is of the framework of its
-    leaf, of a number an array of shape (). A named tuple of torch is a node, also if a call took it for an array."""
+    """Leaves may be of several frameworks or numbers; a named tuple of torch is a node."""
     frameworks = {"n": numpy_, "t": torch_, "j": jax_, "f": tensorflow_}
     xs = digits(3, (4,))
     trees = [{key: f.array(xs[k], k) for key, f in frameworks.items()} | {"s": float(k)} for k in range(3)]
@@ -240,8 +235,7 @@ def reduced(kind, start):
 
 
 def test_trees_in_many_threads():
-    """A thread that changes a list does not change the leaves of a call that runs. When many threads reduce instances
-    of a new dataclass at the same time, all get their results."""
+    """Leaves are not the list of the caller; many threads may register one new dataclass."""
     tree = [np.ones(2), 1.0]
     leaves, _ = flatten_tree(tree)
     tree.clear()

@@ -20,8 +20,7 @@ LOOP.append(LOOP)
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_all_reduce_in_replicas_gives_each_the_reduction(library, n):
-    """Each replica's all_reduce returns the sum, maximum or minimum of all replicas' arrays, on its own device. It does
-    not write its inputs, and its results share no memory with them."""
+    """Each replica gets the reduction on its device, in new memory; inputs are not written."""
     xs = digits(n, (2, 3))
     strategy, given = cr.MirroredStrategy(n), value(library, xs)
     for op in ("sum", "max", "min"):
@@ -44,8 +43,7 @@ class Spy(cr.HierarchicalCopyAllReduce):
 
 @pytest.mark.parametrize("devices", [cpus(0), cpus(5, 3), cpus(*range(8))], ids=len)
 def test_a_tree_is_reduced_in_one_batch(devices):
-    """A tree's leaves are reduced by one batch_reduce, arrays in host memory under the strategy's device names, so that
-    the links of the op's topology apply; the structure is kept, and numbers become arrays."""
+    """A tree is reduced by one batch_reduce under the strategy's device names, so that a topology applies."""
     ops, n = Spy(topology=cr.Topology.ring(cpus(*range(8)), 10)), len(devices)
     ops.calls = []
     strategy = cr.MirroredStrategy(devices, ops)
@@ -176,8 +174,7 @@ def test_merge_call_runs_once_for_all_replicas(library, n):
 
 
 def test_each_replica_receives_its_components():
-    """Of distributed values in args and kwargs each replica receives its component; the rest is passed unchanged. A
-    PerReplica or a variable passed to all_reduce inside a replica counts as the replica's component."""
+    """A replica gets its component of distributed arguments and variables; the rest is unchanged."""
     strategy = cr.MirroredStrategy(3)
     log, given = [], {"x": [cr.PerReplica([np.full(2, k) for k in range(3)]), 5], "y": None}
 
@@ -234,8 +231,7 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
 
 
 def test_devices():
-    """Devices are a count, or valid names, each listed once. If no framework reports an accelerator, the default is one
-    replica on cpu:0, as in TensorFlow."""
+    """Devices are a count, or valid names, each listed once; by default those of an accelerator, or cpu:0."""
     for devices, words in (
         (0, "at least one device"),
         ([], "at least one device"),

@@ -46,8 +46,7 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
 
 @pytest.mark.parametrize("seconds", [0.3, 1e10, float("inf")])
 def test_only_waiting_counts_for_the_timeout(seconds):
-    """Computing never times out; neither do calls that together take longer than the timeout. Timeouts that are too
-    long for a lock, infinity included, are accepted."""
+    """Neither computing nor several calls together time out; a timeout may be infinite."""
     barrier = threading.Barrier(2, timeout=20)
     options = cr.CommunicationOptions(timeout_seconds=seconds)
 
@@ -184,8 +183,7 @@ def test_a_call_in_a_forked_process_is_an_error():
 
 
 def test_arrays_and_objects_are_freed():
-    """After an all_reduce its inputs are freed, while the replicas continue to compute. Objects that a failed step
-    created are freed at once: no reference cycle through its frames keeps them."""
+    """Inputs are freed after an all_reduce; objects of a failed step are freed at once."""
     alive, refs = [], []
 
     def step():
@@ -250,9 +248,7 @@ cr.MirroredStrategy(2).run(lambda: 1)
 
 
 def test_what_replicas_import():
-    """The tree library is imported by the thread that makes a strategy: a process that is forked while another thread
-    imports a module could never import it. Replicas of NumPy arrays import neither torch nor JAX, and run if importing
-    JAX fails."""
+    """The tree library is imported before replicas run, torch and JAX only if they are used."""
     ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n[]\n"
 

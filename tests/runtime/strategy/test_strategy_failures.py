@@ -39,8 +39,7 @@ ERRORS = [OwnError("mine", 5), SystemExit(3), KeyboardInterrupt(), GeneratorExit
 
 @pytest.mark.parametrize(("error", "n"), each(ERRORS, [1, 2, 5]), ids=repr)
 def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
-    """The caller receives the same exception, also one that is not an error, such as SystemExit, with its traceback,
-    and the replica's number in a note."""
+    """The caller gets the same exception, with its traceback and the replica in a note."""
 
     def raises_here():
         raise error
@@ -59,8 +58,7 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
 
 @pytest.mark.parametrize("wait", [reduce_(), MERGE], ids=["all_reduce", "merge_call"])
 def test_waiting_replicas_end_at_once(wait):
-    """When one replica fails, the others' all_reduce and merge_call end these replicas at once, although the replicas
-    handle ``Exception``."""
+    """When one replica fails, the others' calls end them, although they handle ``Exception``."""
     ended, begun = [], threading.Barrier(5)
 
     def step():
@@ -84,8 +82,7 @@ def test_waiting_replicas_end_at_once(wait):
 
 
 def test_computing_replicas_end_at_their_next_call():
-    """A replica that computes while another fails is stopped at its next call of the context, and, if it catches the
-    exception that stops it, at each later call; run waits for it."""
+    """A replica that computes while another fails is stopped at each later call."""
     reached, failing = [], threading.Event()
 
     def step():
@@ -180,8 +177,7 @@ def test_different_calls_are_listed_at_once(case, late, n):
 
 
 def test_wrong_arguments_of_calls_are_listed():
-    """Leaves that differ in shape or dtype raise a MismatchError with the leaf and each replica's array; other invalid
-    arguments raise the errors of the same calls outside replicas."""
+    """Leaves that differ are listed for each replica; other invalid arguments are errors, too."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"

@@ -21,8 +21,7 @@ def leaves(n, shape=(3,)):
 
 @pytest.mark.parametrize(("n", "op"), [(1, "mean"), (3, "sum"), (4, "mean")])
 def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
-    """backward through all_reduce gives each replica the gradient of the sum of all losses; through all_gather, for its
-    own rows, the sum of all replicas' gradients."""
+    """Gradients are those of the sum of all losses, also through all_gather."""
     scale = [torch.tensor([k + 1.0, 2.0, -k], dtype=torch.float64) for k in range(n)]
     xs, ys = leaves(n), leaves(n, ())
     rows = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
@@ -61,8 +60,7 @@ def test_second_gradients(torch_):
 
 
 def test_gradients_are_never_lost_silently(torch_):
-    """all_reduce raises an error where it has no gradient: by max, of sparse values, if only some replicas need one, in
-    torch.func; so does backward after the run, or in one replica only."""
+    """all_reduce and backward raise an error where they have no gradient."""
     xs = cr.PerReplica(leaves(2))
     sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
     slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))

@@ -183,8 +183,7 @@ def test_replicate_copies_to_each_device(library):
 
 
 def test_extended_reduces_and_broadcasts(library):
-    """strategy.extended reduces to any destinations (None: all devices); its update calls a function per replica.
-    local_results returns the components of a distributed value, and a tuple of one for any other value."""
+    """extended reduces to any destinations and updates per replica; local_results returns components."""
     n = 3
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (2,))

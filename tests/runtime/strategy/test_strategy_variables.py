@@ -83,9 +83,7 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere aggregates. There it reads
-    as the value assigned to it, also if it aggregates by sum; assign_add to such a sum of several replicas raises an
-    error, as in TensorFlow."""
+    """A replica has its component of a sync-on-read variable; reads elsewhere aggregate."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -210,8 +208,7 @@ def test_numbers_shapes_and_dtypes(library):
 
 
 def test_a_variable_reads_as_a_numpy_array(library):
-    """np.asarray of a variable is its value in the current context: the replica's own, or all components combined.
-    ``copy=False`` is an error for a dtype that needs a copy."""
+    """np.asarray gives the value in the current context; ``copy=False`` refuses a cast."""
     strategy = cr.MirroredStrategy(2)
     var = variable(strategy, library.array(np.arange(3.0)))
     assert np.array(var, dtype=np.float32).dtype == np.float32

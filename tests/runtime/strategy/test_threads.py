@@ -30,8 +30,7 @@ def refused(thread):
 
 @pytest.mark.parametrize(("kind", "error"), [(interrupted, KeyboardInterrupt), (refused, RuntimeError)])
 def test_the_exceptions_of_a_start(monkeypatch, kind, error):
-    """The signal handler's exception is raised instead of the RuntimeError that follows from it; a RuntimeError of the
-    system is raised unchanged; both also while another exception is handled. The watchdog warns only of the latter."""
+    """The handler's exception replaces the RuntimeError that follows from it; the system's own is raised."""
     monkeypatch.setattr(threading.Thread, "start", kind)
     words = "the signal" if error is KeyboardInterrupt else "can't start new thread"
     with pytest.raises(error, match=words):

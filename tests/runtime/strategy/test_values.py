@@ -15,8 +15,7 @@ A, B = np.zeros(3, "float32"), np.ones(3, "float32")
 
 @each_kind
 def test_components_and_devices_are_stored(kind):
-    """A value stores the given objects themselves, in order, from any iterable, and the canonical names of devices. It
-    is read-only, and can be pickled."""
+    """A value stores the given objects and canonical names; it is read-only and can be pickled."""
     for given_ in ([A, B], (A, B), (x for x in (A, B))):
         value = kind(given_)
         assert isinstance(value.values, tuple)
@@ -37,8 +36,7 @@ def test_components_and_devices_are_stored(kind):
 
 @each_kind
 def test_wrong_components_and_devices(kind):
-    """A value needs components. A single array raises an error, since its rows are not replicas; so do text, dicts and
-    numbers. Devices are a list with one name per component; two spellings of one device are the same device."""
+    """Components are a list of arrays that is not empty; devices are as many different names."""
     for empty in ([], (), iter([])):
         with pytest.raises(ArgumentError, match=f"{kind.__name__} needs at least one component"):
             kind(empty)
@@ -71,9 +69,7 @@ class Long:
 
 
 def test_repr_of_a_value(tensorflow_):
-    """A repr shows the device, dtype and shape of each component, of any framework, and no elements. It works for any
-    object, even one with a broken repr, since components are checked only when they are reduced. A size that tracing
-    leaves unknown is shown as a question mark."""
+    """A repr shows each component's device, dtype and shape, for any object; unknown sizes are question marks."""
     assert repr(PerReplica([A, np.float64(2)])) == "PerReplica(\n  cpu:0: float32[3],\n  cpu:1: float64[]\n)"
     assert repr(Mirrored([np.zeros((2, 0), "int8")], ["cuda:1"])) == "Mirrored(\n  cuda:1: int8[2, 0]\n)"
     assert repr(PerReplica([tensorflow_.tf.ones(2)])) == "PerReplica(\n  cpu:0: float32[2]\n)"
@@ -84,8 +80,7 @@ def test_repr_of_a_value(tensorflow_):
 
 
 def test_slices_are_stored_by_reference():
-    """IndexedSlices store the given arrays, lists as NumPy arrays, and the dense shape as a tuple of ints; the repr
-    shows the specs."""
+    """IndexedSlices store the given arrays, lists as NumPy arrays; the repr shows the specs."""
     values, indices = np.ones((2, 3), "float32"), np.array([4, 4])
     slices = IndexedSlices(values, indices, [5, 3])
     assert (slices.values is values, slices.indices is indices) == (True, True)
@@ -100,9 +95,7 @@ def test_slices_are_stored_by_reference():
 
 
 def test_slices_must_agree():
-    """The indices are one per slice, along one axis; the message contains both shapes. The dense shape has the number
-    of axes of the values and, except for the rows, their sizes; if each slice is a number, the error suggests a
-    dense_shape in Python's notation of a tuple of one."""
+    """There is one index per slice; the dense shape has the sizes of the values; the error has both shapes."""
     for values, indices in (((2, 3), (3,)), ((2,), (1,)), ((), (0,)), ((2, 2), (2, 1)), ((1,), ()), ((0, 3), (1,))):
         shapes = re.escape(f"values of shape {values}, indices of shape {indices}")
         with pytest.raises(ArgumentError, match=rf"must have one index per slice[\s\S]*{shapes}"):

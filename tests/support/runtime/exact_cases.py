@@ -1,8 +1,4 @@
-"""Terms for exact sums: random bits, and kinds of data on which a sum in floating point is often wrong.
-
-Input: a random generator, a dtype's name, the numbers of terms and of elements. Output: the bits of the terms, one row
-per term.
-"""
+"""Terms for exact sums, as rows of bits: kinds of data on which a sum in floating point is often wrong."""
 
 import numpy as np
 from exact_oracle import FORMATS, exact_sum

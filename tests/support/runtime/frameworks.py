@@ -1,8 +1,4 @@
-"""One interface to the four frameworks for tests: it puts arrays onto the k-th device and returns them as NumPy arrays.
-
-Of crossreduce it uses only the class IndexedSlices, so the library is checked against the frameworks themselves. If a
-framework cannot be imported, ``load`` raises ImportError, and its tests fail.
-"""
+"""One interface to the four frameworks for tests: arrays on the k-th device, and as NumPy arrays."""
 
 import functools
 import importlib

@@ -1,7 +1,4 @@
-"""An engine of the tests' own, as an example: it runs programs like the engine "loop" and records them.
-
-A new engine takes such a file, its name in the registry, an entry in ``ENGINES`` of ``running.py``, and docs.
-"""
+"""An engine of the tests' own: it runs programs like the engine "loop" and records them."""
 
 import numpy as np
 

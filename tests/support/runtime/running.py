@@ -26,10 +26,7 @@ def bounds(schedule, size):
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run the engine ``loop`` on one flat array per source; return each destination's ``(parts, fresh)``.
-
-    ``size`` ``None``: arrays of any shape, which are not cut.
-    """
+    """Run the engine ``loop`` on one flat array per source (``size`` ``None``: of any shape)."""
     numbers = framework.numbers(ReduceOp(op), dtype, len(flats))
     return run_program(lower(schedule), framework, flats, size, numbers)
 
