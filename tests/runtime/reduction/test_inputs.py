@@ -138,25 +138,6 @@ def test_torch_tensors_of_any_form(torch_, dtype, ops):
             assert (operand if isinstance(operand, int) else operand[0]) == y.data_ptr()
 
 
-def test_jax_arrays_and_their_devices(jax_):
-    """Results of uncommitted arrays are where they are asked for; weak types stay; sharded arrays are refused."""
-    jax, jnp = jax_.jax, jax_.jax.numpy
-    value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], cpus(2, 1))
-    check(jax_, ONE.reduce("sum", value, value), "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
-    assert cr.all_reduce([jnp.asarray(1.0), jnp.asarray(2.0)])[0].weak_type
-    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
-    spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    for call, *args in (
-        (ONE.reduce, "sum", cr.PerReplica([spread, spread])),
-        (ONE.reduce, "sum", cr.PerReplica([spread, spread], cpus(0, 1))),
-        (ONE.broadcast, spread),
-    ):
-        with pytest.raises(cr.DeviceError, match=r"spread over several(.|\n)*addressable_shards"):
-            call(*args, "cpu:0")
-    shards = cr.PerReplica([shard.data for shard in spread.addressable_shards])
-    assert np.asarray(ONE.reduce("sum", shards, "cpu:0")[0]).tolist() == [2, 4]
-
-
 def test_bools_with_unusual_bytes():
     """A bool whose byte is neither 0 nor 1 is true, and the bytes of the result are 0 and 1."""
     a, b = np.uint8([2, 1, 0, 2] * 20).view(bool), np.uint8([1, 2, 2, 0] * 20).view(bool)

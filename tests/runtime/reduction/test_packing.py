@@ -119,15 +119,3 @@ def test_a_plan_does_not_grow_with_the_number_of_packs(monkeypatch, algorithm, m
     result = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value, options)
     assert all((x == 6 * np.arange(1000)).all() for x in result)
     assert (max(packs), sum(packs)) == (most, 100)
-
-
-@pytest.mark.parametrize("group", [0, 3, 12])
-def test_groups_of_small_tensors(monkeypatch, group):
-    """agg_small_grads_max_group=g joins at most g tensors: 25 scalars are in ceil(25/g) buffers; 0 joins none (D15)."""
-    made, layouts = [], pipeline.layouts
-    monkeypatch.setattr(pipeline, "layouts", lambda *args: made.append(layouts(*args)) or made[-1])
-    value = cr.PerReplica([np.float32(1), np.float32(2)])
-    results = cr.AllReduceCrossDeviceOps("one_device", 0, 100, group).batch_reduce("sum", [(value, value)] * 25)
-    assert [y.item() for result in results for y in result] == [3.0] * 50
-    sizes = [buffer.size for layout in made for buffer, _ in layout[0].buffers]
-    assert (sum(sizes), max(sizes), len(sizes)) == (25, max(1, group), -(-25 // max(1, group)))

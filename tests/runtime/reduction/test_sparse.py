@@ -183,23 +183,3 @@ def test_padded_bcoo(jax_):
     mixed = cr.PerReplica([x, jax_.array(np.ones(4, "float32"), 1)], cpus(0, 1))
     for z in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
         assert np.asarray(z).tolist() == [2, 1, 3, 1]
-
-
-ACCUMULATED = [
-    ("mean", "float16", [40000] * 2, 40000),
-    ("mean", "int8", [100] * 2, 100),
-    ("sum", "float16", [2048, 1, 1], 2050),
-]
-
-
-@pytest.mark.parametrize(("op", "dtype", "numbers", "wanted"), ACCUMULATED)
-def test_slices_of_one_row_are_added_in_the_accumulator(op, dtype, numbers, wanted):
-    """Slices are made dense in the accumulator's dtype, and packed with dense values."""
-    values = np.array(numbers, dtype).reshape(-1, 1)
-    slices, zeros = cr.IndexedSlices(values, np.zeros(len(values), int), (2, 1)), np.zeros((2, 1), dtype)
-    batch = [(cr.PerReplica([slices, zeros]), "cpu:0"), (cr.PerReplica([zeros, zeros + 1]), "cpu:0")]
-    (mixed,), (plain,) = cr.HierarchicalCopyAllReduce().batch_reduce(op, batch)
-    assert (mixed[0, 0], plain[1, 0]) == (wanted, 0.5 if op == "mean" else 1)
-    (gathered,) = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:0", 0)
-    assert gathered.dtype == dtype
-    assert op == "mean" or (mixed.dtype, gathered[0, 0]) == (dtype, wanted)

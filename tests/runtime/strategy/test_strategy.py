@@ -3,7 +3,6 @@
 import contextvars
 import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import oracle
@@ -60,13 +59,6 @@ def test_a_tree_is_reduced_in_one_batch(devices):
         assert result["a"][0][k] == 1.5 * n
     assert float(strategy.reduce("sum", result["a"][0])) == 1.5 * n * n
     assert ops.calls[1:] == [[devices]]
-
-
-def test_replicas_run_at_the_same_time():
-    """Each replica has its own thread, and all run at the same time: they can wait for each other."""
-    barrier = threading.Barrier(4, timeout=20)
-    idents = cr.MirroredStrategy(4).run(lambda: (barrier.wait(), threading.get_ident())[1])
-    assert len({threading.get_ident(), *idents}) == 5
 
 
 def test_a_context_identifies_its_replica():
@@ -287,22 +279,6 @@ def test_replicas_have_a_copy_of_the_callers_context_variables():
     with np.errstate(divide="raise"):
         assert cr.MirroredStrategy(2).run(step) == ("blue", "red", "raise")
     assert colour.get() == "blue"
-
-
-def test_runs_in_several_threads_are_independent():
-    """Two threads may run replicas of one strategy, or of two, at the same time."""
-    strategies = [cr.MirroredStrategy(3), cr.MirroredStrategy(2)]
-
-    def work(number):
-        def step():
-            assert context().strategy is strategies[number % 2]
-            return [float(context().all_reduce("sum", float(number))) for _ in range(20)]
-
-        return strategies[number % 2].run(step)
-
-    with ThreadPoolExecutor(4) as pool:
-        for number, sums in enumerate(pool.map(work, range(4))):
-            assert all(x.values == (number * len(x),) * (3, 2)[number % 2] for x in sums)
 
 
 def test_tensorflow_is_referred_to_its_own_strategy(tensorflow_):

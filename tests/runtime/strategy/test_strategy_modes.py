@@ -43,22 +43,6 @@ def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
         assert own_grad.tolist() == (n * (n + 1) * own).tolist()
 
 
-def test_second_gradients(torch_):
-    """The gradient of an all_reduce can be differentiated again."""
-
-    def step(x):
-        y = context().all_reduce("sum", x**3).sum()
-        (first,) = torch.autograd.grad(y, x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        return first.detach(), second
-
-    xs = leaves(3)
-    first, second = cr.MirroredStrategy(3).run(step, args=(cr.PerReplica(xs),))
-    for x, a, b in zip(xs, first, second, strict=True):
-        assert a.tolist() == (3 * 3 * x**2).tolist()  # 3 losses, all equal to y, are summed
-        assert b.tolist() == (3 * 3 * 2 * x).tolist()
-
-
 def test_gradients_are_never_lost_silently(torch_):
     """all_reduce and backward raise an error where they have no gradient."""
     xs = cr.PerReplica(leaves(2))
