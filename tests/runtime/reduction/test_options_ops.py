@@ -29,9 +29,7 @@ def test_names_of_ops():
         assert cr.ReductionToOneDevice().reduce(name, values, values)[1] == due
 
 
-@pytest.mark.parametrize(
-    "wrong", ["", "summ", " sum", "average", "ReduceOp.SUM", "SUM\n", 0, 1, None, True, b"sum", ["sum"], max]
-)
+@pytest.mark.parametrize("wrong", ["", "summ", " sum", "ReduceOp.SUM", "SUM\n", 0, None, True, b"sum", ["sum"], max])
 def test_unknown_ops_are_errors(wrong):
     """An object that is not an op or its name raises an error that shows the object and lists all names of ops."""
     given = re.escape(f"given: {' '.join(repr(wrong).split())}")

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import os
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from oracle import dtype_of as np_dtype
@@ -25,12 +25,8 @@ def defined(op, dtype):
     return not (dtype in COMPLEX and op in ("min", "max"))
 
 
-class Parts(NamedTuple):
-    """The parts of a sparse array, as NumPy arrays."""
-
-    kind: str
-    values: np.ndarray
-    indices: np.ndarray
+Parts = namedtuple("Parts", "kind values indices")
+"""The parts of a sparse array, as NumPy arrays."""
 
 
 class Framework:
