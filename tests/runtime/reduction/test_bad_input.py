@@ -100,6 +100,12 @@ def test_invalid_arguments_of_ops():
         ):
             words = rf"{name} must be a whole number, 0 or more(.|\n)*given: "
             refused(cr.ArgumentError, words, make, *args)
+    # Packs are counted before they create gigabytes of schedules.
+    x, options = cr.PerReplica([np.zeros(100_000, "float32")] * 2), cr.CommunicationOptions(bytes_per_pack=1)
+    words = r"cut into 100000 packs; 10000 is the most(.|\n)*bytes_per_pack of 0 or at least 40$"
+    refused(cr.ArgumentError, words, cr.HierarchicalCopyAllReduce().reduce, "sum", x, x, options)
+    words = r"cut into 20000 packs(.|\n)*num_packs=20000"
+    refused(cr.ArgumentError, words, cr.HierarchicalCopyAllReduce(20_000).reduce, "sum", x, x)
 
 
 MISSING = [
@@ -125,8 +131,8 @@ def test_devices_that_do_not_exist(ops, name, framework):
 
 
 @each_ops
-def test_unknown_reductions_and_options(ops):
-    """Unknown reductions and options raise an error in every call, also for one replica and an empty batch."""
+def test_wrong_reductions_options_and_pairs(ops):
+    """Unknown reductions and options raise an error in every call; so do pairs that are none."""
     words = r'not a known reduction(.|\n)*"sum", "mean", "avg", "min", "max", "p'
     for wrong in ("average", 3, None, np.add, np.array([1, 2])):
         refused(cr.ArgumentError, words, ops.reduce, wrong, value(), "cpu:0")
@@ -139,20 +145,6 @@ def test_unknown_reductions_and_options(ops):
         refused(cr.ArgumentError, words, ops.batch_reduce, "sum", [], wrong)
         refused(cr.ArgumentError, words, ops.gather, value(), "cpu:0", 0, wrong)
         refused(cr.ArgumentError, words, cr.all_reduce, [1.0], cross_device_ops=ops, options=wrong)
-
-
-def test_too_many_packs():
-    """Packs of few bytes, or many packs, of a large buffer are rejected before they create gigabytes of schedules."""
-    x, options = cr.PerReplica([np.zeros(100_000, "float32")] * 2), cr.CommunicationOptions(bytes_per_pack=1)
-    words = r"cut into 100000 packs; 10000 is the most(.|\n)*bytes_per_pack of 0 or at least 40$"
-    refused(cr.ArgumentError, words, cr.HierarchicalCopyAllReduce().reduce, "sum", x, x, options)
-    words = r"cut into 20000 packs(.|\n)*num_packs=20000"
-    refused(cr.ArgumentError, words, cr.HierarchicalCopyAllReduce(20_000).reduce, "sum", x, x)
-
-
-@each_ops
-def test_pairs_of_a_wrong_type(ops):
-    """The pairs of a batch are an iterable, not text, a dict or a distributed value; an element has two components."""
     for wrong in (3, None, "pairs", b"x", {"a": 1}, value()):
         refused(cr.ArgumentError, "value_destination_pairs must be pairs", ops.batch_reduce, "sum", wrong)
     words = "element 1 of value_destination_pairs is not a pair"
@@ -329,16 +321,6 @@ def test_dtypes_that_are_not_supported(ops):
         refused(cr.UnsupportedError, "cannot be reduced, broadcast", ops.gather, cr.PerReplica([y, y]), "cpu:0", 0)
 
 
-@ops_and_framework
-def test_sparse_values_can_only_be_added(ops, framework):
-    """The min, max and product of sparse values raise TypeError, for every sparse kind of every framework."""
-    for kind in framework.kinds:
-        xs = [framework.sparse(kind, np.ones((1, 2), "float32"), np.array([k]), (3, 2), k) for k in range(2)]
-        for op in ("min", "max", "product"):
-            words = "sparse values can only be reduced by sum or mean"
-            refused(cr.UnsupportedError, words, ops.reduce, op, cr.PerReplica(xs), "cpu:0")
-
-
 def test_wrong_indices_of_slices(framework):
     """Indices are integers; one beyond the dense shape raises an error with its pair or leaf."""
     one = np.ones((1, 2), "float32")
@@ -356,8 +338,13 @@ def test_wrong_indices_of_slices(framework):
         refused(cr.ArgumentError, rf"^leaf tree\['b'\]: {words}", cr.all_reduce, trees)
 
 
-def test_sparse_replicas_must_agree(framework):
-    """Sparse components that differ in the shape of rows, dtype or dense shape raise an error that lists each."""
+def test_sparse_replicas(framework):
+    """Sparse values can only be added; components that differ raise an error that lists each."""
+    for kind in framework.kinds:
+        xs = [framework.sparse(kind, np.ones((1, 2), "float32"), np.array([k]), (3, 2), k) for k in range(2)]
+        for ops, op in each(OPS, ("min", "max", "product")):
+            words = "sparse values can only be reduced by sum or mean"
+            refused(cr.UnsupportedError, words, ops.reduce, op, cr.PerReplica(xs), "cpu:0")
 
     def slices(k, rows, dtype, shape):
         return framework.sparse("IndexedSlices", np.ones((1, rows), dtype), np.array([0]), shape, k)

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -60,56 +62,43 @@ def test_only_waiting_counts_for_the_timeout(seconds):
     assert cr.MirroredStrategy(2).run(step, options=options).values == (2, 2)
 
 
-def started(function, *args):
-    """Start a thread that calls a function in a copy of the context variables."""
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(function, *args), daemon=True)
-    thread.start()
-    return thread
-
-
 def test_a_replica_makes_one_call_at_a_time():
     """Two threads of one replica cannot call at the same time; the second call raises a ContextError."""
-    errors, refused = [], threading.Event()
+    calls, begun = [], threading.Event()
 
     def second(here):
         while here._group._calls[0] is None:  # the replica does not yet wait in its own call
             time.sleep(0.005)
-        try:
-            here.all_reduce("sum", 1.0)
-        except cr.ContextError as error:
-            errors.append(str(error))
-        refused.set()
+        here.all_reduce("sum", 1.0)
 
     def step():
         if number() == 0:
-            started(second, context())
+            calls.append(pool.submit(contextvars.copy_context().run, second, context()))
+            begun.set()
         else:
-            refused.wait(20)
+            begun.wait(20)
+            wait(calls, 20)
         context().all_reduce("sum", 1.0)
 
-    cr.MirroredStrategy(2).run(step)
-    assert len(errors) == 1
-    assert "this replica is already waiting in a collective call of another thread" in errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        cr.MirroredStrategy(2).run(step)
+    with pytest.raises(cr.ContextError, match="this replica is already waiting in a collective call of another thread"):
+        calls[0].result()
 
 
 def test_a_thread_that_outlives_its_replica_never_waits_forever():
     """A collective call in a thread that a replica started does not wait forever if the replica returns before it."""
-    for _ in range(30):
-        threads, ends = [], []
+    calls = []
 
-        def work(here, ends=ends):
-            try:
-                ends.append(here.all_reduce("sum", 1.0))
-            except (cr.ContextError, cr.MismatchError) as error:
-                ends.append(error)
+    def step():
+        calls.append(pool.submit(contextvars.copy_context().run, context().all_reduce, "sum", 1.0))
 
-        try:
-            cr.MirroredStrategy(1).run(lambda threads=threads, work=work: threads.append(started(work, context())))
-        except cr.MismatchError as error:
-            assert "replica 0 on cpu:0 has returned" in str(error)  # noqa: PT017 - the thread may also have been faster
-        threads[0].join(20)
-        assert not threads[0].is_alive()
-        assert len(ends) == 1  # the result, or the error of a call after the replica returned
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(30):
+            with suppress(cr.MismatchError):
+                cr.MirroredStrategy(1).run(step)
+            with suppress(cr.ContextError, cr.MismatchError):
+                calls[-1].result(20)
 
 
 class Observing(cr.AllReduceCrossDeviceOps):
