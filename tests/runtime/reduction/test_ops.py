@@ -105,22 +105,6 @@ def test_batches(framework, ops):
     assert [ops.batch_reduce("sum", empty) for empty in ([], (), iter([]))] == [[]] * 3
 
 
-def test_variables(tensorflow_):
-    """Variables of TensorFlow are values and destinations; results do not change with them, nor they with results."""
-    tf, xs = tensorflow_.tf, [np.full(3, 2.0**k, "float32") for k in range(3)]
-    variables = []
-    for k, x in enumerate(xs):
-        with tf.device(f"/CPU:{k}"):
-            variables.append(tf.Variable(x))
-    for ops in (cr.ReductionToOneDevice(), cr.HierarchicalCopyAllReduce()):
-        results = [ops.reduce("sum", cr.PerReplica(variables), variables[2]), ops.broadcast(variables[2], "cpu:2")]
-        variables[2].assign([7.0] * 3)
-        check(tensorflow_, results[0], "sum", xs, cpus(2))
-        check(tensorflow_, results[1], "sum", xs[2:], cpus(2))
-        variables[2].assign(xs[2])
-    assert [v.numpy().tolist() for v in variables] == [x.tolist() for x in xs]
-
-
 @pytest.mark.parametrize(("framework", "ops"), each(NAMES, OPS), indirect=["framework"])
 def test_the_same_input_gives_the_same_bits(framework, ops):
     """The same call on the same input gives the same bits, on every replica, alone and beside other values."""

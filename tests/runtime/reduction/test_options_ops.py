@@ -18,9 +18,8 @@ def test_names_of_ops():
     """A name in any mix of cases, the names in torch and NCCL, and the member itself give the same member."""
     for name in OPS:
         member = ReduceOp[name.upper()]
-        for flags in itertools.product((str.lower, str.upper), repeat=len(name)):
-            assert ReduceOp("".join(case(letter) for case, letter in zip(flags, name, strict=True))) is member
-        assert ReduceOp(member) is member
+        for form in (name, name.upper(), name.title(), name.title().swapcase(), member):
+            assert ReduceOp(form) is member
         assert repr(member) == f"ReduceOp.{name.upper()}"
     assert sorted(op.value for op in ReduceOp) == sorted(OPS)
     values = cr.PerReplica([np.float32(2), np.float32(4)])

@@ -1,6 +1,5 @@
 """MirroredStrategy: replicas, contexts, calls of ``run``, and its arguments."""
 
-import contextvars
 import dataclasses
 import threading
 
@@ -264,21 +263,6 @@ def test_wrong_arguments(words, call, args):
     """A function that is not callable, and invalid args, kwargs, options or trees, raise an ArgumentError."""
     with pytest.raises(cr.ArgumentError, match=words):
         call(*args)
-
-
-def test_replicas_have_a_copy_of_the_callers_context_variables():
-    """Replicas start with a copy of the caller's context variables, NumPy's errstate included."""
-    colour = contextvars.ContextVar("colour", default="grey")
-    colour.set("blue")
-
-    def step():
-        before = colour.get()
-        colour.set("red")
-        return before, colour.get(), np.geterr()["divide"]
-
-    with np.errstate(divide="raise"):
-        assert cr.MirroredStrategy(2).run(step) == ("blue", "red", "raise")
-    assert colour.get() == "blue"
 
 
 def test_tensorflow_is_referred_to_its_own_strategy(tensorflow_):

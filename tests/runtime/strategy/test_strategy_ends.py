@@ -109,18 +109,21 @@ class Observing(cr.AllReduceCrossDeviceOps):
         return super().batch_reduce(*args, **named)
 
 
-def test_a_replica_reduces_in_the_context_of_the_caller():
-    """A replica reduces NumPy arrays, in the caller's context; a merge_call runs in the caller's thread."""
+def test_the_context_of_the_caller():
+    """Replicas have copies of the caller's context, errstate included, and reduce in it; merges are in its thread."""
     ops = Observing()
     ops.seen, ops.marker = [], contextvars.ContextVar("marker", default="none")
 
     def step():
+        before = ops.marker.get() + " " + np.geterr()["divide"]
         ops.marker.set("replica")
         context().all_reduce("sum", np.ones(3))
-        return context().merge_call(lambda _: threading.current_thread() is threading.main_thread())
+        return before, context().merge_call(lambda _: threading.current_thread() is threading.main_thread())
 
     ops.marker.set("caller")
-    assert cr.MirroredStrategy(3, ops).run(step).values == (True,) * 3
+    with np.errstate(divide="raise"):
+        before, merged = cr.MirroredStrategy(3, ops).run(step)
+    assert (before, merged.values, ops.marker.get()) == ("caller raise", (True,) * 3, "caller")
     assert ops.seen == [(False, "caller", None)]
 
 

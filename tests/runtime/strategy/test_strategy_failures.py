@@ -55,53 +55,33 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
     assert "raises_here" in "".join(traceback.format_exception(error))
 
 
-@pytest.mark.parametrize("wait", [reduce_(), MERGE], ids=["all_reduce", "merge_call"])
-def test_waiting_replicas_end_at_once(wait):
-    """When one replica fails, the others' calls end them, although they handle ``Exception``."""
-    ended, begun = [], threading.Barrier(5)
+@pytest.mark.parametrize("wait", [reduce_(), MERGE, gather(1, 0)], ids=["all_reduce", "merge_call", "all_gather"])
+def test_other_replicas_end_at_their_next_call(wait):
+    """When one replica fails, those that wait in a call, or make one later, end, although they handle exceptions."""
+    ended, failing, begun = [], threading.Event(), threading.Barrier(4)
 
     def step():
         k = number()
         begun.wait(20)  # a replica that has not begun when another one fails is not run
         if k == 0:
             time.sleep(0.05)
-            raise OwnError("own")
-        try:
-            while True:
-                try:
-                    wait()
-                except Exception:
-                    ended.append("handled")  # must not happen: the replica would continue
-        finally:
-            ended.append(k)
-
-    with pytest.raises(OwnError, match="own"):
-        cr.MirroredStrategy(5).run(step)
-    assert sorted(ended) == [1, 2, 3, 4]
-
-
-def test_computing_replicas_end_at_their_next_call():
-    """A replica that computes while another fails is stopped at each later call."""
-    reached, failing = [], threading.Event()
-
-    def step():
-        context().all_reduce("sum", 1.0)  # all replicas have started
-        if number() == 0:
             failing.set()
             raise OwnError("own")
-        failing.wait(20)
-        time.sleep(0.05)
+        if k == 1:
+            failing.wait(20)  # still computes
         for _ in range(3):
             try:
-                context().all_gather(np.ones(1), 0)
-            except BaseException as error:
-                reached.append(type(error).__name__)
-        context().all_reduce("sum", 1.0)
-        reached.append("never")
+                wait()
+            except Exception:
+                ended.append("handled")  # must not happen: the replica would continue
+            except BaseException:
+                ended.append(k)
+        wait()
+        ended.append("never")
 
     with pytest.raises(OwnError, match="own"):
-        cr.MirroredStrategy(2).run(step)
-    assert reached == ["Stopped"] * 3
+        cr.MirroredStrategy(4).run(step)
+    assert sorted(ended) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 class BrokenError(Exception):

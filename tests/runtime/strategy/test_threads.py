@@ -20,10 +20,6 @@ def interrupted(thread, real=threading.Thread.start):
         raise RuntimeError("release unlocked lock")
 
 
-def never_started(thread):
-    raise KeyboardInterrupt("the signal")
-
-
 def refused(thread):
     raise RuntimeError("can't start new thread")
 
@@ -43,24 +39,6 @@ def test_the_exceptions_of_a_start(monkeypatch, kind, error):
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt, match="the signal"):
             WatchedTransport(None, lambda: None)
-
-
-@pytest.mark.parametrize("interrupt", [interrupted, never_started])
-def test_a_queue_of_ops_survives_an_interrupted_start(monkeypatch, interrupt):
-    """After Ctrl-C in the start of its thread a queue still runs each op once, in order, and can be closed."""
-    pytest.importorskip("torch")
-    from crossreduce.torch.op_queue import OpQueue
-
-    ops, ran = OpQueue("test", inline=False), []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupt)
-        with pytest.raises(KeyboardInterrupt, match="the signal"):
-            ops.run(lambda: ran.append(0), [], asynchronous=True)
-    for number in range(1, 20):
-        ops.run(lambda number=number: ran.append(number), [], asynchronous=number % 3 > 0)
-    ops.run(lambda: ran.append(20), [], asynchronous=False)
-    assert ran == list(range(21))
-    assert ops.close(30)
 
 
 STORM = """

@@ -58,10 +58,7 @@ def two(k=1.0, shape=(6,)):
 
 
 def added(xs):
-    total = xs[0]
-    for x in xs[1:]:
-        total = total + x
-    return total
+    return sum(xs[1:], xs[0])
 
 
 class Adding(cr.CrossDeviceOps):
