@@ -172,13 +172,6 @@ def test_wrong_arguments_of_broadcast_and_gather(ops, framework):
         refused(cr.MismatchError, words, ops.gather, different, "cpu:0", 0)
 
 
-class Falsy(cr.HierarchicalCopyAllReduce):
-    """Cross-device ops whose truth value is False."""
-
-    def __bool__(self):
-        return False
-
-
 def test_cross_device_ops():
     """cross_device_ops is an instance, else an UnsupportedError is raised; ops that are falsy are used (D17)."""
     for wrong in (cr.HierarchicalCopyAllReduce, "ring", 3, object(), False, []):
@@ -187,7 +180,7 @@ def test_cross_device_ops():
         refused(cr.UnsupportedError, words, cr.all_reduce, [1.0, 2.0], cross_device_ops=wrong)
         refused(cr.UnsupportedError, words, cr.MirroredStrategy, 2, wrong)
     assert issubclass(cr.UnsupportedError, TypeError)
-    falsy = Falsy()
+    falsy = type("Falsy", (cr.HierarchicalCopyAllReduce,), {"__bool__": lambda self: False})()
     falsy.batch_reduce_implementation = lambda op, pairs, options: [cr.Mirrored([-1] * len(to), to) for _, to in pairs]
     assert cr.all_reduce([1.0, 2.0], cross_device_ops=falsy) == [-1, -1]
     assert cr.MirroredStrategy(2, falsy).cross_device_ops is falsy

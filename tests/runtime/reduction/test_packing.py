@@ -63,10 +63,8 @@ def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
         ((8, 9, 12, 125), Packing(0, 0, 40, 10), [17, 12, 125]),
         ((125, 6, 5, 7, 100), Packing(0, 0, 40, 10), [125, 18, 100]),
         ((1,) * 25, Packing(0, 0, 40, 10), [10, 10, 5]),
-        ((1, 100, 1), Packing(0, 0, 40, 10), [1, 100, 1]),
         ((0, 1), Packing(0, 0, 40, 10), [1]),
         ((10, 11), Packing(0, 0, 40, 10), [10, 11]),
-        ((1,) * 5, Packing(0, 0, 40, 1), [1] * 5),
         ((1,) * 5, Packing(0, 0, 40, 2), [2, 2, 1]),
         ((1,) * 5, Packing(0, 0, 40, 0), [1] * 5),
         ((1,) * 5, Packing(0, 0, 0, 10), [1] * 5),
@@ -86,19 +84,6 @@ def test_joined_tensors_have_one_dtype():
     assert [(b.dtype, b.size) for b in buffers] == [("float32", 2), ("int32", 1), ("float32", 2)]
     for nbytes, sizes in ((10, [15]), (9, [5, 5, 5])):
         assert [b.size for b in layout((TensorSpec((5,), "bfloat16"),) * 3, Packing(0, 0, nbytes, 10))] == sizes
-
-
-def test_tensors_of_unknown_shape_are_not_packed():
-    """A tensor with an unknown size has its own buffer of one pack, for all packing options."""
-    batch = (TensorSpec((None, 3), "float32"), *f32(4), TensorSpec((None,), "float32"), *f32(2))
-    for packing in (Packing(), Packing(3), Packing(0, 8), Packing(0, 0, 100, 10)):
-        buffers = layout(batch, packing)
-        by_tensor = {span.tensor: buffer for buffer in buffers for span in buffer.spans}
-        for tensor in (0, 2):
-            assert by_tensor[tensor].size is None
-            assert by_tensor[tensor].packs == 1
-            assert len(by_tensor[tensor].spans) == 1
-        assert by_tensor[1].size == (6 if packing.num_packs or packing.bytes_per_pack else 4)
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,6 @@ def put(framework, kind, parts, shape=SHAPE):
     return [framework.sparse(kind, values, indices, shape, k) for k, (values, indices) in enumerate(parts)]
 
 
-def dense(values, indices, shape=SHAPE):
-    out = np.zeros(shape, values.dtype)
-    np.add.at(out, indices, values)
-    return out
-
-
 def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=()):
     """Assert that a sparse result has the slices of all replicas, in their order, and the kind of the inputs."""
     check_places(framework, result, devices)
@@ -95,7 +89,13 @@ def test_different_index_dtypes_and_dense_shapes(framework):
         assert {y.dense_shape for y in result} == {wanted}
     first, full = framework.sparse("IndexedSlices", *parts[0], None, 0), np.ones(SHAPE, "float32")
     value = cr.PerReplica([first, framework.array(full, 1)])
-    check(framework, cr.ReductionToOneDevice().reduce("sum", value, value), "sum", [dense(*parts[0]), full], cpus(0, 1))
+    check(
+        framework,
+        cr.ReductionToOneDevice().reduce("sum", value, value),
+        "sum",
+        [framework.dense(first, SHAPE), full],
+        cpus(0, 1),
+    )
     with pytest.raises(cr.ArgumentError, match="a sparse array without dense_shape cannot be made dense"):
         cr.CrossDeviceOps().gather(cr.PerReplica([first]), "cpu:0", 0)
 
@@ -109,7 +109,8 @@ def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op,
     """A value that is sparse on some replicas and dense on others has a dense result."""
     parts = rows(3, 0, 4)
     full = np.arange(12, dtype="float32").reshape(SHAPE)
-    given, xs = put(framework, kind, parts), [dense(*part) for part in parts]
+    given = put(framework, kind, parts)
+    xs = [framework.dense(x, SHAPE) for x in given]
     given.insert(position, framework.array(full, position))
     xs.insert(position, full)
     value = cr.PerReplica(given, cpus(0, 1, 2, 3))
@@ -142,7 +143,7 @@ def test_one_sparse_array_and_gathers(framework, kind):
     parts = rows(3, 0, 2)
     value = cr.PerReplica(put(framework, kind, parts), cpus(0, 1, 2))
     for axis in (0, 1):
-        wanted = np.concatenate([dense(*part) for part in parts], axis)
+        wanted = np.concatenate([framework.dense(x, SHAPE) for x in value], axis)
         for y in cr.HierarchicalCopyAllReduce().gather(value, on(1, 0), axis):
             np.testing.assert_array_equal(framework.to_numpy(y), wanted)
 
@@ -152,14 +153,14 @@ def test_arrays_that_are_sparse_in_any_axes(framework, kind):
     """torch's COO arrays, coalesced or not, and JAX's BCOO may be sparse in all axes or in the first ones."""
     rng = np.random.default_rng(0)
     for axes, shape in ((1, (6, 2, 3)), (3, (4, 3, 2))):
-        xs, wanted = [], np.zeros(shape)
+        xs = []
         for k, count in enumerate((5, 1, 3)):
             indices = np.stack([rng.integers(0, size, count) for size in shape[:axes]], 1)
             values = rng.integers(-9, 9, (count, *shape[axes:])) * 1.0
             xs.append(framework.sparse(kind, values, indices, shape, k))
-            np.add.at(wanted, tuple(indices.T), values)
         if kind == "coo":
             xs[2] = xs[2].coalesce()
+        wanted = sum(framework.dense(x, shape) for x in xs)
         value = cr.PerReplica(xs, cpus(0, 1, 2))
         for op, divisor in (("sum", 1), ("mean", 3)):
             for y in cr.HierarchicalCopyAllReduce().reduce(op, value, value):

@@ -17,7 +17,9 @@ import pytest
 from replicas import OwnError, notes, number
 
 import crossreduce as cr
+from crossreduce.ranks.failures.watchdog import WatchedTransport
 from crossreduce.strategy.replica_group import ReplicaGroup
+from crossreduce.threads import start_thread
 
 context = cr.get_replica_context
 BRIEF = cr.CommunicationOptions(timeout_seconds=0.3)
@@ -277,3 +279,64 @@ def test_ctrl_c_releases_all_threads():
     """KeyboardInterrupt in the caller, while it waits or merges, stops all replicas."""
     ran = subprocess.run([sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=60, check=False)
     assert ran.stdout == "[]\n[]\n", ran.stderr
+
+
+def interrupted(thread, real=threading.Thread.start):
+    """Start a thread and raise as Python does if Ctrl-C arrives while the condition has released its lock."""
+    real(thread)
+    try:
+        raise KeyboardInterrupt("the signal")
+    finally:
+        raise RuntimeError("release unlocked lock")
+
+
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(("kind", "error"), [(interrupted, KeyboardInterrupt), (refused, RuntimeError)])
+def test_the_exceptions_of_a_start(monkeypatch, kind, error):
+    """The handler's exception replaces the RuntimeError that follows from it; the system's own is raised."""
+    monkeypatch.setattr(threading.Thread, "start", kind)
+    words = "the signal" if error is KeyboardInterrupt else "can't start new thread"
+    with pytest.raises(error, match=words):
+        start_thread(threading.Thread(target=int))
+    try:
+        int("earlier")
+    except ValueError:
+        with pytest.raises(error, match=words):
+            start_thread(threading.Thread(target=int))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="the signal"):
+            WatchedTransport(None, lambda: None)
+
+
+STORM = """
+import random, signal, sys
+import crossreduce as cr
+
+strategy = cr.MirroredStrategy(8)
+strategy.run(lambda: 1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+sys.unraisablehook = lambda _: None  # the handler may raise in a callback of the interpreter, too
+random.seed(1)
+interrupts = 0
+while interrupts < int(sys.argv[1]):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1.5e-3))
+        strategy.run(lambda: 1)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        interrupts += 1
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+assert strategy.run(lambda: 1).values == (1,) * 8
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no interval timers")
+@pytest.mark.parametrize("interrupts", ["100", pytest.param("2000", marks=pytest.mark.system)])
+def test_a_storm_of_interrupts_raises_nothing_else(interrupts):
+    """Of runs of 8 replicas that are interrupted at random moments, none raises another exception."""
+    command = [sys.executable, "-c", STORM, interrupts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

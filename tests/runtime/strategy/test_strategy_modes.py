@@ -169,11 +169,10 @@ def test_replicas_on_one_gpu(torch_):
     batch = strategy.split(torch.arange(12.0).reshape(4, 3))
 
     def step(model, x):
-        assert x.device == torch.device("cuda:0")
         model(x).sum().backward()
-        grads = context().all_reduce("sum", {"w": model.weight.grad, "n": float(len(x))})
-        assert grads["w"].device == torch.device("cuda:0")
-        return grads["w"], grads["n"]
+        grad, count = context().all_reduce("sum", (model.weight.grad, float(len(x))))
+        assert grad.device == x.device == torch.device("cuda:0")
+        return grad, count
 
     with pytest.raises(cr.UnsupportedError, match="replicas that share an accelerator cannot compute gradients"):
         strategy.run(lambda model: context().all_reduce("sum", model.weight), args=(model,))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import oracle
 import strategies
+from exact_oracle import FORMATS
 from hypothesis import strategies as st
 
 from crossreduce import ReduceOp, kernels
@@ -134,13 +135,10 @@ def view(part, dtype):
     return np.ndarray((part.size // kind.itemsize,), kind, part.data)
 
 
-MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
-
-
 def specials(dtype):
     """Return the bits of numbers at which arithmetic changes: zeros, subnormals, infinities, NaNs with payloads."""
     nbytes = oracle.dtype_of(dtype).itemsize
-    bits, sign = MANTISSA_BITS[dtype], 1 << (8 * nbytes - 1)
+    bits, sign = FORMATS[dtype][1], 1 << (8 * nbytes - 1)
     infinite = sign - (1 << bits)
     one = infinite // 2 - infinite // 2 % (1 << bits)
     quiet = infinite | 1 << (bits - 1)
