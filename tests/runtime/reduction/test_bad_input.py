@@ -109,7 +109,9 @@ def test_invalid_arguments_of_ops():
 
 
 MISSING = [
-    (name, device) for name in NAMES for device in ("cuda:99", "host1/cpu:0", "/job:worker/task:1/CPU:0", "tpu:0")
+    (name, device)
+    for name in NAMES
+    for device in ("cuda:99", "host1/cpu:0", "/job:worker/task:1/device:CPU:0", "tpu:0")
 ]
 # For NumPy and torch, host memory has any number of cpu:k; JAX and TensorFlow are configured with 17.
 MISSING += [(name, "cpu:99") for name in NAMES if name in ("jax", "tensorflow")]
