@@ -11,18 +11,13 @@ from crossreduce.engines import base
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange, engine_named
 from crossreduce.engines.loop import run_program
 from crossreduce.frameworks import get
-from crossreduce.lowering import element_ranges, lower
+from crossreduce.lowering import lower
 from crossreduce.packing import Buffer, Span
 
 sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
 
 ENGINES = ("host", "loop")
 """Every engine that computes on NumPy arrays; "recording" of the tests runs programs like "loop"."""
-
-
-def bounds(schedule, size):
-    """Return the elements ``(start, stop)`` of each part of a result."""
-    return tuple((start, stop) for _, start, stop in element_ranges(lower(schedule), size))
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
