@@ -38,6 +38,11 @@ def refused(error, words, function, *args, **kwargs):
     return str(caught.value)
 
 
+def summed(ops, x, devices=None):
+    """Return the sum of two replicas of one object."""
+    return ops.reduce("sum", cr.PerReplica([x, x], devices), "cpu:0")
+
+
 @each_ops
 def test_destinations_of_a_wrong_type(ops):
     """Destinations of a wrong type raise an error that shows the given object and the accepted types."""
@@ -73,8 +78,7 @@ UNUSUAL_ARRAYS = [
 def test_objects_of_the_frameworks(framework, make, words):
     """Objects that are not arrays, and nested, meta, ragged, text and key arrays are refused with their name."""
     thing = make(importlib.import_module(framework.name))
-    xs = cr.PerReplica([thing, thing], ["cpu:0", "cpu:1"])
-    refused(cr.ReductionError, words, ONE.reduce, "sum", xs, "cpu:0")
+    refused(cr.ReductionError, words, summed, ONE, thing, ["cpu:0", "cpu:1"])
     if any(make is known for _, known, _ in NOT_ARRAYS):
         refused(cr.ArgumentError, DESTINATIONS, ONE.reduce, "sum", value(), thing)
 
@@ -284,11 +288,11 @@ def test_values_and_components_of_a_wrong_type(ops):
         refused(cr.ArgumentError, words, ops.batch_reduce, "sum", [(value(), "cpu:0"), (wrong, "cpu:0")])
     refused(cr.UnsupportedError, "a class was given instead of a value", ops.reduce, "sum", np.ndarray, "cpu:0")
     for wrong in (object(), {1, 2}, range(3), lambda: 0, iter([1])):
-        refused(cr.ArgumentError, "is not an array", ops.reduce, "sum", cr.PerReplica([wrong, wrong]), "cpu:0")
+        refused(cr.ArgumentError, "is not an array", summed, ops, wrong)
     masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
     words = r"masked arrays cannot be reduced(.|\n)*filled\(0\)"
     for x in (masked, cr.IndexedSlices(masked, np.array([0, 1]))):
-        refused(cr.UnsupportedError, words, ops.reduce, "sum", cr.PerReplica([x, x]), "cpu:0")
+        refused(cr.UnsupportedError, words, summed, ops, x)
     refused(cr.UnsupportedError, words, ops.broadcast, masked, "cpu:0")
     refused(cr.UnsupportedError, words, ops.gather, cr.PerReplica([masked, masked]), "cpu:0", 0)
 

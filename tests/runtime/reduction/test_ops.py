@@ -168,7 +168,7 @@ def test_plans_are_logged(capsys, caplog, framework):
             for hints in (options, None, options):
                 check(framework, ops.reduce("sum", given, on(1, 0, 15), hints), "sum", xs, cpus(1, 0, 15), given)
             lines = [record.getMessage() for record in caplog.records]
-            plans.append({line.split()[3].strip(";") for line in lines if line.startswith("new plan: ")})
+            plans.append({line.split()[3].strip(":") for line in lines if line.startswith("new plan: ")})
     assert [("ring" in names, "direct" in names) for names in plans] == [(False, True), (True, True), (True, True)]
     assert len(lines) == len(set(lines))
     assert len([line for line in lines if '"nccl" plans "auto"' in line]) == 1
