@@ -17,21 +17,21 @@ class Spy(cr.CrossDeviceOps):
     def __init__(self):
         self.calls = []
 
-    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-        self.calls.append(("reduce", reduce_op, per_replica_value, destinations, options))
-        return self.broadcast_implementation(per_replica_value[0], destinations)
+    def reduce_implementation(self, *args):
+        self.calls.append(("reduce", *args))
+        return self.broadcast_implementation(args[1][0], args[2])
 
-    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-        self.calls.append(("batch_reduce", reduce_op, value_destination_pairs, options))
-        return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+    def batch_reduce_implementation(self, *args):
+        self.calls.append(("batch_reduce", *args))
+        return super().batch_reduce_implementation(*args)
 
-    def broadcast_implementation(self, tensor, destinations):
-        self.calls.append(("broadcast", tensor, destinations))
-        return super().broadcast_implementation(tensor, destinations)
+    def broadcast_implementation(self, *args):
+        self.calls.append(("broadcast", *args))
+        return super().broadcast_implementation(*args)
 
-    def gather_implementation(self, per_replica_value, destinations, axis, options):
-        self.calls.append(("gather", per_replica_value, destinations, axis, options))
-        return super().gather_implementation(per_replica_value, destinations, axis, options)
+    def gather_implementation(self, *args):
+        self.calls.append(("gather", *args))
+        return super().gather_implementation(*args)
 
 
 def test_reduce_calls_the_implementation(framework):
@@ -41,15 +41,12 @@ def test_reduce_calls_the_implementation(framework):
     result = spy.reduce("Mean", value_, "/device:CPU:1")
     check(framework, result, "sum", xs[:1], cpus(1))
     name, op, given, destinations, options = spy.calls[0]
-    assert (name, op, destinations) == ("reduce", ReduceOp.MEAN, ("cpu:1",))
-    assert type(destinations) is tuple
+    assert (name, op, destinations, options) == ("reduce", ReduceOp.MEAN, ("cpu:1",), CommunicationOptions())
     assert isinstance(given, PerReplica)
-    assert given.devices == cpus(0, 1)
-    assert given.values == value_.values
+    assert (given.devices, given.values) == (cpus(0, 1), value_.values)
     with pytest.raises(AttributeError, match="a validated value is immutable, so facts cannot be set"):
         given.facts = None
     assert type(copy.copy(given)) is PerReplica
-    assert options == CommunicationOptions()
     hints = cr.CollectiveHints(bytes_per_pack=3)
     spy.reduce(ReduceOp.SUM, Mirrored(value_.values, cpus(1, 0)), on(2, 1), hints)
     _, op, given, destinations, options = spy.calls[2]
@@ -59,8 +56,7 @@ def test_reduce_calls_the_implementation(framework):
 
 
 def test_the_other_implementations_are_called(numpy_):
-    """batch_reduce_implementation receives a list of pairs (PerReplica, names), and by default reduces pair by pair.
-    Those of broadcast and gather receive validated arguments; the axis is not negative."""
+    """The implementations of batches, broadcasts and gathers receive validated arguments; an axis is not negative."""
     spy, value, x = Spy(), PerReplica(numpy_.arrays(digits(2, (3,)))), np.ones((2, 3))
     results = spy.batch_reduce("max", iter([(value, "cpu:7"), (1.5, value)]))
     name, op, pairs, options = spy.calls[0]
@@ -99,7 +95,6 @@ def test_arguments_are_validated_before_an_implementation_is_called():
 
 WRONG = (
     lambda value, destinations: None,
-    lambda value, destinations: value[0],
     lambda value, destinations: [value[0]] * len(destinations),
     lambda value, destinations: PerReplica([value[0]] * len(destinations), destinations),
     lambda value, destinations: Mirrored([value[0]] * 2, ["cpu:8", "cpu:9"]),
@@ -108,31 +103,33 @@ WRONG = (
 )
 
 
-def test_wrong_returns():
-    """If an implementation does not return a Mirrored on the destinations, or that of a batch a list of one Mirrored
-    per pair, an UnsupportedError names it."""
-    value = PerReplica([np.ones(2), np.ones(2)])
-    for wrong in WRONG:
-        implementations = {
-            "reduce_implementation": lambda ops, op, value, to, options, wrong=wrong: wrong(value, to),
-            "broadcast_implementation": lambda ops, tensor, to, wrong=wrong: wrong([tensor], to),
-            "gather_implementation": lambda ops, value, to, axis, options, wrong=wrong: wrong(value, to),
-        }
-        ops = type("Custom", (cr.CrossDeviceOps,), implementations)()
-        for name, *args in (
-            ("reduce", "sum", value, value),
-            ("batch_reduce", "sum", [(value, value)]),
-            ("broadcast", value[0], value),
-            ("gather", value, value, 0),
-        ):
-            words = rf"{name}_implementation must return a Mirrored on the destinations(.|\n)*given: "
-            with pytest.raises(cr.UnsupportedError, match=words):
-                getattr(ops, name)(*args)
-    for wrong in (None, (), [], "ab", [1, 2]):
-        ops = type("Custom", (cr.CrossDeviceOps,), {"batch_reduce_implementation": lambda *_, wrong=wrong: wrong})()
-        words = r"Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_returns(wrong):
+    """If an implementation does not return a Mirrored on the destinations, an UnsupportedError names it."""
+    implementations = {
+        "reduce_implementation": lambda ops, op, value, to, options: wrong(value, to),
+        "broadcast_implementation": lambda ops, tensor, to: wrong([tensor], to),
+        "gather_implementation": lambda ops, value, to, axis, options: wrong(value, to),
+    }
+    value, ops = PerReplica([np.ones(2), np.ones(2)]), type("Custom", (cr.CrossDeviceOps,), implementations)()
+    for name, *args in (
+        ("reduce", "sum", value, value),
+        ("batch_reduce", "sum", [(value, value)]),
+        ("broadcast", value[0], value),
+        ("gather", value, value, 0),
+    ):
+        words = rf"{name}_implementation must return a Mirrored on the destinations(.|\n)*given: "
         with pytest.raises(cr.UnsupportedError, match=words):
-            ops.batch_reduce("sum", [(value, value)])
+            getattr(ops, name)(*args)
+
+
+@pytest.mark.parametrize("wrong", [None, (), [], "ab", [1, 2]])
+def test_wrong_returns_of_batches(wrong):
+    """If that of a batch does not return a list of one Mirrored per pair, an UnsupportedError names it."""
+    ops = type("Custom", (cr.CrossDeviceOps,), {"batch_reduce_implementation": lambda *_: wrong})()
+    words = "Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
+    with pytest.raises(cr.UnsupportedError, match=words):
+        ops.batch_reduce("sum", [(np.ones(2), "cpu:0")])
 
 
 def test_the_base_class_does_not_reduce():
@@ -164,31 +161,10 @@ def test_exceptions_of_custom_code_are_not_changed(error):
         assert caught.value is error
 
 
-def test_reduce_to_device(framework):
-    """The device that reduces does not have to be a source or a destination, and does not affect the result; with
-    accumulation_fn too, the mean of integers is a float, and that of a half type is of that type."""
-    for root, to, dtype in (
-        ("cpu:0", (0, 1, 2), "int64"),
-        ("/CPU:1", (2,), "int32"),
-        ("cpu:2", (4, 1), "float16"),
-        ("cpu:5", (5, 6), "int8"),
-    ):
-        xs = small(dtype, (4,), 3)
-        given = value(framework, xs)
-        for function in (None, lambda xs: sum(xs[1:], xs[0])):
-            ops = cr.ReductionToOneDevice(root, accumulation_fn=function)
-            for op in ("sum", "mean"):
-                check(framework, ops.reduce(op, given, on(*to)), op, xs, cpus(*to), given)
-            (result,) = ops.batch_reduce("sum", [(given, on(*to))])
-            check(framework, result, "sum", xs, cpus(*to), given)
-
-
 def test_accumulation_fn_replaces_the_sum(framework):
-    """accumulation_fn receives a list of arrays on one device, in the order of the replicas; a mean divides the
-    returned array."""
-    xs = small("float32", (3, 2), 3)
+    """accumulation_fn receives the arrays on one device, in order; a mean divides what it returns."""
+    xs, received = small("float32", (3, 2), 3), []
     given = value(framework, xs)
-    received = []
 
     def weighted(arrays):
         assert type(arrays) is list
@@ -201,12 +177,14 @@ def test_accumulation_fn_replaces_the_sum(framework):
     for y in ops.reduce("mean", given, on(1, 4)):
         np.testing.assert_array_equal(framework.to_numpy(y), (xs[0] - 2 * xs[2]) / np.float32(3))
     assert received == [[x.tolist() for x in xs]] * 2
+    given, add = value(framework, small("int8", (4,), 3)), lambda arrays: sum(arrays[1:], arrays[0])
+    result = cr.ReductionToOneDevice("cpu:5", add).reduce("mean", given, given)
+    check(framework, result, "mean", small("int8", (4,), 3), cpus(0, 1, 2), given)
 
 
 def test_accumulation_fn_may_write_into_its_arguments(framework):
     """A function that writes into its arguments, keeps them or returns one of them does not change an input."""
-    xs = small("float32", (4,), 3)
-    kept = []
+    xs, kept = small("float32", (4,), 3), []
 
     def in_place(given):
         total = given[0]
@@ -221,28 +199,24 @@ def test_accumulation_fn_may_write_into_its_arguments(framework):
             result = cr.ReductionToOneDevice(accumulation_fn=function).reduce("sum", given, destinations)
             wanted = xs[:n] if function is in_place else [xs[min(1, n - 1)]]
             check(framework, result, "sum", wanted, destinations.devices, [*given, *kept])
-            for x, original in zip(given, xs, strict=False):
-                assert framework.to_numpy(x).tolist() == original.tolist()
+            assert [framework.to_numpy(x).tolist() for x in given] == [x.tolist() for x in xs[:n]]
 
 
 def test_wrong_uses_of_accumulation_fn(framework):
-    """A function that returns an array of another shape or framework, None or a list raises an error, and so does an op
-    that is not a sum or mean."""
+    """What the function returns must be an array like its arguments, and the op a sum or mean."""
     given = value(framework, small("float32", (4,), 2))
-
-    def refused(error, words, function, op="sum"):
-        with pytest.raises(error, match=words):
-            cr.ReductionToOneDevice(accumulation_fn=function).reduce(op, given, given)
-
-    for shape in ((2,), (), (4, 1), (1, 4)):
-        wrong = framework.array(np.zeros(shape, "float32"))
-        words = r"one array of the components' shape(.|\n)*float32\[4\]"
-        refused(cr.MismatchError, words, lambda xs, wrong=wrong: wrong)
+    shape = r"one array of the components' shape(.|\n)*float32\[4\]"
+    cases = [
+        (framework.array(np.zeros(size, "float32")), cr.MismatchError, shape) for size in ((2,), (), (4, 1), (1, 4))
+    ]
+    cases += [(wrong, cr.ArgumentError, "this is not an array") for wrong in (None, [], "x")]
     if framework.name != "numpy":
         words = rf"an array of the same framework as its arguments(.|\n)*a {framework.name} array"
-        refused(cr.MismatchError, words, lambda xs: np.zeros(4, "float32"))
-    for wrong in (None, [], "x"):
-        refused(cr.ArgumentError, "this is not an array", lambda xs, wrong=wrong: wrong)
+        cases.append((np.zeros(4, "float32"), cr.MismatchError, words))
+    for wrong, error, words in cases:
+        with pytest.raises(error, match=words):
+            cr.ReductionToOneDevice(accumulation_fn=lambda xs, wrong=wrong: wrong).reduce("sum", given, given)
     words = r"accumulation_fn replaces the sum, so the op must be sum or mean(.|\n)*without accumulation_fn"
     for op in ("min", "max", "product"):
-        refused(cr.ArgumentError, words, max, op)
+        with pytest.raises(cr.ArgumentError, match=words):
+            cr.ReductionToOneDevice(accumulation_fn=max).reduce(op, given, given)

@@ -10,8 +10,9 @@ from pairs import each
 import crossreduce as cr
 from crossreduce.engines.host import array_memory
 
+ONE = cr.ReductionToOneDevice()
 OPS = {
-    "ReductionToOneDevice": cr.ReductionToOneDevice(),
+    "ReductionToOneDevice": ONE,
     "HierarchicalCopyAllReduce": cr.HierarchicalCopyAllReduce(),
     "unpacked": cr.HierarchicalCopyAllReduce(0),
     "ring": cr.AllReduceCrossDeviceOps("ring"),
@@ -21,10 +22,7 @@ OPS = {
 
 
 def check_forms(framework, ops, forms):
-    """Assert that arrays of any form are reduced by kernels, broadcast and gathered like their elements in C order,
-    that results are plain arrays in C order, and that the inputs do not change.
-
-    ``forms`` has names, arrays and the elements of each as a NumPy array in C order and native byte order."""
+    """Assert that kernels reduce arrays of any form like their elements in C order (``forms``)."""
     for name, x, plain in forms:
         given, xs = [x, framework.array(plain + plain), x], [plain, plain + plain, plain]
         value = cr.PerReplica(given, cpus(0, 1, 2))
@@ -33,10 +31,7 @@ def check_forms(framework, ops, forms):
                 result = ops.reduce(op, value, value)
             assert runs == ["host"], name
             check(framework, result, op, xs, cpus(0, 1, 2), given)
-            for y in result:
-                assert y.flags.c_contiguous and y.flags.writeable if framework.name == "numpy" else plain_tensor(y), (
-                    name
-                )
+            assert all(map(is_plain, result)), name
         check(framework, ops.reduce("sum", x, "cpu:0"), "sum", [plain], cpus(0), given)
         check(framework, ops.broadcast(x, value), "sum", [plain], cpus(0, 1, 2), given)
         if plain.ndim:
@@ -44,7 +39,9 @@ def check_forms(framework, ops, forms):
             check(framework, gathered, "sum", [np.concatenate(xs, -1)], cpus(0, 1, 2), given)
 
 
-def plain_tensor(y):
+def is_plain(y):
+    if isinstance(y, np.ndarray):
+        return y.flags.c_contiguous and y.flags.writeable
     return y.is_contiguous() and not y.requires_grad and not y.is_inference()
 
 
@@ -59,7 +56,6 @@ def numpy_forms(x, tmp_path):
         yield "big-endian", x.astype(x.dtype.newbyteorder(">"))
         yield "big-endian and reversed", x.astype(x.dtype.newbyteorder(">"))[::-1]
     yield "unaligned", np.frombuffer(b"?" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape)
-    yield "64 axes", x.reshape((1,) * 62 + x.shape).swapaxes(0, 63)
     yield "empty", x[:0].T
     yield "0-d", np.repeat(x[0, :1], 3)[1:2].reshape(())
     locked = x.copy()
@@ -73,8 +69,7 @@ def numpy_forms(x, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "ops"), each(["float32", "float16", "int64", "complex64", "bfloat16"], OPS))
 def test_numpy_arrays_of_any_form(numpy_, tmp_path, dtype, ops):
-    """Arrays of any strides or byte order, unaligned, read-only and memory-mapped ones are reduced; strided ones are
-    read in place. Results are contiguous, writable and in native byte order."""
+    """Arrays of any layout and byte order are reduced, strided ones in place; results are contiguous and native."""
     x = (np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype))
     forms = [(name, y, np.array(y, x.dtype, order="C")) for name, y in numpy_forms(x, tmp_path)]
     check_forms(numpy_, OPS[ops], forms)
@@ -86,30 +81,19 @@ def test_numpy_arrays_of_any_form(numpy_, tmp_path, dtype, ops):
 
 
 @pytest.mark.parametrize(("dtype", "ops"), each([*DTYPES, "uint16", "uint32", "uint64"], OPS))
-def test_numpy_scalars(numpy_, ops, dtype):
-    """NumPy scalars and 0-d arrays, also of NumPy's wider unsigned integers, are reduced as arrays of shape ()."""
-    xs = small(dtype, (), 3)
-    for given in (xs, [x[()] for x in xs]):
+def test_scalars(numpy_, ops, dtype):
+    """NumPy scalars, 0-d arrays and Python numbers, zeros included (D7), are arrays of shape ()."""
+    xs, ops = small(dtype, (), 3), OPS[ops]
+    kinds = [xs, [x[()] for x in xs]]
+    if dtype in ("bool", "int64", "float64", "complex128"):
+        kinds.append([x.item() for x in xs])
+    for given in kinds:
         value = cr.PerReplica(given, cpus(0, 1, 2))
         for op in ("sum", "mean", "min", "max", "product"):
             if defined(op, dtype):
-                check(numpy_, OPS[ops].reduce(op, value, value), op, xs, cpus(0, 1, 2))
-
-
-def test_python_numbers(numpy_):
-    """Python numbers, zeros included (D7), are reduced and broadcast as arrays of NumPy's default dtypes."""
-    for ops in OPS.values():
-        for numbers, dtype, op in (
-            ((1, 2), "int64", "sum"),
-            ((0.0, 0), "float64", "sum"),
-            ((1j, 2.0j), "complex128", "sum"),
-            ((True, False), "bool", "max"),
-        ):
-            xs = [np.array(x, dtype) for x in numbers]
-            value = cr.PerReplica([x.item() for x in xs], cpus(0, 1))
-            check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1))
-            check(numpy_, ops.reduce(op, value[0], "cpu:0"), op, xs[:1], cpus(0))
-            check(numpy_, ops.broadcast(value[0], value), op, xs[:1], cpus(0, 1))
+                check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1, 2))
+        check(numpy_, ops.reduce("product", given[0], "cpu:0"), "product", xs[:1], cpus(0))
+        check(numpy_, ops.broadcast(given[0], value), "product", xs[:1], cpus(0, 1, 2))
 
 
 def torch_forms(torch, x):
@@ -117,7 +101,6 @@ def torch_forms(torch, x):
     yield "transposed", x.t().contiguous().t()
     yield "sliced", x.repeat_interleave(2, 1)[:, ::2]
     yield "expanded", x[:1].expand(x.shape)
-    yield "one number", x[0, 0].expand(x.shape)
     yield "channels last", x.reshape(1, 3, 2, 5).contiguous(memory_format=torch.channels_last)
     yield "offset", torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].reshape(x.shape)
     yield "empty", x[:0].t()
@@ -129,7 +112,6 @@ def torch_forms(torch, x):
         yield "not a leaf", x.clone().requires_grad_() * 2
     if x.is_complex():
         yield "conjugated", x.conj()
-        yield "conjugated and transposed", x.mH
         yield "negated part", x.conj().imag
     yield "negated", torch._neg_view(x)
     with torch.inference_mode():
@@ -139,8 +121,7 @@ def torch_forms(torch, x):
 
 @pytest.mark.parametrize(("dtype", "ops"), each(["float32", "bfloat16", "int32", "complex64"], OPS))
 def test_torch_tensors_of_any_form(torch_, dtype, ops):
-    """Tensors of any strides or memory format, lazy conjugates and negatives, parameters and tensors with gradients are
-    reduced like contiguous ones; no result requires a gradient."""
+    """Tensors of any layout or lazy form are reduced like contiguous ones; no result requires a gradient."""
     torch = torch_.torch
     x = torch_.array((np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype)))
 
@@ -155,33 +136,6 @@ def test_torch_tensors_of_any_form(torch_, dtype, ops):
         if name in ("transposed", "channels last", "expanded"):
             (operand,) = array_memory("torch").readable([[y]])[0]
             assert (operand if isinstance(operand, int) else operand[0]) == y.data_ptr()
-
-
-def test_jax_arrays_that_are_not_committed(jax_):
-    """The result of uncommitted JAX arrays is on the requested devices. The sum of weakly typed numbers is weakly
-    typed, as under jit."""
-    jnp = jax_.jax.numpy
-    value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], cpus(2, 1))
-    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-    check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
-    assert cr.all_reduce([jnp.asarray(1.0), jnp.asarray(2.0)])[0].weak_type
-
-
-def test_a_jax_array_on_several_devices(jax_):
-    """A JAX array that is spread over devices is rejected; the error recommends its shards."""
-    jax = jax_.jax
-    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
-    spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    for call in (
-        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread]), "cpu:0"),
-        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread], cpus(0, 1)), "cpu:0"),
-        lambda: cr.ReductionToOneDevice().broadcast(spread, "cpu:0"),
-    ):
-        with pytest.raises(cr.DeviceError, match=r"spread over several(.|\n)*addressable_shards"):
-            call()
-    shards = [shard.data for shard in spread.addressable_shards]
-    result = cr.ReductionToOneDevice().reduce("sum", cr.PerReplica(shards), "cpu:0")
-    assert np.asarray(result[0]).tolist() == [2, 4]
 
 
 def test_bools_with_unusual_bytes():
@@ -205,15 +159,15 @@ def test_the_oracle_rejects_wrong_results(numpy_):
     """The oracle rejects a lost contribution, an error of 0.001, a wrong dtype, shape or device, and shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
-    for result, devices, inputs, words in (
-        ([right - xs[2]], cpus(0), [], "sum: got"),
-        ([np.nextafter(right, np.inf) + 1e-3], cpus(0), [], "sum: got"),
-        ([right.astype("float64")], cpus(0), [], "dtype float64, wanted float32"),
-        ([right[:2]], cpus(0), [], r"shape \(2,\), wanted \(3,\)"),
-        ([right], cpus(1), [], r"a result on \('cpu:0',\), wanted \("),
-        ([right], cpus(0, 1), [], r"a result on \('cpu:0',\), wanted \("),
-        ([right, right], cpus(0, 1), [], "two components share memory"),
-        ([right], cpus(0), [right], "a result shares memory with an input"),
+    shared = right.copy()
+    for result, devices, words in (
+        ([right - xs[2]], cpus(0), "sum: got"),
+        ([right + 1e-3], cpus(0), "sum: got"),
+        ([right.astype("float64")], cpus(0), "dtype float64, wanted float32"),
+        ([right[:2]], cpus(0), r"shape \(2,\), wanted \(3,\)"),
+        ([right], cpus(1), r"a result on \('cpu:0',\), wanted \("),
+        ([right, right], cpus(0, 1), "two components share memory"),
+        ([shared], cpus(0), "a result shares memory with an input"),
     ):
         with pytest.raises(AssertionError, match=words):
-            check(numpy_, cr.Mirrored(result), "sum", xs, devices, inputs)
+            check(numpy_, cr.Mirrored(result), "sum", xs, devices, [shared])

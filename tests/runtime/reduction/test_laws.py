@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
-import pytest
 import strategies
 from budget import examples
 from expect import check, check_memory, result_dtype, unchanged, value
@@ -12,7 +11,6 @@ from frameworks import DTYPES
 from guarded import GUARD, POISON, WRITABLE, Arrays
 from hypothesis import given
 from hypothesis import strategies as st
-from running import ENGINES, only
 
 import crossreduce as cr
 
@@ -21,8 +19,7 @@ FEW_SHAPES = st.sampled_from([(), (0,), (5,), (3, 2)])
 
 
 class Row(NamedTuple):
-    """A value, the devices of its result, and for each destination the component that a call with ``out`` overwrites
-    (``None``: a new array)."""
+    """A value, the devices of its result, and the components that ``out`` overwrites (``None``: new ones)."""
 
     xs: list[np.ndarray[Any, Any]]
     ask: strategies.DeviceRequest
@@ -60,8 +57,10 @@ def put(framework, arrays, row):
     return cr.PerReplica(components, row.ask.sources)
 
 
-def check_any_batch(framework, count):
-    @examples(count)
+def test_any_batch(framework):
+    """Any batch gives the oracle's results and writes no input; ``out`` receives the same bits."""
+
+    @examples(framework.examples)
     @given(calls(framework))
     def law(call):
         op, rows, ops, options = call
@@ -102,19 +101,6 @@ def check_out(arrays, call, pairs, wanted):
     for block in arrays.blocks:
         assert (block[:GUARD] == POISON).all()
         assert (block[block.size - GUARD :] == POISON).all()
-
-
-def test_any_batch(framework):
-    """Any batch, destinations, algorithm and packing give the oracle's results, and inputs are not written. ``out``
-    receives the same bits, and no other byte changes."""
-    check_any_batch(framework, framework.examples)
-
-
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "host"])
-def test_any_batch_on_every_engine(numpy_, engine):
-    """Any batch gives the oracle's results also on the engines other than host, NumPy's default engine."""
-    with only(engine):
-        check_any_batch(numpy_, numpy_.examples // 2)
 
 
 @examples(15)

@@ -1,25 +1,24 @@
 """MirroredStrategy: replicas, contexts, calls of ``run``, and its arguments."""
 
-import contextvars
 import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import oracle
 import pytest
-from expect import check_memory, check_places, digits, unchanged, value
+from expect import check_memory, check_places, cpus, digits, unchanged, value
 
 import crossreduce as cr
 
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
+LOOP = []
+LOOP.append(LOOP)
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_all_reduce_in_replicas_gives_each_the_reduction(library, n):
-    """Each replica's all_reduce returns the sum, maximum or minimum of all replicas' arrays, on its own device. It does
-    not write its inputs, and its results share no memory with them."""
+    """Each replica gets the reduction on its device, in new memory; inputs are not written."""
     xs = digits(n, (2, 3))
     strategy, given = cr.MirroredStrategy(n), value(library, xs)
     for op in ("sum", "max", "min"):
@@ -40,11 +39,10 @@ class Spy(cr.HierarchicalCopyAllReduce):
         return super().batch_reduce_implementation(reduce_op, pairs, options)
 
 
-@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:5", "cpu:3"], [f"cpu:{k}" for k in range(8)]], ids=len)
+@pytest.mark.parametrize("devices", [cpus(0), cpus(5, 3), cpus(*range(8))], ids=len)
 def test_a_tree_is_reduced_in_one_batch(devices):
-    """A tree's leaves are reduced by one batch_reduce, arrays in host memory under the strategy's device names, so that
-    the links of the op's topology apply; the structure is kept, and numbers become arrays."""
-    ops, n = Spy(topology=cr.Topology.ring([f"cpu:{k}" for k in range(8)], 10)), len(devices)
+    """A tree is reduced by one batch_reduce under the strategy's device names, so that a topology applies."""
+    ops, n = Spy(topology=cr.Topology.ring(cpus(*range(8)), 10)), len(devices)
     ops.calls = []
     strategy = cr.MirroredStrategy(devices, ops)
     xs = digits(n, (3,))
@@ -53,21 +51,13 @@ def test_a_tree_is_reduced_in_one_batch(devices):
         return context().all_reduce(cr.ReduceOp.SUM, {"b": (x, 2 * x), "a": [1.5]})
 
     result = strategy.run(step, args=(cr.PerReplica(xs, devices),))
-    assert ops.calls == [[tuple(devices)] * 3]
+    assert ops.calls == [[devices] * 3]
     assert sorted(result) == ["a", "b"]
     for k in range(n):
         oracle.check(result["b"][1][k], "sum", [2 * x for x in xs])
         assert result["a"][0][k] == 1.5 * n
     assert float(strategy.reduce("sum", result["a"][0])) == 1.5 * n * n
-    assert ops.calls[1:] == [[tuple(devices)]]
-
-
-def test_replicas_run_at_the_same_time():
-    """Each replica has its own thread, and all run at the same time: they can wait for each other."""
-    barrier = threading.Barrier(4, timeout=20)
-    idents = cr.MirroredStrategy(4).run(lambda: (barrier.wait(), threading.get_ident())[1])
-    assert len(set(idents)) == 4
-    assert threading.get_ident() not in list(idents)
+    assert ops.calls[1:] == [[devices]]
 
 
 def test_a_context_identifies_its_replica():
@@ -78,52 +68,45 @@ def test_a_context_identifies_its_replica():
         here = context()
         assert here.strategy is strategy is cr.get_strategy()
         assert here is context()
-        assert cr.has_strategy()
-        assert not cr.in_cross_replica_context()
+        assert (cr.has_strategy(), cr.in_cross_replica_context()) == (True, False)
         assert f"replica {here.replica_id_in_sync_group} of 3" in repr(here)
         return here.replica_id_in_sync_group, here.num_replicas_in_sync, *here.devices
 
     number, count, device = strategy.run(step)
-    assert number.values == (0, 1, 2)
-    assert count.values == (3, 3, 3)
-    assert device.values == strategy.devices == ("cpu:2", "cpu:7", "cpu:0")
-    assert strategy.extended.worker_devices == strategy.devices
-    assert strategy.num_replicas_in_sync == 3
+    assert (number.values, count.values, strategy.num_replicas_in_sync) == ((0, 1, 2), (3, 3, 3), 3)
+    assert device.values == strategy.devices == strategy.extended.worker_devices == ("cpu:2", "cpu:7", "cpu:0")
 
 
 def test_outside_a_strategy_there_is_one_replica():
     """Outside all strategies the context is that of a single replica, as in TensorFlow."""
-    here = context()
+
+    def merge(strategy, v):
+        return bool(cr.in_cross_replica_context()), bool(cr.has_strategy()), strategy.reduce("sum", v).tolist()
+
+    here, x = context(), np.array([1.0, 2.0])
     assert (here.replica_id_in_sync_group, here.num_replicas_in_sync) == (0, 1)
-    assert not cr.has_strategy()
-    assert not cr.in_cross_replica_context()
-    x = np.array([1.0, 2.0])
-    assert here.all_reduce("mean", {"x": x})["x"].tolist() == [1.0, 2.0]
-    assert here.all_gather(x, 0).tolist() == [1.0, 2.0]
-    seen = here.merge_call(
-        lambda strategy, v: (cr.in_cross_replica_context(), cr.has_strategy(), strategy.reduce("sum", v)), args=(x,)
-    )
-    assert (bool(seen[0]), bool(seen[1])) == (True, False)
-    assert seen[2].tolist() == [1.0, 2.0]
+    assert (cr.has_strategy(), cr.in_cross_replica_context()) == (False, False)
+    assert here.all_reduce("mean", {"x": x})["x"].tolist() == here.all_gather(x, 0).tolist() == [1.0, 2.0]
+    assert tuple(here.merge_call(merge, args=(x,))) == (True, False, [1.0, 2.0])
     assert cr.get_strategy().num_replicas_in_sync == 1
 
 
 def test_scope_is_the_cross_replica_context():
     """Scope has no replica context; scopes of one strategy nest, and end with the block, also after errors."""
     strategy, other = cr.MirroredStrategy(2), cr.MirroredStrategy(3)
+    words = "inside another strategy's scope"
     with strategy.scope() as entered:
         assert entered is strategy is cr.get_strategy()
         assert context() is None
-        assert cr.in_cross_replica_context()
         with strategy.scope():
             assert cr.in_cross_replica_context()
-        with pytest.raises(cr.ContextError, match="inside another strategy's scope"), other.scope():
+        assert cr.in_cross_replica_context()
+        with pytest.raises(cr.ContextError, match=words), other.scope():
             pass
-        with pytest.raises(cr.ContextError, match="inside another strategy's scope"):
+        with pytest.raises(cr.ContextError, match=words):
             other.run(lambda: 1)
     with pytest.raises(KeyError, match="own"), strategy.scope():
         raise KeyError("own")
-    assert not cr.has_strategy()
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         strategy.run(lambda: 1 / 0)
     assert not cr.has_strategy()
@@ -134,43 +117,39 @@ def test_scope_is_the_cross_replica_context():
 def test_cross_replica_calls_are_errors_in_a_replica(n):
     """reduce, gather, run, scope and similar calls raise a ContextError inside a replica."""
     strategy = cr.MirroredStrategy(n)
-    value = cr.PerReplica([1.0] * n)
-    calls = {
-        "reduce": lambda: strategy.reduce("sum", value),
-        "gather": lambda: strategy.gather(value, 0),
-        "run": lambda: strategy.run(lambda: 1),
-        r"scope\(\)": lambda: strategy.scope().__enter__(),
-        "reduce_to": lambda: strategy.extended.reduce_to("sum", value, value),
-        "batch_reduce_to": lambda: strategy.extended.batch_reduce_to("sum", [(value, value)]),
-        "broadcast_to": lambda: strategy.extended.broadcast_to(1.0),
-        "update": lambda: strategy.extended.update(value, print),
-        "split": lambda: strategy.split(np.arange(3)),
-        "replicate": lambda: strategy.replicate(1.0),
-        "distribute_values_from_function": lambda: strategy.distribute_values_from_function(print),
-    }
-    for name, call in calls.items():
-        words = rf"{name} can only be called in the cross-replica context.*\n.*inside replica \d"
-        with pytest.raises(RuntimeError, match=words) as caught:
-            strategy.run(call)
-        assert type(caught.value) is cr.ContextError
+    value, extended = cr.PerReplica([1.0] * n), strategy.extended
+    for call, *args in (
+        (strategy.reduce, "sum", value),
+        (strategy.gather, value, 0),
+        (strategy.run, print),
+        (extended.reduce_to, "sum", value, value),
+        (extended.batch_reduce_to, "sum", [(value, value)]),
+        (extended.broadcast_to, 1.0),
+        (extended.update, value, print),
+        (strategy.split, np.arange(3)),
+        (strategy.replicate, 1.0),
+        (strategy.distribute_values_from_function, print),
+    ):
+        words = rf"{call.__name__} can only be called in the cross-replica context.*\n.*inside replica \d"
+        with pytest.raises(cr.ContextError, match=words):
+            strategy.run(lambda call=call, args=args: call(*args))
+    with pytest.raises(cr.ContextError, match=r"scope\(\) can only be called in the cross-replica context"):
+        strategy.run(lambda: strategy.scope().__enter__())
+    assert issubclass(cr.ContextError, RuntimeError)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_merge_call_runs_once_for_all_replicas(library, n):
     """merge_call's function runs once, in the caller's thread, and may call reduce and run."""
-    strategy = cr.MirroredStrategy(n)
-    xs = digits(n, (2,))
-    threads = []
+    strategy, xs, threads = cr.MirroredStrategy(n), digits(n, (2,)), []
 
     def merge(same, x, *, factor):
         threads.append(threading.get_ident())
         assert same is strategy
         assert context() is None
-        assert type(x["x"]) is cr.PerReplica
-        assert factor == "two"
-        total = same.reduce("sum", x)["x"]
+        assert (type(x["x"]), factor) == (cr.PerReplica, "two")
         nested = same.run(lambda v: context().all_reduce("sum", v), args=(x["x"],))
-        return {"total": total, "nested": nested, "own": x["x"]}
+        return {"total": same.reduce("sum", x)["x"], "nested": nested, "own": x["x"]}
 
     def step(x):
         result = context().merge_call(merge, args=({"x": x},), kwargs={"factor": "two"})
@@ -185,15 +164,13 @@ def test_merge_call_runs_once_for_all_replicas(library, n):
         assert library.to_numpy(result["own"][k]).tolist() == xs[k].tolist()
 
 
-def test_each_replica_receives_its_components_of_the_arguments():
-    """Of distributed values in args and kwargs each replica receives its component; the rest is passed unchanged."""
+def test_each_replica_receives_its_components():
+    """A replica gets its component of distributed arguments and variables; the rest is unchanged."""
     strategy = cr.MirroredStrategy(3)
-    own = cr.PerReplica([np.full(2, k) for k in range(3)])
-    log, given = [], {"x": [own, 5], "y": None}
+    log, given = [], {"x": [cr.PerReplica([np.full(2, k) for k in range(3)]), 5], "y": None}
 
     def step(tree, same, *, log):
-        assert tree["x"][1] == 5
-        assert tree["y"] is None
+        assert (tree["x"][1], tree["y"]) == (5, None)
         log.append(None)
         return tree["x"][0], same is given
 
@@ -203,15 +180,9 @@ def test_each_replica_receives_its_components_of_the_arguments():
     assert len(log) == 3
     with pytest.raises(cr.ArgumentError, match=r"(?s)argument 0: .*2 components on cpu:0, cpu:1, for 3 replicas"):
         strategy.run(step, args=(cr.PerReplica([1, 2]), 0), kwargs={"log": log})
-
-
-def test_distributed_values_in_a_replica_count_as_its_component():
-    """A PerReplica or a variable passed to all_reduce inside a replica counts as the replica's component."""
-    strategy = cr.MirroredStrategy(3)
-    outside = cr.PerReplica([1.0, 10.0, 100.0])
     with strategy.scope():
         counter = cr.Variable(2.0, synchronization="on_read", aggregation="sum")
-    a, b = strategy.run(lambda: context().all_reduce("sum", (outside, counter)))
+    a, b = strategy.run(lambda: context().all_reduce("sum", (cr.PerReplica([1.0, 10.0, 100.0]), counter)))
     assert (a.values, b.values) == ((111.0,) * 3, (6.0,) * 3)
 
 
@@ -221,26 +192,22 @@ class Output:
     name: str
 
 
+class Odd:
+    device = "an unknown place"
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     """Leaves become PerReplica, also for one replica; None and equal strings are kept; structures must agree."""
-    strategy = cr.MirroredStrategy(n)
-    marker = object()
+    strategy, marker = cr.MirroredStrategy(n), object()
     made = strategy.run(lambda: (Output(np.float32(1), "a"), None, "same", 3, marker, True))
-    assert type(made[0]) is Output
-    assert type(made[0].loss) is cr.PerReplica
-    assert made[0].name == "a"
+    assert (type(made[0]), type(made[0].loss), made[0].name) == (Output, cr.PerReplica, "a")
     assert made[1:3] == (None, "same")
     for leaf, wanted in zip(made[3:], (3, marker, True), strict=True):
         assert type(leaf) is cr.PerReplica
         assert leaf.values == (wanted,) * n
-
-    class Odd:
-        device = "an unknown place"
-
     odd = strategy.run(Odd)
-    assert odd.devices == strategy.devices
-    assert {type(x) for x in odd} == {Odd}
+    assert (odd.devices, {type(x) for x in odd}) == (strategy.devices, {Odd})
     names = strategy.run(lambda: f"replica {context().replica_id_in_sync_group}")
     assert list(names) == [f"replica {k}" for k in range(n)] if n > 1 else names == "replica 0"
     with strategy.scope():
@@ -255,20 +222,7 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
 
 
 def test_devices():
-    """Devices are a count, or valid names, each listed once. If no framework reports an accelerator, the default is one
-    replica on cpu:0, as in TensorFlow."""
-    for devices, words in (
-        (0, "at least one device"),
-        ([], "at least one device"),
-        (-1, "devices must be a whole number"),
-        (2.0, "devices must be a whole number"),
-        (True, "devices must be a whole number"),
-        ("cpu:0", "devices must be a list of names"),
-        (["cpu:0", "CPU:0"], "only once"),
-        (["disk:0"], "cannot be parsed"),
-    ):
-        with pytest.raises(cr.ArgumentError, match=words):
-            cr.MirroredStrategy(devices)
+    """Devices are a count or names; by default those of an accelerator, or, as in TensorFlow, one replica on cpu:0."""
     import torch
 
     if not torch.cuda.is_available():
@@ -276,74 +230,42 @@ def test_devices():
     assert cr.MirroredStrategy(3).devices == ("cpu:0", "cpu:1", "cpu:2")
 
 
-def test_wrong_arguments():
-    """A function that is not callable, and invalid args, kwargs, options or trees, raise an ArgumentError."""
-    strategy = cr.MirroredStrategy(2)
-    loop = []
-    loop.append(loop)
-    calls = [
-        ("fn must be a function", lambda: strategy.run(5)),
-        ("options must be CommunicationOptions", lambda: strategy.run(print, options=5)),
-        ("merge_fn must be a function", lambda: strategy.run(lambda: context().merge_call(5))),
-        ("contains itself", lambda: strategy.run(len, args=(loop,))),
-        ("contains itself", lambda: strategy.run(lambda: context().all_reduce("sum", loop))),
-        ("contains itself", lambda: strategy.reduce("sum", loop)),
-        ("contains itself", lambda: strategy.split(loop)),
-    ]
-    for wrong in ({"args": 5}, {"args": np.ones(2)}, {"kwargs": [1]}):
-        calls += [
-            ("args must be a tuple", lambda wrong=wrong: strategy.run(print, **wrong)),
-            ("args must be a tuple", lambda wrong=wrong: strategy.run(lambda: context().merge_call(print, **wrong))),
-            (
-                "args must be a tuple",
-                lambda wrong=wrong: strategy.extended.update(cr.PerReplica([1, 2]), print, **wrong),
-            ),
-        ]
-    for words, call in calls:
-        with pytest.raises(cr.ArgumentError, match=words):
-            call()
+STRATEGY = cr.MirroredStrategy(2)
+WRONG = [
+    ("at least one device", cr.MirroredStrategy, (0,)),
+    ("at least one device", cr.MirroredStrategy, ([],)),
+    ("devices must be a whole number", cr.MirroredStrategy, (-1,)),
+    ("devices must be a whole number", cr.MirroredStrategy, (2.0,)),
+    ("devices must be a whole number", cr.MirroredStrategy, (True,)),
+    ("devices must be a list of names", cr.MirroredStrategy, ("cpu:0",)),
+    ("only once", cr.MirroredStrategy, (["cpu:0", "CPU:0"],)),
+    ("cannot be parsed", cr.MirroredStrategy, (["disk:0"],)),
+    ("fn must be a function", STRATEGY.run, (5,)),
+    ("merge_fn must be a function", STRATEGY.run, (lambda: context().merge_call(5),)),
+    ("options must be CommunicationOptions", lambda: STRATEGY.run(print, options=5), ()),
+    ("contains itself", STRATEGY.run, (len, (LOOP,))),
+    ("contains itself", STRATEGY.run, (lambda: context().all_reduce("sum", LOOP),)),
+    ("contains itself", STRATEGY.reduce, ("sum", LOOP)),
+    ("contains itself", STRATEGY.split, (LOOP,)),
+    ("args must be a tuple", STRATEGY.run, (print, 5)),
+    ("args must be a tuple", STRATEGY.run, (print, (), [1])),
+    ("args must be a tuple", STRATEGY.run, (lambda: context().merge_call(print, np.ones(2)),)),
+    ("args must be a tuple", STRATEGY.extended.update, (cr.PerReplica([1, 2]), print, 5)),
+]
 
 
-def test_replicas_have_a_copy_of_the_callers_context_variables():
-    """Replicas start with a copy of the caller's context variables, NumPy's errstate included."""
-    colour = contextvars.ContextVar("colour", default="grey")
-    colour.set("blue")
-
-    def step():
-        before = colour.get()
-        colour.set("red")
-        return before, colour.get(), np.geterr()["divide"]
-
-    with np.errstate(divide="raise"):
-        assert cr.MirroredStrategy(2).run(step) == ("blue", "red", "raise")
-    assert colour.get() == "blue"
-
-
-def test_runs_in_several_threads_are_independent():
-    """Two threads may run replicas of one strategy, or of two, at the same time."""
-    strategies = [cr.MirroredStrategy(3), cr.MirroredStrategy(2)]
-
-    def work(number):
-        strategy = strategies[number % 2]
-
-        def step():
-            here = context()
-            assert here.strategy is strategy
-            return [float(here.all_reduce("sum", float(number))) for _ in range(20)]
-
-        return strategy.run(step)
-
-    with ThreadPoolExecutor(4) as pool:
-        for number, sums in enumerate(pool.map(work, range(4))):
-            assert all(x.values == (number * len(x),) * (3, 2)[number % 2] for x in sums)
+@pytest.mark.parametrize(("words", "call", "args"), WRONG)
+def test_wrong_arguments(words, call, args):
+    """Invalid devices, functions that are not callable, invalid args, kwargs, options or trees are ArgumentErrors."""
+    with pytest.raises(cr.ArgumentError, match=words):
+        call(*args)
 
 
 def test_tensorflow_is_referred_to_its_own_strategy(tensorflow_):
     """The error for TensorFlow's tensors in replicas names tf.distribute and crossreduce.tensorflow."""
     x = cr.PerReplica(tensorflow_.arrays([np.ones(2), np.ones(2)]))
-    strategy = cr.MirroredStrategy(2)
     with pytest.raises(cr.UnsupportedError, match=r"tf\.distribute\.MirroredStrategy.*crossreduce\.tensorflow"):
-        strategy.run(lambda v: context().all_reduce("sum", v), args=(x,))
+        STRATEGY.run(lambda v: context().all_reduce("sum", v), args=(x,))
     with pytest.raises(cr.UnsupportedError, match=r"crossreduce\.tensorflow"):
         cr.Variable(x[0])
-    assert tensorflow_.to_numpy(strategy.reduce("sum", x)).tolist() == [2, 2]
+    assert tensorflow_.to_numpy(STRATEGY.reduce("sum", x)).tolist() == [2, 2]

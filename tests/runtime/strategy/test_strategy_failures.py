@@ -1,11 +1,11 @@
 """Errors in replicas: the caller receives them with the replica named, and the other replicas end."""
 
 import functools
-import random
 import re
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,7 +22,15 @@ def reduce_(op="sum", value=1.0, **options):
     return lambda: context().all_reduce(op, value, cr.CommunicationOptions(**options))
 
 
-MERGE = lambda: context().merge_call(lambda strategy: None)  # noqa: E731
+def gather(shape, axis):
+    return lambda: context().all_gather(np.ones(shape), axis)
+
+
+def merge(function):
+    return lambda: context().merge_call(function)
+
+
+MERGE = merge(lambda strategy: None)
 
 
 ERRORS = [OwnError("mine", 5), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1)]
@@ -30,8 +38,7 @@ ERRORS = [OwnError("mine", 5), SystemExit(3), KeyboardInterrupt(), GeneratorExit
 
 @pytest.mark.parametrize(("error", "n"), each(ERRORS, [1, 2, 5]), ids=repr)
 def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
-    """The caller receives the same exception, also one that is not an error, such as SystemExit, with its traceback,
-    and the replica's number in a note."""
+    """The caller gets the same exception, with its traceback and the replica in a note."""
 
     def raises_here():
         raise error
@@ -48,55 +55,33 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
     assert "raises_here" in "".join(traceback.format_exception(error))
 
 
-@pytest.mark.parametrize("wait", [reduce_(), MERGE], ids=["all_reduce", "merge_call"])
-def test_waiting_replicas_end_at_once(wait):
-    """When one replica fails, the others' all_reduce and merge_call end these replicas at once, although the replicas
-    handle ``Exception``."""
-    ended, begun = [], threading.Barrier(5)
+@pytest.mark.parametrize("wait", [reduce_(), MERGE, gather(1, 0)], ids=["all_reduce", "merge_call", "all_gather"])
+def test_other_replicas_end_at_their_next_call(wait):
+    """When one replica fails, those that wait in a call, or make one later, end, although they handle exceptions."""
+    ended, failing, begun = [], threading.Event(), threading.Barrier(4)
 
     def step():
         k = number()
         begun.wait(20)  # a replica that has not begun when another one fails is not run
         if k == 0:
             time.sleep(0.05)
-            raise OwnError("own")
-        try:
-            while True:
-                try:
-                    wait()
-                except Exception:
-                    ended.append("handled")  # must not happen: the replica would continue
-        finally:
-            ended.append(k)
-
-    with pytest.raises(OwnError, match="own"):
-        cr.MirroredStrategy(5).run(step)
-    assert sorted(ended) == [1, 2, 3, 4]
-
-
-def test_computing_replicas_end_at_their_next_call():
-    """A replica that computes while another fails is stopped at its next call of the context, and, if it catches the
-    exception that stops it, at each later call; run waits for it."""
-    reached, failing = [], threading.Event()
-
-    def step():
-        context().all_reduce("sum", 1.0)  # all replicas have started
-        if number() == 0:
             failing.set()
             raise OwnError("own")
-        failing.wait(20)
-        time.sleep(0.05)
+        if k == 1:
+            failing.wait(20)  # still computes
         for _ in range(3):
             try:
-                context().all_gather(np.ones(1), 0)
-            except BaseException as error:
-                reached.append(type(error).__name__)
-        context().all_reduce("sum", 1.0)
-        reached.append("never")
+                wait()
+            except Exception:
+                ended.append("handled")  # must not happen: the replica would continue
+            except BaseException:
+                ended.append(k)
+        wait()
+        ended.append("never")
 
     with pytest.raises(OwnError, match="own"):
-        cr.MirroredStrategy(2).run(step)
-    assert reached == ["Stopped"] * 3
+        cr.MirroredStrategy(4).run(step)
+    assert sorted(ended) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 class BrokenError(Exception):
@@ -131,17 +116,11 @@ MISMATCHES = {
         [r"all_reduce sum of 1.0 \(float\) in PyTreeSpec\(\{'a': \*\}", r"PyTreeSpec\(\{'b': \*\}"],
     ),
     "kind": ([reduce_(), MERGE], ["all_reduce sum of 1.0", "merge_call of <lambda>"]),
-    "gather": ([lambda: context().all_gather(np.ones(1), 0), reduce_()], ["all_gather along axis 0", "all_reduce"]),
-    "axis": (
-        [lambda: context().all_gather(np.ones((1, 1)), 0), lambda: context().all_gather(np.ones((1, 1)), 1)],
-        ["all_gather along axis 0 of", "all_gather along axis 1 of"],
-    ),
+    "gather": ([gather(1, 0), reduce_()], ["all_gather along axis 0", "all_reduce"]),
+    "axis": ([gather((1, 1), 0), gather((1, 1), 1)], ["all_gather along axis 0 of", "all_gather along axis 1 of"]),
     "options": ([reduce_(), reduce_(bytes_per_pack=8)], ["all_reduce sum", "bytes_per_pack=8"]),
-    "merges": ([MERGE, lambda: context().merge_call(print)], ["merge_call of <lambda>", "merge_call of print"]),
-    "builtins": (
-        [lambda: context().merge_call(id), lambda: context().merge_call(print)],
-        ["merge_call of id", "merge_call of print"],
-    ),
+    "merges": ([MERGE, merge(print)], ["merge_call of <lambda>", "merge_call of print"]),
+    "builtins": ([merge(id), merge(print)], ["merge_call of id", "merge_call of print"]),
     "returned": ([lambda: None, reduce_()], ["has returned", "waits in all_reduce sum"]),
 }
 
@@ -174,12 +153,10 @@ def test_different_calls_are_listed_at_once(case, late, n):
     if n == 3:
         assert "replica 2 on cpu:2 is still computing" in text
     assert len(caught.value.__notes__) == 1
-    assert "in replica" in notes(caught.value)
 
 
 def test_wrong_arguments_of_calls_are_listed():
-    """Leaves that differ in shape or dtype raise a MismatchError with the leaf and each replica's array; other invalid
-    arguments raise the errors of the same calls outside replicas."""
+    """Leaves that differ are listed for each replica; other invalid arguments are errors, too."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"
@@ -192,17 +169,9 @@ def test_wrong_arguments_of_calls_are_listed():
         (cr.UnsupportedError, "the mean of bools", reduce_("mean", np.array([True]))),
         (cr.ArgumentError, r"leaf tree\['a'\]: this is not an array", reduce_("mean", {"a": "text"})),
         (cr.ArgumentError, "not a known reduction", reduce_("average")),
-        (
-            cr.ArgumentError,
-            r"the op comes before the value(?s:.*)all_reduce\(.sum., value\)",
-            reduce_(np.ones(2), "sum"),
-        ),
-        (cr.ArgumentError, "do not have this axis", lambda: context().all_gather(np.ones(2), 1)),
-        (
-            cr.MismatchError,
-            r"(?s)structure.*replica 1",
-            lambda: context().merge_call(print, args=({"a": 1.0} if number() else [1.0],)),
-        ),
+        (cr.ArgumentError, r"the op comes before the value(?s:.*)all_reduce\(.sum., value", reduce_(np.ones(2), "sum")),
+        (cr.ArgumentError, "do not have this axis", gather(2, 1)),
+        (cr.MismatchError, r"(?s)structure.*replica 1", lambda: context().merge_call(print, (["a"] * number(),))),
     ):
         with pytest.raises(error, match=words):
             strategy.run(call)
@@ -212,26 +181,23 @@ def test_an_error_of_merge_call_is_raised_at_the_call():
     """The caller gets an exception of merge_call's function, with its and the call's traceback; all replicas end."""
     continued = []
 
-    def merge(strategy):
-        raise OwnError("in merge")
+    def failing_merge(strategy):
+        raise OwnError("own")
 
     def called_here():
-        context().merge_call(merge)
+        context().merge_call(failing_merge)
         continued.append(number())
 
-    with pytest.raises(OwnError, match="in merge") as caught:
+    with pytest.raises(OwnError, match="own") as caught:
         cr.MirroredStrategy(3).run(called_here)
-    lines = "".join(traceback.format_exception(caught.value))
-    assert "called_here" in lines
-    assert "in merge\n" in lines
+    assert re.search("called_here[\\s\\S]*in failing_merge\n", "".join(traceback.format_exception(caught.value)))
     assert continued == []
     assert notes(caught.value).startswith("in replica 0 of 3")
 
 
 def test_a_context_is_used_only_in_its_replica():
     """A context used in another replica, in a merge_call, after the run or in another thread raises a ContextError."""
-    strategy = cr.MirroredStrategy(2)
-    contexts = {}
+    strategy, contexts = cr.MirroredStrategy(2), {}
 
     def wrong_replica():
         contexts[number()] = context()
@@ -251,20 +217,11 @@ def test_a_context_is_used_only_in_its_replica():
         strategy.run(inside_merge)
 
     def other_thread():
-        here, errors = context(), []
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(context().all_reduce, "sum", 1.0).result()
 
-        def work():
-            try:
-                here.all_reduce("sum", 1.0)
-            except cr.ContextError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return errors[0]
-
-    assert "outside all replicas" in next(iter(strategy.local_results(strategy.run(other_thread))))
+    with pytest.raises(cr.ContextError, match="outside all replicas"):
+        strategy.run(other_thread)
 
 
 def test_merge_call_accepts_functions_made_per_replica():
@@ -281,52 +238,3 @@ def test_merge_call_accepts_functions_made_per_replica():
         return [context().merge_call(function) for function in functions]
 
     assert [x.values for x in cr.MirroredStrategy(3).run(step)] == [(3, 3, 3)] * 4
-
-
-def test_random_failures_never_hang():
-    """For random failures, run ends in time with its result, the planned error or a MismatchError; all threads end."""
-    rng = random.Random(7)
-    outcomes = set()
-    for _ in range(60):
-        n, steps = rng.randint(1, 9), rng.randint(1, 6)
-        faults = ("raise", "return", "op", "tree", "merge", "shape", "swallow")
-        plan = {
-            (rng.randrange(n), rng.randrange(steps)): rng.choice(faults) for _ in range(rng.choice((0, 0, 1, 1, 2)))
-        }
-        naps = [rng.choice((0, 0, 0.002)) for _ in range(n)]
-
-        def step(plan=plan, steps=steps, naps=naps):
-            k = number()
-            for at in range(steps):
-                what = plan.get((k, at))
-                time.sleep(naps[k])
-                if what == "raise":
-                    raise OwnError(k, at)
-                if what == "return":
-                    return at
-                if what == "merge":
-                    context().merge_call(lambda strategy: 1)
-                try:
-                    value = {"a": np.ones(3 if what == "shape" else 2)}
-                    context().all_reduce("max" if what == "op" else "sum", [value] if what == "tree" else value)
-                except BaseException:
-                    if what != "swallow":
-                        raise
-            return steps
-
-        failed = None
-        try:
-            result = cr.MirroredStrategy(n).run(step, options=cr.CommunicationOptions(timeout_seconds=20))
-        except (OwnError, cr.MismatchError) as error:
-            failed = error
-        outcomes.add(type(failed))
-        if type(failed) is OwnError:
-            assert plan[failed.args] == "raise"
-            assert f"in replica {failed.args[0]} of {n}" in notes(failed)
-        elif failed:
-            assert set(plan.values()) - {"raise"}
-        else:
-            assert len(result) == n
-            # Calls may be equal in spite of faults: of one replica, or if every replica has a fault.
-            assert n == 1 or set(plan.values()) <= {"swallow"} or len({k for k, _ in plan}) == n
-    assert outcomes == {OwnError, cr.MismatchError, type(None)}

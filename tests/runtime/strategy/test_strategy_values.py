@@ -53,7 +53,7 @@ def test_reduce_along_an_axis_counts_elements(library, n, total):
 
 
 def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
-    """Along an axis, too, half types are added in float32 and rounded once; the mean of integers is a float."""
+    """Along an axis, too, half types are rounded once, the mean of integers is a float, and components must agree."""
     strategy = cr.MirroredStrategy(3)
     halves = value(library, [np.full(2, 40000, np.float16)] * 3)
     got = library.to_numpy(strategy.reduce("mean", halves, axis=0))
@@ -61,6 +61,10 @@ def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
     small = value(library, [np.array([100, 101], np.int8)] * 3)
     got = library.to_numpy(strategy.reduce("mean", small, axis=0))
     assert (got.dtype.name, got.item()) == (library.mean_dtype("int8"), 100.5)
+    for other in (np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))):
+        given = value(library, [np.ones(2), np.ones(3), other])
+        with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
+            strategy.reduce("sum", given, axis=0)
 
 
 def test_reduce_of_a_single_array():
@@ -83,14 +87,6 @@ def test_reduce_of_a_single_array():
     assert "reduce(..., axis=...)" in caught.value.__notes__[0]
 
 
-def test_replicas_that_differ_are_not_reduced_along_an_axis(library):
-    """Along an axis, components that differ in dtype or number of axes raise an error that lists dtypes and shapes."""
-    for other in (np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))):
-        given = value(library, [np.ones(2), np.ones(3), other])
-        with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
-            cr.MirroredStrategy(3).reduce("sum", given, axis=0)
-
-
 @pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 2, 7, 24]), indirect=["library"])
 def test_shares_tile_the_batch(library, n, size):
     """Shares are consecutive parts of the batch; they differ by at most one sample, and each is on its device."""
@@ -111,17 +107,16 @@ def test_shares_tile_the_batch(library, n, size):
 
 def test_wrong_batches():
     """split raises an error for arrays of different sizes or without the axis, and for objects that are not arrays."""
-    strategy = cr.MirroredStrategy(2)
-    with pytest.raises(cr.MismatchError, match=r"(?s)size along axis 0.*\['a'\]: int64\[3\].*\['b'\]: int64\[4\]"):
-        strategy.split({"a": np.arange(3), "b": np.arange(4)})
-    with pytest.raises(cr.ArgumentError, match=r"leaf tree\['b'\]: the array has no axis 0"):
-        strategy.split({"a": np.arange(3), "b": 1.0})
-    with pytest.raises(cr.ArgumentError, match="this is not an array"):
-        strategy.split({"a": "text"})
-    with pytest.raises(cr.ArgumentError, match="axis must be an integer"):
-        strategy.split(np.arange(3), axis="x")
-    with pytest.raises(cr.UnsupportedError, match="sparse arrays cannot be split"):
-        strategy.split(cr.IndexedSlices(np.ones((1, 2)), np.array([0])))
+    sizes = r"(?s)size along axis 0.*\['a'\]: int64\[3\].*\['b'\]: int64\[4\]"
+    for error, words, batch, axis in (
+        (cr.MismatchError, sizes, {"a": np.arange(3), "b": np.arange(4)}, 0),
+        (cr.ArgumentError, r"leaf tree\['b'\]: the array has no axis 0", {"a": np.arange(3), "b": 1.0}, 0),
+        (cr.ArgumentError, "this is not an array", {"a": "text"}, 0),
+        (cr.ArgumentError, "axis must be an integer", np.arange(3), "x"),
+        (cr.UnsupportedError, "sparse arrays cannot be split", cr.IndexedSlices(np.ones((1, 2)), np.array([0])), 0),
+    ):
+        with pytest.raises(error, match=words):
+            cr.MirroredStrategy(2).split(batch, axis)
 
 
 def test_a_dataset_is_split_batch_by_batch():
@@ -141,25 +136,22 @@ def test_a_dataset_is_split_batch_by_batch():
         strategy.distribute_dataset(5)
 
 
-def test_values_are_created_replica_by_replica(library):
-    """distribute_values_from_function calls the function for each replica in order, and returns per-replica values."""
+class Node:
+    other = None
+
+
+def test_values_of_each_replica(library):
+    """distribute_values_from_function calls a function for each replica; replicate copies objects to each device."""
     strategy = cr.MirroredStrategy(3)
-    made = strategy.distribute_values_from_function(
-        lambda here: {
-            "x": library.array(np.full(2, here.replica_id_in_sync_group), here.replica_id_in_sync_group),
-            "d": here.device,
-            "n": here.num_replicas_in_sync,
-        }
-    )
+
+    def make(here):
+        k = here.replica_id_in_sync_group
+        return {"x": library.array(np.full(2, k), k), "d": (here.device, here.num_replicas_in_sync)}
+
+    made = strategy.distribute_values_from_function(make)
     assert [library.to_numpy(x).tolist() for x in made["x"]] == [[0, 0], [1, 1], [2, 2]]
-    assert made["x"].devices == ("cpu:0", "cpu:1", "cpu:2")
-    assert list(made["d"]) == list(strategy.devices)
-    assert made["n"].values == (3, 3, 3)
-
-
-def test_replicate_copies_to_each_device(library):
-    """replicate gives each replica its own copy, on its device, and preserves references between objects."""
-    strategy = cr.MirroredStrategy(3)
+    assert made["x"].devices == strategy.devices == ("cpu:0", "cpu:1", "cpu:2")
+    assert [list(x) for x in made["d"]] == [list(strategy.devices), [3, 3, 3]]
     x = library.array(np.arange(3.0))
     copies = strategy.replicate({"x": x})["x"]
     for k, y in enumerate(copies):
@@ -167,10 +159,6 @@ def test_replicate_copies_to_each_device(library):
         assert library.device_of(y) in ("cpu", f"cpu:{k}")
         assert not library.shares(x, y)
         assert not any(library.shares(y, z) for z in copies.values[:k])
-
-    class Node:
-        other = None
-
     a, b = Node(), Node()
     a.other = b
     firsts, seconds = strategy.replicate((a, b))
@@ -183,8 +171,7 @@ def test_replicate_copies_to_each_device(library):
 
 
 def test_extended_reduces_and_broadcasts(library):
-    """strategy.extended reduces to any destinations (None: all devices); its update calls a function per replica.
-    local_results returns the components of a distributed value, and a tuple of one for any other value."""
+    """extended reduces to any destinations and updates per replica; local_results returns components."""
     n = 3
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (2,))

@@ -29,7 +29,6 @@ def test_mirrored_variables_stay_equal(library, n):
     """Replicas' assignments to a mirrored variable are combined, and all components become bitwise equal."""
     strategy = cr.MirroredStrategy(n)
     start, xs = np.arange(4.0), [x.astype(float) for x in digits(n, (4,))]
-    given = value(library, xs)
     for aggregation, how in each(["sum", "mean", "only_first_replica"], HOW):
         combined = xs[0] if aggregation == "only_first_replica" else oracle.reduce(aggregation, xs, "float64")
         var = variable(strategy, library.array(start), aggregation=aggregation)
@@ -38,11 +37,10 @@ def test_mirrored_variables_stay_equal(library, n):
             assert getattr(var, how)(x) is var
             return var.value()
 
-        seen = strategy.run(step, args=(given,))
+        seen = strategy.run(step, args=(value(library, xs),))
         wanted = HOW[how](start, combined).tolist()
-        assert components(library, var) == [wanted] * n, how
-        assert [library.to_numpy(x).tolist() for x in seen] == [wanted] * n, how
-        assert [library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(var)] == [True] * n, how
+        assert components(library, var) == [library.to_numpy(x).tolist() for x in seen] == [wanted] * n, how
+        assert all(library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(var)), how
         assert library.to_numpy(var.value()).tolist() == wanted, how
         assert not any(library.shares(a, b) for k, a in enumerate(var.values) for b in var.values[:k]), how
 
@@ -64,10 +62,6 @@ def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(lib
     var.assign_add(variable(strategy, library.array(xs[0])))
     assert components(library, var) == [(2 * xs[0]).tolist()] * n
     assert library.to_numpy(start).tolist() == [0, 0]
-    if n > 1:
-        words = "replicas cannot be assigned to a mirrored variable without aggregation"
-        with pytest.raises(cr.ArgumentError, match=words):
-            variable(strategy, start).assign(value(library, xs))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -78,14 +72,16 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
     words = r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
     with pytest.raises(ValueError, match=words):
         strategy.run(lambda: var.assign_add(1.0))
+    if n > 1:
+        words = "replicas cannot be assigned to a mirrored variable without aggregation"
+        with pytest.raises(cr.ArgumentError, match=words):
+            var.assign(cr.PerReplica([np.ones(2)] * n))
     assert [x.tolist() for x in var] == [[0, 0]] * n
 
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere aggregates. There it reads
-    as the value assigned to it, also if it aggregates by sum; assign_add to such a sum of several replicas raises an
-    error, as in TensorFlow."""
+    """A replica has its component of a sync-on-read variable; reads elsewhere aggregate."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -103,20 +99,27 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
     seen = strategy.run(step, args=(value(library, xs),))
     own = [x + (k > 0) for k, x in enumerate(xs)]
     assert [library.to_numpy(x).tolist() for x in seen] == [x.tolist() for x in own]
-    oracle.check(library.to_numpy(made["sum"].value()), "sum", own)
-    oracle.check(library.to_numpy(made["mean"].value()), "mean", own)
+    for how in ("sum", "mean"):
+        oracle.check(library.to_numpy(made[how].value()), how, own)
     with strategy.scope():
         assert library.to_numpy(made["only_first_replica"].value()).tolist() == own[0].tolist()
+    assert strategy.local_results(made["none"]) == made["none"].values
+    assert library.to_numpy(strategy.reduce("max", made["none"])).tolist() == np.max(own, 0).tolist()
     if n > 1:
         with pytest.raises(cr.ArgumentError, match="without aggregation cannot be read outside of replicas"):
             made["none"].value()
-    assert strategy.local_results(made["none"]) == made["none"].values
-    assert library.to_numpy(strategy.reduce("max", made["none"])).tolist() == np.max(own, 0).tolist()
-    seven = library.array(np.full(2, 7))
-    total = variable(strategy, library.array(np.ones(2, np.int64)), synchronization="on_read", aggregation="sum")
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(library, n):
+    """A sum reads as the value assigned to it; assign_add to one of several replicas is an error, as in TensorFlow."""
+    strategy, seven = cr.MirroredStrategy(n), library.array(np.full(2, 7))
+    total, mean = (
+        variable(strategy, library.array(np.ones(2, dtype)), synchronization="on_read", aggregation=how)
+        for how, dtype in (("sum", "int64"), ("mean", "float64"))
+    )
     assert library.to_numpy(total.assign(seven).value()).tolist() == [7, 7]
-    due = (library.to_numpy(made["mean"].value()) + 2).tolist()  # before a tensor of torch is written in place
-    assert library.to_numpy(made["mean"].assign_add(2.0).value()).tolist() == due
+    assert library.to_numpy(mean.assign_add(2.0).value()).tolist() == [3, 3]
     if n > 1:
         with pytest.raises(cr.ContextError, match="assign_add outside of replicas is not defined for a sync-on-read"):
             total.assign_add(seven)
@@ -144,18 +147,14 @@ def test_values_that_were_read_do_not_change(library):
     assert not any(library.shares(given, x) for x in var)
 
 
-def test_runs_in_several_threads_keep_a_variable_consistent(library):
+def test_runs_in_several_threads_keep_a_variable_consistent():
     """If several threads run replicas that assign to one mirrored variable, no assignment is lost or mixed."""
     strategy = cr.MirroredStrategy(3)
-    var = variable(strategy, library.array(np.zeros(1000)), aggregation="sum")
-
-    def work(_):
-        for _ in range(10):
-            strategy.run(lambda: var.assign_add(1.0))
-
+    var = variable(strategy, np.zeros(1000), aggregation="sum")
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
-    assert components(library, var) == [[3 * 3 * 10.0] * 1000] * 3
+        for call in [pool.submit(strategy.run, lambda: var.assign_add(1.0)) for _ in range(30)]:
+            call.result()
+    assert [x.tolist() for x in var] == [[3 * 30.0] * 1000] * 3
 
 
 def test_update_runs_for_each_component(library):
@@ -175,7 +174,7 @@ def test_update_runs_for_each_component(library):
     result = strategy.extended.update(var, fn, args=(grads, 2.0), kwargs={"name": "sgd"})
     assert order == [(f"cpu:{k}", 2.0, "sgd") for k in range(3)]
     assert components(library, var) == [[2.0 - 2 * k] * 2 for k in range(3)]
-    assert [list(x) for x in zip(*result, strict=True)] == [[2.0 - 2 * k] * 2 for k in range(3)]
+    assert [list(x) for x in zip(*result, strict=True)] == components(library, var)
     assert strategy.extended.variable_created_in_scope(var)
     assert not cr.MirroredStrategy(3).extended.variable_created_in_scope(var)
     assert strategy.extended.update(var, lambda w: w.assign_add(1.0)) is None
@@ -185,85 +184,85 @@ def test_numbers_shapes_and_dtypes(library):
     """A variable keeps its framework, shape and dtype; numbers that keep the dtype can be added and assigned."""
     strategy = cr.MirroredStrategy(2)
     scalar = variable(strategy, library.array(np.float32(1)), aggregation="mean")
+    vector = variable(strategy, library.array(np.ones(2, np.float32)), name="v")
+    integer = variable(strategy, library.array(np.int32(1)), aggregation="sum")
+    flag = variable(strategy, library.array(np.bool_(True)))
     assert components(library, scalar.assign(4)) == [4, 4]
     strategy.run(lambda: scalar.assign_add(float(context().replica_id_in_sync_group)))
     assert components(library, scalar) == [4.5, 4.5]
     assert library.to_numpy(scalar.value()).dtype == np.float32
-    vector = variable(strategy, library.array(np.ones(2, np.float32)), name="v")
-    for wrong in (1.0, library.array(np.ones(3, np.float32)), library.array(np.ones(2, np.int32)), np.complex64(1)):
-        words = r"(?s)the framework, shape and dtype of the variable.*Variable\(v: float32\[2\]"
-        with pytest.raises(cr.MismatchError, match=words):
-            vector.assign(wrong)
-    integer = variable(strategy, library.array(np.int32(1)), aggregation="sum")
-    flag = variable(strategy, library.array(np.bool_(True)))
-    for assign, wrong in ((integer.assign_add, 0.5), (integer.assign, 0.5), (integer.assign, 1j), (flag.assign, 2)):
-        with pytest.raises(cr.MismatchError, match="must have the framework, shape and dtype of the variable"):
-            assign(wrong)
-    assert components(library, integer) == [1, 1]
     assert components(library, variable(strategy, library.array(np.complex64(1))).assign(2)) == [2, 2]
+    words = "(?s)must have the framework, shape and dtype of the variable"
+    for wrong in (1.0, library.array(np.ones(3, np.float32)), library.array(np.ones(2, np.int32)), np.complex64(1)):
+        with pytest.raises(cr.MismatchError, match=words + r".*Variable\(v: float32\[2\]"):
+            vector.assign(wrong)
+    for assign, wrong in ((integer.assign_add, 0.5), (integer.assign, 0.5), (integer.assign, 1j), (flag.assign, 2)):
+        with pytest.raises(cr.MismatchError, match=words):
+            assign(wrong)
     for count in (1, 3):
         given = value(library, [np.int32(5)] * count)
         with pytest.raises(cr.ArgumentError, match="needs one component for each replica"):
             strategy.run(lambda given=given: integer.assign(given))
+    assert components(library, integer) == [1, 1]
     with pytest.raises(cr.MismatchError, match="must have as many components as the variable"):
         vector.assign(value(library, [np.ones(2, np.float32)] * 3))
 
 
 def test_a_variable_reads_as_a_numpy_array(library):
-    """np.asarray of a variable is its value in the current context: the replica's own, or all components combined.
-    ``copy=False`` is an error for a dtype that needs a copy."""
+    """np.asarray gives the value in the current context; ``copy=False`` refuses a cast."""
     strategy = cr.MirroredStrategy(2)
     var = variable(strategy, library.array(np.arange(3.0)))
     assert np.array(var, dtype=np.float32).dtype == np.float32
     copied = np.array(var)
     copied += 1
-    assert np.asarray(var).tolist() == var.__array__(copy=False).tolist() == [0, 1, 2]
-    assert var.__array__(np.dtype("float64"), copy=False).dtype == np.float64
+    assert np.asarray(var).tolist() == var.__array__(np.dtype("float64"), copy=False).tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="cannot be converted to float32 without a copy"):
         var.__array__(np.dtype("float32"), copy=False)
     own = variable(strategy, library.array(np.zeros(())), synchronization="on_read", aggregation="sum")
-    numbers = strategy.run(
-        lambda: (own.assign_add(1.0 + context().replica_id_in_sync_group), float(np.asarray(own)))[1]
-    )
-    assert numbers.values == (1.0, 2.0)
+
+    def step():
+        own.assign_add(1.0 + context().replica_id_in_sync_group)
+        return float(np.asarray(own))
+
+    assert strategy.run(step).values == (1.0, 2.0)
     assert float(np.asarray(own)) == 3.0
 
 
-def test_names_are_accepted_in_any_case():
+def test_arguments():
     """Synchronization and aggregation are members or their names in any case; errors list the valid names."""
     var = cr.Variable(1.0, "x", cr.VariableSynchronization.AUTO, "Only_First_Replica")
     assert var.synchronization is cr.VariableSynchronization.ON_WRITE
     assert var.aggregation is cr.VariableAggregation.ONLY_FIRST_REPLICA
     assert (var.name, len(var)) == ("x", 1)
-    for wrong in ("avg", None, 3):
-        with pytest.raises(cr.ArgumentError, match=r'(?s)invalid VariableAggregation.*"none", "sum", "mean"'):
-            cr.Variable(1.0, aggregation=wrong)
-        with pytest.raises(cr.ArgumentError, match=r'(?s)invalid VariableSynchronization.*"on_read"'):
-            cr.Variable(1.0, synchronization=wrong if wrong else "")
-    with pytest.raises(cr.ArgumentError, match="the mean of integers is a float"):
-        cr.Variable(1, aggregation="mean")
-    with pytest.raises(cr.ArgumentError, match="this is not an array"):
-        cr.Variable("text")
-    with pytest.raises(cr.UnsupportedError, match="a variable must be dense"):
-        cr.Variable(cr.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2)))
     assert cr.Variable(lambda: np.ones(2)).value().tolist() == [1, 1]
+    slices = cr.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2))
+    for error, words, args, named in (
+        (cr.ArgumentError, r'(?s)invalid VariableAggregation.*"none", "sum", "mean"', (1.0,), {"aggregation": "avg"}),
+        (cr.ArgumentError, "invalid VariableAggregation", (1.0,), {"aggregation": None}),
+        (cr.ArgumentError, r'(?s)invalid VariableSynchronization.*"on_read"', (1.0,), {"synchronization": 3}),
+        (cr.ArgumentError, "the mean of integers is a float", (1,), {"aggregation": "mean"}),
+        (cr.ArgumentError, "this is not an array", ("text",), {}),
+        (cr.UnsupportedError, "a variable must be dense", (slices,), {}),
+    ):
+        with pytest.raises(error, match=words):
+            cr.Variable(*args, **named)
 
 
 def test_variables_belong_to_a_strategy():
     """A variable is created outside replicas and used with its own strategy; without one it has one component."""
     first, second = cr.MirroredStrategy(2), cr.MirroredStrategy(2)
-    var = variable(first, 1.0, aggregation="sum")
-    with pytest.raises(cr.ContextError, match="inside a strategy that does not own it"):
-        second.run(lambda: var.value())
+    var, alone = variable(first, 1.0, aggregation="sum"), cr.Variable(np.ones(2), aggregation="sum")
+    for words, strategy, call in (
+        ("inside a strategy that does not own it", second, var.value),
+        ("variables must be created in the cross-replica context", first, lambda: cr.Variable(1.0)),
+        ("cannot assign to a variable that was created outside", first, lambda: alone.assign_add(1.0)),
+    ):
+        with pytest.raises(cr.ContextError, match=words):
+            strategy.run(call)
     with pytest.raises(cr.ContextError, match="inside a strategy that does not own it"), second.scope():
         var.assign(2.0)
-    with pytest.raises(cr.ContextError, match="variables must be created in the cross-replica context"):
-        first.run(lambda: cr.Variable(1.0))
-    alone = cr.Variable(np.ones(2), aggregation="sum")
     assert alone.devices == ("cpu:0",)
     assert all(first.run(lambda: alone.value()[0] == 1))
-    with pytest.raises(cr.ContextError, match="a replica cannot assign to a variable that was created outside"):
-        first.run(lambda: alone.assign_add(1.0))
     assert alone.assign_add(1.0).value().tolist() == [2, 2]
 
 

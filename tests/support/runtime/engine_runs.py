@@ -15,10 +15,7 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Yield a list that gets ``"host"`` for each run of a kernel and ``"loop"`` for each buffer of the loop engine.
-
-    Prepared calls, which run kernels in compiled code, are not used.
-    """
+    """Yield a list of "host" for each run of a kernel and "loop" for each buffer; calls are not prepared."""
     runs = []
 
     def recorded(name, function):

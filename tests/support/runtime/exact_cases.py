@@ -1,8 +1,4 @@
-"""Terms for exact sums: random bits, and kinds of data on which a sum in floating point is often wrong.
-
-Input: a random generator, a dtype's name, the numbers of terms and of elements. Output: the bits of the terms, one row
-per term.
-"""
+"""Terms for exact sums, as rows of bits: kinds of data on which a sum in floating point is often wrong."""
 
 import numpy as np
 from exact_oracle import FORMATS, exact_sum
@@ -40,34 +36,24 @@ class Bits:
         return np.uint64(low) + self.below(max(1, min(count, self.top - low)))
 
 
-def narrow(bits):
-    """Numbers of similar exponents: most sums are exact in float64."""
-    return bits.made(bits.exponents(bits.middle, 3), bits.mantissas())
+def plain(name, low, count, sparse=False):
+    """Return a kind of terms: random mantissas, and ``count`` exponents of finite numbers from ``low(bits)`` on."""
+
+    def kind(bits):
+        return bits.made(bits.exponents(low(bits), count), bits.mantissas(sparse))
+
+    kind.__name__ = name
+    return kind
 
 
-def near(bits):
-    """Exponents around those at which a sum in float64 becomes inexact."""
-    return bits.made(bits.exponents(bits.middle - 20, 38), bits.mantissas())
-
-
-def wide(bits):
-    """All finite exponents."""
-    return bits.made(bits.exponents(0, bits.top), bits.mantissas())
-
-
-def ties(bits):
-    """Mantissas with few bits: many sums are exactly between two numbers, or next to such a point."""
-    return bits.made(bits.exponents(bits.middle - 30, 60), bits.mantissas(sparse=True))
-
-
-def subnormal(bits):
-    """Subnormal numbers and the smallest normal ones."""
-    return bits.made(bits.exponents(0, 3), bits.mantissas())
-
-
-def large(bits):
-    """The largest finite numbers: partial sums overflow."""
-    return bits.made(bits.exponents(bits.top - 3, 3), bits.mantissas())
+# Most sums of similar exponents are exact in float64, of near ones just no longer. Sums of mantissas with few bits are
+# often exactly between two numbers. Partial sums of large numbers overflow.
+narrow = plain("narrow", lambda bits: bits.middle, 3)
+near = plain("near", lambda bits: bits.middle - 20, 38)
+wide = plain("wide", lambda bits: 0, 1 << 11)
+ties = plain("ties", lambda bits: bits.middle - 30, 60, sparse=True)
+subnormal = plain("subnormal", lambda bits: 0, 3)
+large = plain("large", lambda bits: bits.top - 3, 3)
 
 
 def cancelling(bits):
@@ -122,21 +108,8 @@ def any_bits(bits):
     return bits.made(bits.below(bits.top + 1), bits.mantissas())
 
 
-KINDS = (
-    narrow,
-    near,
-    wide,
-    ties,
-    subnormal,
-    large,
-    cancelling,
-    zeros,
-    negative_zeros,
-    special,
-    edges,
-    broken_ties,
-    any_bits,
-)
+PLAIN = (narrow, near, wide, ties, subnormal, large)
+KINDS = (*PLAIN, cancelling, zeros, negative_zeros, special, edges, broken_ties, any_bits)
 
 
 def terms_of(kind, seed, dtype, terms, size):

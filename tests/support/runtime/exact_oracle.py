@@ -1,7 +1,4 @@
-"""The exact sum of floats in rational arithmetic: what ``exact=True`` must give, from plain Python integers.
-
-Input: the bits of the terms. Output: the bits of the result. It shares no code with the kernels.
-"""
+"""The exact sum of floats, given and returned as bits, in rational arithmetic of plain Python integers."""
 
 import math
 from fractions import Fraction

@@ -1,7 +1,4 @@
-"""Exact sums in fixed point, from ``exact_reference.cpp``: fast enough for many millions of elements.
-
-Input: formats by name, and arrays of bits. Output: the bits of exact sums, and random terms.
-"""
+"""Exact sums of arrays of bits in fixed point, and random terms, from ``exact_reference.cpp``: fast for millions."""
 
 import ctypes
 import functools

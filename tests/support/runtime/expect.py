@@ -1,8 +1,4 @@
-"""Assertions that every result must pass, and data for them.
-
-Input: a test framework (frameworks.py), results, and the NumPy arrays that were reduced. Output: an AssertionError if a
-result is wrong. The correct values are those of oracle.py.
-"""
+"""Data, and assertions that every result must pass; the correct values are those of oracle.py."""
 
 import itertools
 
@@ -77,8 +73,7 @@ def check_memory(framework, result, inputs):
 
 
 def check(framework, result, op, xs, devices, inputs=()):
-    """Assert that a dense result has the correct values, dtype, shape and devices, the same bits on all devices, and
-    its own memory."""
+    """Assert that a dense result has the correct values, dtype, shape, devices, equal replicas and its own memory."""
     check_places(framework, result, devices)
     ys = [framework.to_numpy(y) for y in result]
     wanted = result_dtype(framework, op, xs[0].dtype.name)

@@ -1,8 +1,4 @@
-"""Host tensors of torch as tensors on CUDA devices, and a library in place of NCCL, for tests without a GPU.
-
-``fake_nccl.c`` runs all ranks of this process on host memory and reports every misuse. The engine, the
-pipeline and torch's ``Framework`` are the library's own; only what asks torch for a device is replaced.
-"""
+"""Tensors of torch in host memory as if on CUDA devices, and ``fake_nccl.c``, which reports every misuse of NCCL."""
 
 import ctypes
 import subprocess

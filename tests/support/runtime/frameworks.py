@@ -1,13 +1,9 @@
-"""One interface to the four frameworks for tests: it puts arrays onto the k-th device and returns them as NumPy arrays.
-
-Of crossreduce it uses only the class IndexedSlices, so the library is checked against the frameworks themselves. If a
-framework cannot be imported, ``load`` raises ImportError, and its tests fail.
-"""
+"""One interface to the four frameworks for tests: arrays on the k-th device, and as NumPy arrays."""
 
 import functools
 import importlib
 import os
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from oracle import dtype_of as np_dtype
@@ -29,12 +25,8 @@ def defined(op, dtype):
     return not (dtype in COMPLEX and op in ("min", "max"))
 
 
-class Parts(NamedTuple):
-    """The parts of a sparse array, as NumPy arrays."""
-
-    kind: str
-    values: np.ndarray
-    indices: np.ndarray
+Parts = namedtuple("Parts", "kind values indices")
+"""The parts of a sparse array, as NumPy arrays."""
 
 
 class Framework:

@@ -1,8 +1,4 @@
-"""Arrays of NumPy and torch for tests of ``out=``, with guard bytes around each, so that writes beside it are found.
-
-Input: NumPy arrays. Output: writable arrays of a framework with the same elements, and an assertion that a call raises
-an error and writes nothing.
-"""
+"""Arrays of NumPy and torch for tests of ``out=``, with guard bytes around each, so that writes beside it are found."""
 
 import numpy as np
 import oracle
@@ -62,10 +58,7 @@ def two(k=1.0, shape=(6,)):
 
 
 def added(xs):
-    total = xs[0]
-    for x in xs[1:]:
-        total = total + x
-    return total
+    return sum(xs[1:], xs[0])
 
 
 class Adding(cr.CrossDeviceOps):

@@ -1,8 +1,4 @@
-"""The correct results, computed without the library: plain Python loops over Python numbers.
-
-Input: NumPy arrays, or the numbers of a schedule. Output: the result of a reduction, the largest rounding error that is
-allowed, and the values that a schedule leaves on each device. Nothing here imports crossreduce.
-"""
+"""The correct results in plain Python loops: of reductions, their rounding errors, and of schedules."""
 
 from __future__ import annotations
 
@@ -33,16 +29,11 @@ def name_of(array: np.ndarray[Any, Any]) -> str:
 
 
 def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndarray[Any, Any]:
-    """Reduce arrays of one shape and dtype, element by element.
+    """Reduce arrays of one shape and dtype, element by element, to NumPy's dtype of the result or a given one.
 
     Finite real numbers are combined exactly (as fractions) and then rounded, to float64 and to the result's dtype;
     complex products are computed in complex128. Integer sums and products wrap around as in two's complement. The mean
     of integers is their true mean; as an integer it is NCCL's: the wrapped sum is divided and truncated towards zero.
-
-    Args:
-      op: "sum", "mean", "min", "max" or "product".
-      arrays: one per replica.
-      result: the name of the result's dtype; by default NumPy's (float64 for the mean of integers).
     """
     arrays = [np.asarray(array) for array in arrays]
     dtype = name_of(arrays[0])
@@ -67,10 +58,7 @@ def _element(op: str, numbers: Sequence[Any]) -> Any:
     if isinstance(numbers[0], complex):
         assert op in ("sum", "mean", "product"), "complex numbers have no order"
         if op == "product":
-            total = numbers[0]
-            for number in numbers[1:]:
-                total *= number
-            return total
+            return _combined(op, numbers)
         return complex(_element(op, [z.real for z in numbers]), _element(op, [z.imag for z in numbers]))
     if op in ("min", "max"):
         best = numbers[0]
@@ -83,20 +71,17 @@ def _element(op: str, numbers: Sequence[Any]) -> Any:
     if isinstance(numbers[0], bool):
         assert op == "product", "a sum of bools is not defined"
         return all(numbers)
-    if isinstance(numbers[0], int):
-        total = numbers[0]
-        for number in numbers[1:]:
-            total = total * number if op == "product" else total + number
-        return _float(Fraction(total, len(numbers))) if op == "mean" else total
-    if not all(math.isfinite(number) for number in numbers):
-        total = numbers[0]
-        for number in numbers[1:]:
-            total = total * number if op == "product" else total + number
-        return total
-    exact = Fraction(numbers[0])
-    for number in numbers[1:]:
-        exact = exact * Fraction(number) if op == "product" else exact + Fraction(number)
+    if (isinstance(numbers[0], int) and op != "mean") or not all(math.isfinite(number) for number in numbers):
+        return _combined(op, numbers)
+    exact = _combined(op, [Fraction(number) for number in numbers])
     return _float(exact / len(numbers) if op == "mean" else exact)
+
+
+def _combined(op: str, numbers: Sequence[Any]) -> Any:
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = total * number if op == "product" else total + number
+    return total
 
 
 def _float(exact: Fraction) -> float:
@@ -119,12 +104,6 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
     depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993); that of a product is
     at most the same factor times its own size. In addition the division of a mean, the rounding to a half type and the
     rounding of the oracle each add an error of one u of the result. Integers, bools, min and max: 0.
-
-    Args:
-      arrays: the arrays that were reduced.
-      depth: the most additions that an element passes; n - 1 is always sufficient.
-      dtype: the name of the result's dtype. Half types are accumulated in float32.
-      op: the reduction.
     """
     arrays = [np.asarray(array) for array in arrays]
     zero = np.zeros(arrays[0].shape)
@@ -147,10 +126,7 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
 
 
 def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, result: str | None = None) -> None:
-    """Assert that ``got`` is the reduction of ``arrays``: its shape, its dtype, and each element.
-
-    Integers, bools, min and max are compared exactly, floats within ``tolerance``; NaN must be NaN.
-    """
+    """Assert that ``got`` is the reduction of ``arrays``, integers exactly, floats within ``tolerance``."""
     wanted = reduce(op, arrays, result)
     got = np.asarray(got)
     assert got.shape == wanted.shape, f"shape {got.shape}, wanted {wanted.shape}"
@@ -167,20 +143,13 @@ def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, re
 
 
 def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> list[np.ndarray[Any, Any]]:
-    """Return one array per device, filled with ``(n + 1) ** device``.
-
-    In base n + 1, each digit of the sum is the number of times that a device's contribution was added. So a lost, a
-    doubled and a swapped contribution are all visible. The sum fits into int64 up to n = 16, into float64 up to 14.
-    """
+    """Return one array per device, filled with ``(n + 1) ** device``: the sum's digits count the contributions."""
     made = dtype_of(dtype)
     most = sum((n + 1) ** device for device in range(n))
     room = np.iinfo(made).max if made.kind in "iu" else int(2 / ROUNDOFF[dtype]) // 2
     assert most <= room, f"{dtype} cannot hold the sum of (n + 1) ** device for n = {n}"
     return [np.full(shape, (n + 1) ** device, made) for device in range(n)]
 
-
-# A schedule's steps, run on a dict of Python ints. Only plain numbers of the schedule are read: chunks of
-# (share, sources, destinations), rounds of (chunk, dst, srcs).
 
 Cells = dict[tuple[int, int], int]
 
@@ -195,23 +164,14 @@ def base_of(schedule: Any) -> int:
     return max(len(schedule.devices), math.prod(most)) + 1
 
 
-def start(schedule: Any) -> Cells:
-    """Return the initial value of each source: the base to the power of the device."""
-    base = base_of(schedule)
-    return {(c, s): base**s for c, (_, sources, _) in enumerate(schedule.chunks) for s in sources}
-
-
 def run(schedule: Any) -> Cells:
-    """Run a schedule's steps and return each device's final value of each chunk.
+    """Run a schedule's steps on the base to the power of the device; return the values of each (chunk, device).
 
-    Every step of a round reads the values that the previous round left.
-
-    Args:
-      schedule: anything with ``devices``, ``chunks`` and ``rounds``.
-    Raises:
-      WrongStepError: a step reads a cell that stores nothing, or two steps of a round write the same cell.
+    Every step of a round reads the values that the previous round left. Only plain numbers of the schedule are read:
+    chunks of (share, sources, destinations), rounds of (chunk, dst, srcs).
     """
-    cells = start(schedule)
+    base = base_of(schedule)
+    cells = {(c, s): base**s for c, (_, sources, _) in enumerate(schedule.chunks) for s in sources}
     for steps in schedule.rounds:
         written: Cells = {}
         for chunk, dst, srcs in steps:

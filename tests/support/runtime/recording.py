@@ -1,7 +1,4 @@
-"""An engine of the tests' own, as an example: it runs programs like the engine "loop" and records them.
-
-A new engine takes such a file, its name in the registry, an entry in ``ENGINES`` of ``running.py``, and docs.
-"""
+"""An engine of the tests' own: it runs programs of NumPy arrays like the engine "loop" and records its runs."""
 
 import numpy as np
 
@@ -11,10 +8,7 @@ from crossreduce.engines.loop import LoopEngine
 class RecordingEngine(LoopEngine):
     """See ``crossreduce.engines.base.Engine``. ``runs`` has the shapes of each run, and whether ``out`` was given."""
 
-    name = "recording"
-
-    def __init__(self):
-        self.runs = []
+    name, runs = "recording", []
 
     def supports(self, layout):
         return layout.framework.name == "numpy" and layout.is_sized and not layout.mixed
@@ -24,18 +18,14 @@ class RecordingEngine(LoopEngine):
 
     def compile(self, layout, numbers, with_out):
         executable = super().compile(layout, numbers, with_out)
-        return RecordingExecutable(self, layout, executable)
+        run = executable.run
 
+        def recorded(operands, out):
+            self.runs.append((tuple(layout.shapes), out is not None))
+            return run(operands, out)
 
-class RecordingExecutable:
-    prepared = None
-
-    def __init__(self, engine, layout, executable):
-        self.engine, self.layout, self.executable = engine, layout, executable
-
-    def run(self, operands, out):
-        self.engine.runs.append((tuple(self.layout.shapes), out is not None))
-        return self.executable.run(operands, out)
+        executable.run = recorded
+        return executable
 
 
 ENGINE = RecordingEngine()

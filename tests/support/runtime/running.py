@@ -11,7 +11,7 @@ from crossreduce.engines import base
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange, engine_named
 from crossreduce.engines.loop import run_program
 from crossreduce.frameworks import get
-from crossreduce.lowering import element_ranges, lower
+from crossreduce.lowering import lower
 from crossreduce.packing import Buffer, Span
 
 sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
@@ -20,16 +20,8 @@ ENGINES = ("host", "loop")
 """Every engine that computes on NumPy arrays; "recording" of the tests runs programs like "loop"."""
 
 
-def bounds(schedule, size):
-    """Return the elements ``(start, stop)`` of each part of a result."""
-    return tuple((start, stop) for _, start, stop in element_ranges(lower(schedule), size))
-
-
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run the engine ``loop`` on one flat array per source; return each destination's ``(parts, fresh)``.
-
-    ``size`` ``None``: arrays of any shape, which are not cut.
-    """
+    """Run the engine ``loop`` on one flat array per source (``size`` ``None``: of any shape)."""
     numbers = framework.numbers(ReduceOp(op), dtype, len(flats))
     return run_program(lower(schedule), framework, flats, size, numbers)
 

@@ -92,7 +92,6 @@ def destinations_of(n):
         "another device": (per_replica([1.0], 3, Mirrored), True, [name(3)]),
         "a mirrored variable": (shared, alone, here),
         "a string": ("/cpu:0", True, [name(0)]),
-        "a short string": ("CPU:2", True, [name(2)]),
         "a tensor": (on(1, 7), True, [name(1)]),
         "slices": (slices, True, [name(1)]),
         "a variable": (variable(2, 5.0), True, [name(2)]),
