@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
-from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology, simulate, verify
+from crossreduce import ArgumentError, Link, PlanError, Topology, simulate, verify
 from crossreduce.planning import REGISTRY
 from crossreduce.schedule import fluid_rate, live_rounds
 from crossreduce.topology.machines import machine_names
@@ -36,7 +36,6 @@ def lopsided():
 
 
 DGX = Topology.machine("dgx-1v")
-H100S = Topology.machine("hgx-h100", hosts=2)
 TOPOLOGIES = {
     "one": Topology.full_mesh(1),
     "pair": Topology.full_mesh(2, 25, MICRO),
@@ -211,29 +210,6 @@ def test_some_devices_of_any_topology(ask, nbytes):
         assert best.seconds <= made.seconds
 
 
-@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "auto"])
-def test_a_root_that_is_neither_source_nor_destination(algorithm):
-    """An all-reduce may be rooted at a device that is neither a source nor a destination."""
-    some, root = DGX.devices[:3], DGX.devices[6]
-    made = cr.plan(DGX, "all_reduce", MIB, algorithm, some, some, root)
-    assert ends(made, "all_reduce") == (some, some)
-    verify(made.schedule)
-    assert roots(made.schedule) == [root]
-
-
-def roots(schedule):
-    """Return the device on which each chunk is first complete."""
-    cells = {(c, s): {s} for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
-    found = {}
-    for steps in schedule.rounds:
-        made = {(c, dst): set().union(*(cells.get((c, src), set()) for src in srcs)) for c, dst, srcs in steps}
-        cells |= made
-        for (c, dst), contributions in made.items():
-            if contributions == set(schedule.chunks[c].sources):
-                found.setdefault(c, schedule.devices[dst])
-    return [found[c] for c in range(len(schedule.chunks))]
-
-
 def test_the_root_of_a_reduce_or_broadcast_is_the_best():
     """A root that is not given has the greatest bound; the only source or destination is a root."""
     for topology in (TOPOLOGIES["grid"], TOPOLOGIES["lopsided"], DGX):
@@ -308,17 +284,6 @@ def test_auto_is_the_fastest_on_every_machine(name):
     large.bound.check()
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_auto_reaches_the_bound_of_every_collective(collective):
-    """Plans for 1 GiB reach 90 % of the known bound, forests for larger buffers have 98 % of it."""
-    known = {"all_reduce": (Fraction(600, 7), Fraction(800, 3)), "reduce": (150,), "broadcast": (150, 400)}
-    for topology, due in zip((DGX, H100S), known.get(collective, (Fraction(1200, 7),)), strict=False):
-        made = cr.plan(topology, collective, GIB)
-        assert made.bound.algbw == due
-        assert made.algbw >= 0.9 * due
-        assert cr.plan(topology, collective, 8 * GIB, "forest").ratio >= Fraction(98, 100)
-
-
 def test_a_plan_prints_its_head_and_its_time():
     """A plan prints as one line: the schedule's head, its bytes, its microseconds."""
     made = cr.plan(TOPOLOGIES["ring"], nbytes=5 * 10**6, algorithm="ring")
@@ -345,27 +310,20 @@ def test_results_cannot_be_changed():
 SQUARE = Topology.ring(4, 25, MICRO)
 BAD = [
     ({"nbytes": -1}, r"nbytes must be an integer from 0 to[\s\S]*-1 \(int\)"),
-    ({"nbytes": True}, r"nbytes must be an integer[\s\S]*True \(bool\)"),
-    ({"nbytes": 8.0}, r"nbytes must be an integer[\s\S]*8\.0 \(float\)"),
     ({"nbytes": "8x"}, r"nbytes must be an integer[\s\S]*'8x' \(str\)[\s\S]*nbytes=1 << 20$"),
-    ({"nbytes": None}, r"nbytes must be an integer[\s\S]*None"),
     ({"nbytes": 1 << 61}, r"nbytes must be an integer from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
     ({"packs": 0}, r"packs must be an integer from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),
     ({"packs": 10_001}, r"packs must be an integer from 1 to 10000[\s\S]*10001"),
-    ({"packs": True}, r"packs must be an integer[\s\S]*True \(bool\)"),
     ({"packs": 2.0}, r"packs must be an integer[\s\S]*2\.0"),
     ({"collective": "gather"}, r"no such collective[\s\S]*'gather'[\s\S]*one of all_reduce, reduce, broadcast"),
-    *[({"collective": wrong}, "no such collective") for wrong in ("ALL_REDUCE", None, ["reduce"])],
     ({"algorithm": "best"}, r"no such algorithm[\s\S]*'best'[\s\S]*one of one_device[\s\S]*forest, nccl, auto"),
-    *[({"algorithm": wrong}, "no such algorithm") for wrong in (None, {})],
+    ({"algorithm": {}}, "no such algorithm"),
     ({"root": "cpu:9"}, r"the root must be a device of the topology[\s\S]*'cpu:9'[\s\S]*one of cpu:0, cpu:1"),
-    ({"collective": "broadcast", "root": "cpu:9"}, "the root must be a device of the topology"),
     ({"collective": "reduce_scatter", "root": "cpu:1"}, r"reduce_scatter has no root[\s\S]*root='cpu:1'"),
     ({"collective": "all_gather", "root": "cpu:1"}, r"all_gather has no root[\s\S]*reduce or broadcast"),
     ({"collective": "broadcast", "sources": [0], "root": 1}, r"a broadcast must have one root[\s\S]*root=cpu:1"),
     ({"collective": "reduce", "destinations": [0], "root": 1}, r"a reduce must have one root[\s\S]*root=cpu:1"),
     ({"collective": "broadcast", "sources": [0, 1]}, r"a broadcast must have one root[\s\S]*cpu:0', 'cpu:1"),
-    ({"collective": "broadcast", "sources": [0, 1], "root": 0}, "a broadcast must have one root"),
     ({"collective": "reduce", "destinations": [0, 1]}, r"a reduce must have one root[\s\S]*all_reduce"),
     ({"collective": "all_gather", "sources": [0], "destinations": [1]},
      "the sources and the destinations of all_gather must be the same"),
@@ -386,20 +344,6 @@ def test_bad_requests_are_refused(given, text):
     with pytest.raises(ArgumentError, match=text) as caught:
         cr.plan(SQUARE, **given)
     assert "\n  given: " in str(caught.value)
-
-
-@pytest.mark.parametrize("root", [4, -1, True, 1.0, "", "foo", ["cpu:0"], b"cpu:0"])
-def test_roots_that_are_not_names(root):
-    """A root must be the name or the number of a device."""
-    with pytest.raises(DeviceError, match="device"):
-        cr.plan(SQUARE, "reduce", root=root)
-
-
-@pytest.mark.parametrize("wrong", [None, "dgx-9", 4, [[0, 1], [1, 0]], Topology])
-def test_no_topology(wrong):
-    """Anything that does not give a topology raises an ArgumentError with a hint."""
-    with pytest.raises(ArgumentError, match=r"(this is not a topology|there is no machine of this name)[\s\S]*dgx-1v"):
-        cr.plan(wrong)
 
 
 @pytest.mark.parametrize("algorithm", [name for name, entry in REGISTRY.items() if not entry.has_root])
@@ -434,12 +378,3 @@ def test_unreachable_devices_cannot_be_planned(collective):
         assert "topology.subset" in rest[1]
         part = HALVES.subset(["cpu:2", "cpu:3"])
         assert cr.plan(part, collective, 8, algorithm).seconds > 0
-
-
-def test_the_cut_of_links_in_one_direction_is_named():
-    """If devices are linked in one direction only, the error names the missing route; other requests are planned."""
-    down = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
-    cut = r"all_reduce needs a route from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"
-    with pytest.raises(PlanError, match=cut):
-        cr.plan(down)
-    assert ends(cr.plan(down, sources=["cpu:0"]), "all_reduce") == (("cpu:0",), names(2))

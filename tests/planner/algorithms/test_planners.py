@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import planned
 from running import run_on
-from strategies import ALGORITHMS, NAMED, algorithms, names, requests
+from strategies import ALGORITHMS, NAMED, names, requests
 
 from crossreduce import (
     ArgumentError,
@@ -60,8 +60,11 @@ def test_every_planner_is_in_the_tables():
 @examples(60)
 @given(ask=requests(most_packs=5))
 def test_every_request_gives_a_right_schedule(algorithm, ask):
-    """For any request the schedule is right, and all destinations receive the same bits."""
+    """For any request the schedule is right and cached, and all destinations receive the same bits."""
     schedule = plan(algorithm, ask)
+    assert schedule == plan(algorithm, ask)
+    request = (algorithm, ask.sources, ask.destinations, ask.packs, ask.first)
+    assert planned(*request) is planned(*request)
     verify(schedule)
     assert oracle.right(schedule)
     assert schedule.devices == ask.devices
@@ -80,14 +83,6 @@ def test_every_request_gives_a_right_schedule(algorithm, ask):
         assert len({cells[c, dst] for dst in chunk.destinations}) == 1
 
 
-@given(algorithms, requests(most_packs=3))
-def test_the_same_request_gives_the_same_schedule(algorithm, ask):
-    """Equal requests give equal schedules, and ``schedule_for`` returns the identical object."""
-    assert plan(algorithm, ask) == plan(algorithm, ask)
-    request = (algorithm, ask.sources, ask.destinations, ask.packs, ask.first)
-    assert planned(*request) is planned(*request)
-
-
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_roots_rotate(algorithm, n):
@@ -101,22 +96,6 @@ def test_roots_rotate(algorithm, n):
             }
             roots += set(range(n)) - copied
         assert roots == [(first + pack) % n for pack in range(n)]
-
-
-@pytest.mark.parametrize("n", range(2, 10))
-def test_packs_spread_the_load(n):
-    """With one pack per device, each device receives and sends the same bytes, if the algorithm treats all alike."""
-    for algorithm in ALGORITHMS:
-        if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
-            continue  # partners of devices beyond the power of two send and receive more
-        if algorithm == "hierarchical_copy" and n % 2:
-            continue  # its two groups of devices differ in size
-        moved = counts(PLANNERS[algorithm](names(n), packs=n), n * n * 4).bytes
-        for end in (0, 1):
-            sums = Counter()
-            for pair, nbytes in moved.items():
-                sums[pair[end]] += nbytes
-            assert len(set(sums.values())) == 1, algorithm
 
 
 def power(n):
@@ -237,15 +216,6 @@ def test_direct_with_owners(ask, data):
         if len(sources) > 1:
             assert reducing == [owner]
     assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
-
-
-def test_a_reduce_to_one_root_is_shared_by_all_owners():
-    """With all devices as owners, each sends one share to each other, and two to the root."""
-    schedule = direct(names(4), None, names(4)[:1], owners=names(4))
-    done = counts(schedule, 16)
-    others = dict.fromkeys(itertools.permutations(names(4), 2), 16)
-    assert done.bytes == others | {(d, names(4)[0]): 32 for d in names(4)[1:]}
-    assert direct(names(4), owners=names(4)) == direct(names(4))
 
 
 def test_one_device_with_a_root():

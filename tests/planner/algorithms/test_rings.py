@@ -12,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import names, wired
 
-import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import Request, ring
 from crossreduce.planning.rings import parallel_rings, ring_orders
-from crossreduce.schedule import fluid_rate
 from crossreduce.topology.machines import machine_names
 
-DGX = Topology.machine("dgx-1v")
 H100S = Topology.machine("hgx-h100", hosts=2)
 
 
@@ -166,11 +163,3 @@ def test_the_schedule_of_rings(data, n, packs, first):
     for chunk in schedule.chunks:
         assert tuple(members[k] for k in chunk.sources) == sources
         assert tuple(members[k] for k in chunk.destinations) == destinations
-
-
-@pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p", "dgx-2", "dgx-a100", "hgx-b200", "gb200-nvl72", "pcie-8"])
-def test_rings_reach_the_bound(name):
-    """On these machines the rate of the rings for large buffers equals the bound of all_reduce."""
-    topology = Topology.machine(name)
-    schedule = rings(topology, topology.devices)
-    assert fluid_rate(schedule, topology) == cr.bound(topology, "all_reduce").algbw

@@ -20,7 +20,6 @@ from planning_oracle import (
     SYMMETRIC,
     WHOLE,
     TooManyTreesError,
-    Wiring,
     both_ways,
     reachable,
     wirings,
@@ -35,15 +34,6 @@ from crossreduce.schedule import fluid_rate
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 CLOSE = 1 - TOLERANCE
 DGX_1V = Topology.machine("dgx-1v")
-
-
-# Links of 0.1 GB/s in each direction, but 12.6 GB/s from cpu:0 into s. The fractions equal floats, not the decimals.
-NEARLY = Wiring(
-    ("cpu:0", "cpu:1"),
-    (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:0", "s", Fraction(12.6)),
-     ("s", "cpu:0", Fraction(0.1)), ("cpu:0", "t", Fraction(0.1)), ("t", "cpu:0", Fraction(0.1))),
-    (("s", False), ("t", False)),
-)  # fmt: skip
 
 
 # The phases without shrinking, for tests that fail after a long time: each try to shrink would take as long.
@@ -97,9 +87,9 @@ def check_close(found, topology, wanted):
 
 
 @st.composite
-def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
+def requested(draw):
     """Draw a topology and a request: some sources and some destinations; other devices may forward and reduce."""
-    topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
+    topology = Topology(*draw(wirings((SYMMETRIC, DIRECTED, LOOSE), WHOLE, reducing=(False, False, True))))
     collective = draw(st.sampled_from(COLLECTIVES))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
     sources, destinations = draw(some), draw(some)
@@ -118,11 +108,11 @@ def joined(topology, sources, destinations):
 
 
 def test_forests_reach_the_bound():
-    """Where switches have equal bandwidth in and out, all collectives reach the bound, nearly always exactly."""
+    """All collectives reach the bound, nearly always exactly, also at switches with other bandwidths in than out."""
     counts = Counter()
 
     @examples(120)
-    @given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD))
+    @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), WHOLE + ODD))
     def law(wiring):
         topology = Topology(*wiring)
         for collective in COLLECTIVES:
@@ -132,21 +122,6 @@ def test_forests_reach_the_bound():
     print(f"at the bound: {counts[True]}, within {TOLERANCE} of it: {counts[False]}")
     assert counts[True] >= 0.97 * counts.total()
     assert counts.total() >= 100
-
-
-@examples(60)
-@given(wirings((LOPSIDED,), WHOLE + ODD))
-def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """At uneven switches all collectives reach their bounds, the best rates of any trees."""
-    topology = Topology(*wiring)
-    for collective in COLLECTIVES:
-        found, wanted = forest_of_all(topology, collective), limit(topology, collective)
-        check_close(found, topology, wanted)
-        if collective != "all_reduce":
-            single = collective in ("reduce", "broadcast")
-            weights = dict.fromkeys(topology.devices[: 1 if single else None], Fraction(1))
-            trees = planning_oracle.trees_bound(topology, weights, collective in ("broadcast", "all_gather"))
-            assert float(wanted) == pytest.approx(trees, rel=1e-6, abs=0)
 
 
 @examples(60)
@@ -317,17 +292,11 @@ def check_request(topology, collective, sources, destinations):
         assert rate <= wanted
 
 
-@examples(200)
-@given(requested((SYMMETRIC, DIRECTED)))
+@examples(250)
+@given(requested())
 def test_any_sources_and_destinations(ask):
-    """Forests give the right sums for sources and destinations that are disjoint, overlap or are one device."""
-    check_request(*ask)
-
-
-@examples(200)
-@given(requested((LOOSE,)))
-def test_devices_that_are_not_joined(ask):
-    """If a source cannot reach a destination, the error names both; other unreachable devices do not matter."""
+    """Forests give the right sums for any sources and destinations; if a source cannot reach a destination, the error
+    names both, and other unreachable devices do not matter."""
     check_request(*ask)
 
 
@@ -345,28 +314,6 @@ def test_no_way_back_from_destinations_to_sources(links, destinations):
         check_right(forest(topology, "all_reduce", ("cpu:0", "cpu:1"), (destination,)), topology)
 
 
-def test_one_device():
-    """For one device no data moves, on any topology."""
-    for topology in (Topology(["cpu:0"], []), Topology.ring(3), Topology.star(3)):
-        for collective in COLLECTIVES:
-            found = forest(topology, collective, ("cpu:0",), ("cpu:0",))
-            assert (found.schedule.rounds, found.trees, found.depth) == ((), 1, 0)
-            verify(found.schedule)
-
-
-@pytest.mark.parametrize("n", range(3, 8))
-def test_one_way_rings(n):
-    """On a ring of links in one direction each chunk travels once round the ring, twice in an all-reduce."""
-    devices = [f"cpu:{k}" for k in range(n)]
-    topology = Topology(devices, [(devices[k - 1], devices[k], 12) for k in range(n)])
-    for collective, laps in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
-        found = forest_of_all(topology, collective)
-        assert check_right(found, topology) == Fraction(12 * n, laps * (n - 1))
-        assert (found.depth, len(found.schedule.rounds)) == (n - 1, laps * (n - 1))
-    for collective in ("broadcast", "reduce"):
-        assert check_right(forest_of_all(topology, collective, devices[2]), topology) == 12
-
-
 ONE_WAY = ("broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
@@ -377,12 +324,6 @@ def best_rate(topology, collective, members):
         return best_rates(topology, [Group(collective, members, root, 1.0)])[0]
     except TooManyTreesError:
         assume(False)
-
-
-def forest_of(topology, collective, members):
-    sources = members[:1] if collective == "broadcast" else members
-    destinations = members[:1] if collective == "reduce" else members
-    return forest(topology, collective, sources, destinations)
 
 
 @examples(80)
@@ -407,17 +348,6 @@ def test_trees_branch_at_switches_that_multicast(wiring, collective):
     assert float(CLOSE) * best * (1 - 1e-6) <= float(rate) <= best * (1 + 1e-6)
     root = topology.devices[0] if collective in ("broadcast", "reduce") else None
     assert rate <= bound(topology, collective, root).algbw
-
-
-@examples(60)
-@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)), st.sampled_from(ONE_WAY), st.integers(2, 4))
-def test_trees_branch_at_devices_that_take_no_part(wiring, collective, count):
-    """Devices that are neither sources nor destinations copy and combine, if that makes the trees faster."""
-    topology = Topology(*wiring)
-    members = topology.devices[:count]
-    rate = check_right(forest_of(topology, collective, members), topology)
-    best = best_rate(topology, collective, members)
-    assert float(CLOSE) * best * (1 - 1e-6) <= float(rate) <= best * (1 + 1e-6)
 
 
 # cpu:1 and cpu:2 are behind the hub s, which has 2 GB/s in; a link of 1 GB/s leads round it.

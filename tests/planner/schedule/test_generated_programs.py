@@ -26,14 +26,12 @@ from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.nccl_graph import rings
 from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.export.pictures.grouping import trees_of
-from crossreduce.frameworks.null import NullFramework
-from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower, part_of
+from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower
 from crossreduce.planning import direct, halving_doubling, ring
 from crossreduce.planning.explain import shape, tree_lines
 from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
 from crossreduce.schedule import GeneratedSchedule
 from crossreduce.schedule.generated_schedule import rotations
-from crossreduce.topology.symmetry import Symmetry
 
 PLANNERS = {"ring": ring, "direct": direct, "halving_doubling": halving_doubling}
 
@@ -150,17 +148,6 @@ def test_a_wrong_base_is_not_lowered():
             program.on(40)
 
 
-def test_parts_of_uniform_programs_are_whole():
-    """The part of a program that has the ends of all its chunks is the program itself."""
-    program, everyone = lower(direct(names(40))), tuple(range(40))
-    assert part_of(program, everyone, everyone) is program
-    scattered = next(s for s in small() if s.collective == "reduce_scatter" and len(s.base.chunks) == 1)
-    sources = scattered.base.chunks[0].sources
-    (chunk,) = part_of(lower(scattered), sources, (1,)).chunks
-    assert chunk.destinations == (1,)
-    assert chunk.share == 1
-
-
 def test_chunks_that_differ_cannot_run_on_whole_arrays():
     """``require_uniform`` raises if the symmetry moves the sources or the destinations to other devices."""
     for schedule in small():
@@ -182,31 +169,6 @@ def test_engines_give_the_same_bits(engine, algorithm, n):
         reduced, due = (run_engine(engine, each, "sum", xs) for each in (schedule, schedule.explicit))
         assert [x.tobytes() for x in reduced] == [x.tobytes() for x in due]
         assert len(reduced) == n
-
-
-@pytest.mark.parametrize("algorithm", PLANNERS)
-def test_the_null_engine_counts_the_same(algorithm):
-    """The counts of transfers and combinations are those of the program with all chunks."""
-    schedule, counts = PLANNERS[algorithm](names(40)), []
-    for each in (schedule, schedule.explicit):
-        null = NullFramework()
-        run_engine("null", each, "sum", [null.zeros((999,), "float32", device) for device in each.devices], null)
-        counts.append(null.counts)
-    assert counts[0] == counts[1]
-    assert counts[0].copies > 0
-
-
-def test_images_of_single_nodes_are_those_of_the_elements():
-    """``Symmetry.image`` returns what the permutation of each element makes of each node; ``origins`` undoes it."""
-    for symmetry in (rotations([6], 6), rotations([2, 3, 4], 24), forest().symmetry, Symmetry((), 3)):
-        elements = list(symmetry.elements())
-        assert len(elements) == symmetry.order
-        for node in range(symmetry.nodes):
-            assert [moves[node] for moves in elements] == list(symmetry.images(node))
-            assert [symmetry.image(k, node) for k in range(symmetry.order)] == list(symmetry.images(node))
-            assert [symmetry.image(k, origin) for k, origin in enumerate(symmetry.origins(node))] == [
-                node
-            ] * symmetry.order
 
 
 def test_derived_collectives_are_those_of_all_chunks():

