@@ -8,6 +8,7 @@ from fractions import Fraction
 import planning_oracle
 import pytest
 from budget import examples
+from groups_oracle import best_rate
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from planning_oracle import DIRECTED, LOOSE, LOPSIDED, ODD, SYMMETRIC, WHOLE, WILD, wirings
@@ -245,23 +246,14 @@ def proved(claim):
     return None
 
 
-def truth(claim):
-    """Return the real bound, in floating point."""
-    if claim.collective == "all_reduce":
-        return planning_oracle.all_reduce_bound(claim.topology)
-    return planning_oracle.trees_bound(claim.topology, dict(claim.roots), outward(claim.collective))
-
-
 @st.composite
-def forgeries(draw, collectives, kinds=ANY, single=False):
-    """Draw a bound with another certificate: one cut (``single``), or changed cuts, weights and potentials."""
-    topology = Topology(*draw(wirings(kinds, WHOLE, most_devices=4, reducing=(False, True))))
-    collective = draw(st.sampled_from(collectives))
+def forgeries(draw):
+    """Draw a bound with another certificate: changed cuts, weights and potentials."""
+    topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
+    collective = draw(st.sampled_from(COLLECTIVES + COLLECTIVES[:1] * 3))
     root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None
     real = bound(topology, collective, root)
     nodes = st.sets(st.sampled_from(topology.nodes), min_size=1).map(frozenset)
-    if single:
-        return replace(real, cuts=(Cut(draw(nodes), draw(st.sampled_from([ONE, Fraction(3)])), outward(collective)),))
     amounts = st.sampled_from([Fraction(n, d) for n in range(-2, 5) for d in (1, 2, 3)])
     cuts = list(real.cuts)
     for k in range(len(cuts)):
@@ -280,40 +272,18 @@ def forgeries(draw, collectives, kinds=ANY, single=False):
     return replace(real, cuts=tuple(cuts), potentials=potentials)
 
 
-def check_is_sound(forged):
+@examples(240, suppress_health_check=[HealthCheck.filter_too_much])
+@given(forgeries())
+def test_no_certificate_proves_a_false_bound(forged):
+    """check accepts no rate below that of the best trees, whatever changes, at uneven switches too."""
     claimed = proved(forged)
     if claimed is not None:  # the certificate was rejected: claim the rate that it proves, if any
         assume(claimed >= 0)
         forged = replace(forged, algbw=claimed)
         assert proved(forged) is None
-    assert float(forged.algbw) >= truth(forged) * (1 - 1e-7)
-
-
-@examples(200)
-@given(forgeries(ONE_WAY, single=True))
-def test_no_single_cut_proves_a_false_bound(forged):
-    """Whichever set of nodes the certificate has, check accepts no rate below the least that any cut allows."""
-    nodes = forged.cuts[0].nodes
-    if set(forged.devices) <= nodes:
-        with pytest.raises(PlanError, match="must leave out at least one of the devices"):
-            forged.check()
-        return
-    assume(any(weight for root, weight in forged.roots if root in nodes))
-    check_is_sound(forged)
-
-
-@examples(120, suppress_health_check=[HealthCheck.filter_too_much])
-@given(forgeries(COLLECTIVES[:1]))
-def test_no_certificate_proves_a_false_all_reduce_bound(forged):
-    """check accepts no rate below the optimum of a linear program of flows, whatever changes."""
-    check_is_sound(forged)
-
-
-@examples(120)
-@given(forgeries(ONE_WAY, (LOPSIDED,)))
-def test_no_certificate_proves_a_false_one_way_bound(forged):
-    """check accepts no one-way rate below the optimum, at uneven switches too."""
-    check_is_sound(forged)
+    members = tuple(device for device, _ in forged.roots) + forged.devices
+    best = best_rate(forged.topology, forged.collective, tuple(dict.fromkeys(members)))
+    assert float(forged.algbw) >= best * (1 - 1e-6)
 
 
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(COLLECTIVES), st.integers(1, 10**12))
