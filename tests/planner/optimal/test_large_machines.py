@@ -17,7 +17,7 @@ from large_machines import dragonfly, fat_tree, half_empty
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import algorithms, direct, halving_doubling, ring, schedules
+from crossreduce.planning import algorithms, direct, halving_doubling, ring
 from crossreduce.planning.forest import forest
 from crossreduce.planning.optimal import bound as bounds
 from crossreduce.planning.optimal.bound import bound_of_members
@@ -239,28 +239,6 @@ def test_leftovers_split_orbits(topology: Topology, collective: str, idle: range
     plan.bound.check()
     assert plan.ratio == 1
     assert not {topology.devices[k] for k in idle} & {*plan.schedule.devices}
-
-
-@pytest.mark.parametrize(
-    ("make", "nbytes", "listed"),
-    [
-        (lambda: dragonfly(17, 4, 2), 8, True),
-        (lambda: dragonfly(17, 4, 2), 1 << 16, False),  # the links would be busy for too long
-        (lambda: Topology.machine("hgx-h100", 17), 8, False),  # each host queues eight operations
-    ],
-    ids=["dragonfly", "dragonfly, more bytes", "hgx-h100"],
-)
-def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
-    """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
-    monkeypatch.setattr(schedules, "_MOST_LISTED", 0)
-    schedules.fastest_schedule.cache_clear()
-    topology = make()
-    auto = cr.plan(topology, nbytes=nbytes)
-    schedules.fastest_schedule.cache_clear()
-    monkeypatch.undo()
-    named = cr.plan(topology, nbytes=nbytes, algorithm="one_shot")
-    assert listed == (auto.algorithm == "one_shot")
-    assert 0.9 * auto.seconds <= named.seconds
 
 
 def test_forged_certificates_are_refused():

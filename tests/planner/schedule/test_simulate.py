@@ -1,7 +1,6 @@
 """``simulate``: closed forms, an exact oracle of every tick, the bytes that a run moves, and ``pipelined``'s pieces."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -11,11 +10,9 @@ from budget import examples
 from clock_oracle import clocks
 from hypothesis import given
 from hypothesis import strategies as st
-from running import run_on
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
-from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, ring
 from crossreduce.schedule import Costs, fastest_of, fluid_rate, pipelined
 from crossreduce.schedule.lock_step import Loads, LockStep
@@ -158,30 +155,6 @@ def test_routes_through_named_switches(data, algorithm, ask):
     due, done = clocks(schedule, topology, 5000), simulate(schedule, topology, 5000)
     assert done.bytes == due.carried
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
-
-
-@examples(100)
-@given(
-    st.data(),
-    algorithms,
-    requests(st.integers(1, 7), most_packs=3),
-    st.sampled_from([("int8", 1), ("int16", 2), ("float32", 4), ("complex64", 8)]),
-    st.integers(0, 100),
-)
-def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind, size):
-    """The bytes of a link are those that a run moves between devices whose route includes it."""
-    dtype, width = kind
-    topology = data.draw(wired(ask.devices))
-    schedule = plan(algorithm, ask)
-    null = NullFramework()
-    run_on(null, schedule, "sum", [null.zeros((size,), dtype, source) for source in ask.sources], size, dtype)
-    wanted = Counter()
-    for (src, dst), moved in null.counts.bytes.items():
-        for pair in pairwise(topology.route(src, dst)):
-            wanted[pair] += moved
-    pieces = data.draw(st.integers(1, 5))
-    done = simulate(replace(schedule, pieces=pieces), topology, size * width, width)
-    assert +Counter(done.bytes) == +wanted
 
 
 @examples(100)
