@@ -118,7 +118,6 @@ def test_forests_reach_the_bound():
             counts[check_close(forest_of_all(topology, collective), topology, limit(topology, collective))] += 1
 
     law()
-    print(f"at the bound: {counts[True]}, within {TOLERANCE} of it: {counts[False]}")
     assert counts[True] >= 0.97 * counts.total()
     assert counts.total() >= 100
 
@@ -224,15 +223,6 @@ def test_forests_of_machines(name, options):
         assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
 
 
-def test_few_trees_where_the_bound_takes_many():
-    """Two DGX A100 need 13 trees per root to reach the bound; a plan with one per root is within 1.1 % of it."""
-    topology = Topology.machine("dgx-a100", 2)
-    found = forest_of_all(topology, "all_gather")
-    assert not check_close(found, topology, limit(topology, "all_gather"))
-    assert (found.k, found.trees) == (1, 16)
-    assert fluid_rate(found.schedule, topology) / limit(topology, "all_gather") == Fraction(90, 91)
-
-
 @pytest.mark.parametrize(("name", "rate", "depth"), [("hgx-h100", 450, 2), ("gb200-nvl72", 900, 1)])
 def test_switches_in_the_network_reduce(name, rate, depth):
     """If the switch combines and multicasts, each device sends and receives its buffer once."""
@@ -246,17 +236,10 @@ def test_switches_in_the_network_reduce(name, rate, depth):
 
 def test_machines_are_planned_with_k_trees():
     """k, the number of trees and the depth on some machines are those of ForestColl's paper."""
-    for name, k, trees, depth in (
-        ("dgx-1v", 6, 16, None),
-        ("dgx-2", 1, 16, 1),
-        ("mi300x", 1, 8, 1),
-        ("mi250", 3, 24, None),
-    ):
+    for name, k, trees in (("dgx-1v", 6, 16), ("dgx-2", 1, 16), ("mi300x", 1, 8), ("mi250", 3, 24)):
         found = forest_of_all(Topology.machine(name), "all_gather")
-        assert found.k == k
-        assert found.trees == trees
-        assert depth in (None, found.depth)
-        assert found.k.denominator == 1
+        assert (found.k, found.trees) == (k, trees)
+        assert found.depth == 1 or k > 1
 
 
 def check_request(topology, collective, sources, destinations):
@@ -265,11 +248,8 @@ def check_request(topology, collective, sources, destinations):
             forest(topology, collective, sources, destinations)
         return
     members = tuple(dict.fromkeys([*sources, *destinations]))
-    if (
-        min(len(sources), len(destinations)) > 1
-        and collective == "all_reduce"
-        and not joined(topology, members, members)
-    ):
+    several = collective == "all_reduce" and min(len(sources), len(destinations)) > 1
+    if several and not joined(topology, members, members):
         with pytest.raises(PlanError, match=r"by trees needs a route from \S+ to .*, but no link leads out of {"):
             forest(topology, collective, sources, destinations)
         return
