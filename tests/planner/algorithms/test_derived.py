@@ -111,24 +111,6 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
             assert len(scattered.rounds) == n.bit_length() - 1
 
 
-def test_routes_are_reversed_too():
-    """An all-gather uses a reduce-scatter's routes backwards; these are only for its own transfers."""
-    # Two routes between any two devices: transfers without a route of their own use the first bus.
-    links = [Link(a, b, 10) for bus in ("b0", "b1") for d in names(3) for a, b in ((d, bus), (bus, d))]
-    topology = Topology(names(3), links, ["b0", "b1"])
-    scatter = cr.plan(topology, "reduce_scatter", MIB, "forest").schedule
-    gather = all_gather(scatter)
-    assert scatter.routes
-    assert {(*r[:3], r.through) for r in gather.routes} == {
-        (r.chunk, r.dst, r.src, r.through[::-1]) for r in scatter.routes
-    }
-    verify(gather)
-    forward, backward = (simulate(one, topology, MIB) for one in (scatter, gather))
-    assert {(b, a): count for (a, b), count in forward.bytes.items()} == backward.bytes
-    named = {route[:3] for route in scatter.routes}
-    assert named <= set(moves(scatter))
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_stay_where_they_are_first_complete(algorithm):
     """Devices own the chunks that they complete, if these are equally many: then there are no copies."""

@@ -8,6 +8,7 @@ import pytest
 from budget import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
+from reports import explained
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
@@ -35,12 +36,6 @@ PLANS = {
     "star one": lambda: cr.plan(STAR, "reduce", 10**6, "one_device", root="cpu:4"),
 }
 each_plan = pytest.mark.parametrize("name", PLANS)
-
-
-def lines(made, label):
-    """Return the text after the label of an explanation's line."""
-    (found,) = [line[12:] for line in made.explain().splitlines() if line.startswith(f"  {label}".ljust(12))]
-    return found
 
 
 def trees(schedule):
@@ -91,25 +86,14 @@ def read(text):
     return root, parents
 
 
-def drawn(made):
-    """Return an explanation's lines of trees, as (share, text), and the number of trees that it omits."""
-    text = made.explain().splitlines()
-    start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
-    stop = next(k for k, line in enumerate(text) if line.startswith("  other algorithms, for the same request"))
-    more = [line for line in text[start + 1 : stop] if line.startswith("         and ")]
-    shown = [line.split(maxsplit=1) for line in text[start + 1 : stop] if line not in more]
-    count = int(re.fullmatch(r"         and (\d+) more", more[0])[1]) if more else 0
-    return [(Fraction(share), tree) for share, tree in shown], count
-
-
 @each_plan
 def test_the_numbers(name):
     """The request, the shape of the schedule, the time and the rates are the schedule's; the bound is exact."""
     made = PLANS[name]()
     schedule, limit = made.schedule, made.bound
     devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
-    head = f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
-    assert made.explain().splitlines()[0] == head
+    head, facts, *_ = explained(made.explain())
+    assert head == f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
     shares = [chunk.share for chunk in schedule.chunks]
     parts = math.lcm(*(share.denominator for share in shares))
     unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
@@ -117,7 +101,7 @@ def test_the_numbers(name):
     roots = {root for _, root, _ in found}
     words = r"(\d+) chunks?, k = (\S+) unit trees? per root on (\d+) roots?, depth (\d+), "
     words += r"(\d+) rounds?, (\d+) pieces? per chunk"
-    numbers = re.fullmatch(words, lines(made, "plan")).groups()
+    numbers = re.fullmatch(words, facts["plan"]).groups()
     assert numbers[0] == str(len(shares))
     whole = sum(share for share, _, _ in found)
     assert float(numbers[1]) == pytest.approx(float(whole / unit / len(roots)), rel=1e-3)
@@ -125,7 +109,7 @@ def test_the_numbers(name):
     assert numbers[2:] == tuple(map(str, (len(roots), depth, len(schedule.rounds), schedule.pieces)))
 
     seconds, large = simulate(schedule, made.topology, made.nbytes).seconds, fluid_rate(schedule, made.topology)
-    time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", lines(made, "predicted")).groups()
+    time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", facts["predicted"]).groups()
     number, unit = time.split()
     assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(seconds, rel=5.1e-3)
     assert float(now) == pytest.approx(made.nbytes / seconds / 1e9, abs=5.1e-3)
@@ -133,7 +117,7 @@ def test_the_numbers(name):
 
     limit.check()
     pattern = r"(\S+) GB/s \((\S+)\), (\S+) % of it reached( \(a loss of (\S+) %\))?"
-    near, exact, reached, loss, lost = re.fullmatch(pattern, lines(made, "bound")).groups()
+    near, exact, reached, loss, lost = re.fullmatch(pattern, facts["bound"]).groups()
     assert Fraction(exact) == limit.algbw
     assert float(near) == pytest.approx(float(limit.algbw), abs=5.1e-3)
     ratio = large / limit.algbw
@@ -153,10 +137,11 @@ def test_the_trees(name):
         named = {schedule.devices[child]: schedule.devices[parent] for child, parent in parents.items()}
         key = schedule.devices[root], tuple(sorted(named.items()))
         wanted[key] = wanted.get(key, 0) + share
-    shown, more = drawn(made)
+    shown, more = explained(made.explain())[2], max(0, len(wanted) - 16)
     assert len(shown) + more == len(wanted)
-    assert more == max(0, len(wanted) - 16)
-    for share, text in shown:
+    assert (f"\n         and {more} more\n" in made.explain()) == (more > 0)
+    for part, text in shown:
+        share = Fraction(part)
         if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
             begins = [
                 tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))
@@ -188,11 +173,10 @@ def test_the_others(name):
     assert made.others() == due
     text = made.explain().splitlines()
     head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
-    rows = text[text.index(head) + 1 :]
-    pattern = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
-    found = [re.fullmatch(pattern, row).groups() for row in rows]
-    assert [row[0] for row in found] == list(due)
-    for (_, time, times, rate, part), (seconds, fluid) in zip(found, due.values(), strict=True):
+    assert head in text
+    found = explained(made.explain())[3]
+    assert list(found) == list(due)
+    for (time, times, rate, part), (seconds, fluid) in zip(found.values(), due.values(), strict=True):
         assert time == duration(seconds)
         assert float(times) == pytest.approx(seconds / made.seconds, abs=5.1e-3)
         assert float(rate) == pytest.approx(float(fluid), abs=5.1e-3)

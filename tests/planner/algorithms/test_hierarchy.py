@@ -15,12 +15,10 @@ import crossreduce as cr
 from crossreduce import Link, Topology, verify
 from crossreduce.planning import Request, hierarchical_copy, one_device
 from crossreduce.planning.schedules import candidates
-from crossreduce.schedule import fluid_rate, pipelined
+from crossreduce.schedule import pipelined
 from crossreduce.topology.machines import machine_names
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-DGX = Topology.machine("dgx-1v")
 
 
 def edges(schedule, c):
@@ -118,19 +116,6 @@ def test_slow_links_are_used_once_per_island(name):
         assert made.seconds < plain.seconds / 1.5
         for pack in range(packs):
             assert root_of(made.schedule, pack) == pack
-
-
-def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
-    """On a DGX-1V, for which TensorFlow's trees were made, they are candidates, and another candidate is faster."""
-    found = hierarchies(DGX, packs=8)
-    plain = hierarchical_copy(DGX.devices, packs=8)
-    assert plain in found
-    assert fluid_rate(plain, DGX) == 50
-    made = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy", packs=8)
-    assert made.rate == max(fluid_rate(schedule, DGX) for schedule in found) == Fraction(400, 7)
-    one = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy")
-    assert one.rate == 50  # a chain of double links; TensorFlow's tree reaches 25
-    assert fluid_rate(hierarchical_copy(DGX.devices), DGX) == 25
 
 
 def test_islands_of_the_members():

@@ -30,7 +30,6 @@ from crossreduce.planning import (
     direct,
     hierarchical_copy,
     one_device,
-    recursive_doubling,
     schedule_for,
 )
 from crossreduce.schedule import live_rounds
@@ -160,23 +159,6 @@ def test_costs(algorithm):
         done = counts(schedule, size)
         assert done.bytes == {(f"cpu:{a}", f"cpu:{b}"): sent for (a, b), sent in bytes_of(n, 4 * size).items()}
         assert done.additions == additions_of(n) * size
-
-
-@pytest.mark.parametrize("n", range(2, 18))
-def test_recursive_doubling_to_or_from_one_device_is_a_binomial_tree(n):
-    """A reduce or broadcast of 2**k devices takes k rounds, others fold first."""
-    rounds = (n - 1).bit_length()
-    spread = recursive_doubling(names(n), names(n)[:1])
-    assert [len(steps) for steps in spread.rounds] == [min(1 << r, n - (1 << r)) for r in range(rounds)]
-    folded = n & (n - 1) != 0
-    gathered = recursive_doubling(names(n), None, names(n)[:1])
-    assert len(gathered.rounds) == rounds
-    assert len(recursive_doubling(names(n), None, names(n)[-1:]).rounds) == rounds + folded
-    for schedule in (spread, gathered):
-        assert counts(schedule, 12).copies == n - 1
-        for steps in schedule.rounds:
-            sent = [src for step in steps for src in step.srcs if src != step.dst]
-            assert len(sent) == len(set(sent)) == len({step.dst for step in steps})
 
 
 def expressions(schedule):

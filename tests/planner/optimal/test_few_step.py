@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 
 import crossreduce as cr
 from crossreduce import Link, Topology
-from crossreduce.planning import COLLECTIVES, Request, schedules
+from crossreduce.planning import COLLECTIVES, Request
 from crossreduce.planning.optimal.few_step import few_step_forests, tree_program
 from crossreduce.planning.optimal.few_step.tree_program import GAP, share_among_trees
 from crossreduce.planning.topologies import neutral_topology
@@ -80,27 +80,6 @@ def test_the_program_over_all_trees(topology, steps, kind, many):
     assert solved.fun * (1 - 1e-6) <= found.time <= solved.fun * (1 + GAP) * LOSS
 
 
-@pytest.mark.parametrize(
-    ("hosts", "nbytes", "searched"),
-    [(8, 1 << 20, {(True, 2), (False, 2)}), (8, 1 << 26, {(False, 2), (False, 4)}), (3, 1 << 10, set())],
-)
-def test_forests_that_cannot_be_faster_are_not_searched_for(monkeypatch, hosts, nbytes, searched):
-    """No linear program is solved for a number of steps, or a kind of forest, that a found forest excludes."""
-    found = set()
-    real = few_step_forests._expected_time
-
-    def expected_of(request, task, steps, many):
-        found.add((many, steps))
-        return real(request, task, steps, many)
-
-    monkeypatch.setattr(few_step_forests, "_expected_time", expected_of)
-    topology = Topology.full_mesh([f"host{k}/cpu:0" for k in range(hosts)], gb_per_s=1, latency_s=1e-4)
-    lost = topology.without_link("host0/cpu:0", "host1/cpu:0")
-    schedules.fastest_schedule.cache_clear()
-    schedules.fastest_schedule(Request("all_reduce", lost.devices, lost.devices, "auto", lost, nbytes))
-    assert found == searched
-
-
 DGX = Topology.machine("dgx-1v")
 
 
@@ -136,16 +115,3 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
         for steps in found.schedule.rounds:
             for _, dst, srcs in steps:
                 assert all((names[src], names[dst]) in ends for src in srcs if src != dst)
-
-
-def test_exact_times_of_steps():
-    """On a DGX-1V an all-gather in two steps moves 400 / 3 GB/s, one in three steps reaches the bound. On a star of n
-    devices of b GB/s a broadcast in two steps moves b n / (2 n - 2), in many pieces b."""
-    seen = neutral_topology(DGX, DGX.devices).topology
-    two, three = (share_among_trees(seen, -1, steps, many=False) for steps in (2, 3))
-    assert 1 / two.limit == pytest.approx(400 / 3)
-    assert 1 / three.limit == pytest.approx(1200 / 7)
-    assert three.time <= three.limit * (1 + GAP) * LOSS
-    star = neutral_topology(Topology.star(8, 450), Topology.star(8, 450).devices).topology
-    assert 1 / share_among_trees(star, 3, 2, many=False).limit == pytest.approx(450 * 8 / 14)
-    assert 1 / share_among_trees(star, 3, 2, many=True).time == pytest.approx(450)

@@ -214,31 +214,6 @@ def test_roots_without_bytes(collective, priced):
             replace(priced, collective=collective, roots=roots).check()
 
 
-def test_prices_of_devices_without_trees_are_rejected(priced):
-    """Where no tree joins the devices, prices prove nothing."""
-    one_way = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 1)])
-    roots = (("cpu:0", Fraction(1)), ("cpu:1", Fraction(1)))
-    apart = replace(priced, topology=one_way, devices=one_way.devices, roots=roots)
-    for collective, text in (("all_reduce", "join the devices cost 0"), ("all_gather", "does not prove")):
-        with pytest.raises(PlanError, match=text):
-            replace(apart, collective=collective, prices=(("cpu:0", "cpu:1", Fraction(1)),)).check()
-
-
-@examples(50)
-@given(st.lists(st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3)]), min_size=16, max_size=16))
-def test_no_prices_prove_less_than_a_plan_reaches(prices):
-    """Whatever the prices are, the rate that they prove is not below that of the best plan."""
-    limit = cr.bound("hgx-h100", "all_reduce", devices=range(5))
-    links = limit.topology.links
-    forged = replace(limit, prices=tuple((a.src, a.dst, p) for a, p in zip(links, prices, strict=True) if p))
-    assume(forged.prices)
-    try:
-        proved = forged._proved_by_prices()
-    except PlanError:
-        return  # they prove nothing
-    assert proved >= limit.algbw
-
-
 def test_participants_are_sources_and_destinations():
     """``participants`` is short for both; a root is one of them; nothing else can be given with it."""
     box = Topology.machine("mi300x")

@@ -10,11 +10,10 @@ import pytest
 from command_line import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import pairs
-from strategies import ALGORITHMS, names
+from strategies import names
 
 from crossreduce import ArgumentError, Chunk, Schedule, ScheduleError, Step, Topology
-from crossreduce.planning import PLANNERS, ring
+from crossreduce.planning import ring
 
 HALF = Fraction(1, 2)
 WHOLE = Chunk(Fraction(1), (0, 1), (0, 1))
@@ -139,19 +138,6 @@ def test_printing():
     alone = Schedule("broadcast", "custom", ("cuda:0",), (Chunk(Fraction(1), (0,), (0,)),), ())
     assert str(alone) == "broadcast custom: 1 device, 1 chunk, 0 rounds, 0 steps"
     assert alone.steps == 0
-
-
-def test_spans_cover_every_size():
-    """Spans of equal shares are consecutive, cover a buffer of any size, and differ by at most one element."""
-    for algorithm, (n, packs) in pairs(ALGORITHMS, [(1, 1), (2, 3), (3, 1), (5, 4), (8, 1), (9, 20)]):
-        schedule = PLANNERS[algorithm](names(n), packs=packs)
-        assert len({chunk.share for chunk in schedule.chunks}) == 1
-        for size in (*range(0, 200, 7), *range(990, 1001)):
-            spans = schedule.spans(size)
-            assert len(spans) == len(schedule.chunks)
-            assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), size]
-            lengths = {stop - start for start, stop in spans}
-            assert 0 <= min(lengths) <= max(lengths) <= min(lengths) + 1
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(0, 1000))

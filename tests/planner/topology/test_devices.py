@@ -150,13 +150,3 @@ def test_locate_reads_the_device_of_each_framework():
 def test_default_devices(places, wanted):
     """Each array gets a device of its own: the one that it is on, or a further logical device of that."""
     assert default_devices(places) == wanted
-
-
-@given(st.lists(st.sampled_from(["cpu", None, "cuda:0", "cuda:1", "cuda:0#1", "cpu:1"]), min_size=1, max_size=12))
-def test_default_devices_are_distinct(places):
-    """Each array has its own device, a logical device of the physical device that the array is on."""
-    names = default_devices(places)
-    assert len(set(names)) == len(places) == len(names)
-    for place, name in zip(places, names, strict=True):
-        if place not in ("cpu", None):
-            assert parse(name).physical == parse(place).physical
