@@ -55,14 +55,6 @@ def test_hosts_exchange_last(hosts):
         assert all(len({host[src] for src in srcs}) == hosts for _, _, srcs in last)
 
 
-def test_a_clique_of_cliques_is_exchanged_along_its_links():
-    """On a DGX-1 two levels use only direct links: no device has links to all others."""
-    box = cr.Topology.machine("dgx-1v")
-    for schedule in levels_of(box)[1:]:
-        assert all((schedule.devices[src], schedule.devices[dst]) in box.by_ends
-                   for steps in schedule.rounds for _, dst, srcs in steps for src in srcs if src != dst)  # fmt: skip
-
-
 @examples(25)
 @given(st.integers(2, 8), st.data())
 def test_the_groups_of_a_full_mesh(n, data):

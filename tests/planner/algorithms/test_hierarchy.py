@@ -16,9 +16,8 @@ from crossreduce import Link, Topology, verify
 from crossreduce.planning import Request, hierarchical_copy, one_device
 from crossreduce.planning.schedules import candidates
 from crossreduce.schedule import pipelined
-from crossreduce.topology.machines import machine_names
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def edges(schedule, c):
@@ -128,19 +127,6 @@ def test_islands_of_the_members():
     assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
     alone = some[:2]  # the request's devices in one island
     assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
-
-
-@pytest.mark.parametrize("name", [name for name, _ in machine_names()])
-def test_never_slower_than_one_device_on_any_machine(name):
-    """On no machine, size or number of trees is one_device faster, or TensorFlow's trees."""
-    topology = Topology.machine(name)
-    n = len(topology.devices)
-    for nbytes in (KIB, GIB):
-        for packs in (1, n) if n <= 16 else (1,):
-            made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", packs=packs)
-            assert made.seconds <= cr.plan(topology, nbytes=nbytes, algorithm="one_device", packs=packs).seconds
-            plain = hierarchical_copy(topology.devices, packs=packs)
-            assert made.seconds <= pipelined(plain, topology, nbytes)[1]
 
 
 @pytest.mark.parametrize("n", range(3, 18))

@@ -240,14 +240,11 @@ def test_nodes_that_do_not_take_part_may_be_unreachable(collective):
         assert made.seconds == cr.plan(mesh, collective, MIB, algorithm, **given).seconds
 
 
+SLOW = ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name in ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
-        else name
-        for name, _ in machine_names()
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name, _ in machine_names()]
 )
 def test_auto_is_the_fastest_on_every_machine(name):
     """ "auto" is the fastest algorithm, near the latency for 8 bytes, and near the bound for 1 GiB."""

@@ -12,14 +12,7 @@ from planned import planned, planned_for
 from planning_oracle import reachable
 from strategies import NAMED, names, requests, wired
 
-from crossreduce import (
-    Link,
-    PlanError,
-    Topology,
-    devices,
-    simulate,
-    verify,
-)
+from crossreduce import Link, PlanError, Topology, devices, simulate, verify
 from crossreduce.planning import PLANNERS, Request, choose, hierarchical_copy, one_device, plan, ring
 from crossreduce.planning.schedules import candidates
 

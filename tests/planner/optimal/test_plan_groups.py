@@ -272,21 +272,6 @@ def test_plans_that_do_not_fit_are_refused(two_levels):
         replace(two_levels, plans=(replace(plans[0], schedule=broken), *plans[1:])).check()
 
 
-@examples(50)
-@given(st.lists(st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3)]), min_size=4, max_size=4))
-def test_no_prices_prove_less_than_a_plan_reaches(prices):
-    """Whatever the prices are, the rate that they prove is not below the planned one."""
-    plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], [1, 1, 3])
-    for number, level in enumerate(plan.bound.levels):
-        listed = tuple((a.src, a.dst, p) for a, p in zip(LINE.links, prices, strict=True) if p)
-        fixed = {k: plan.rates[k] for before in plan.bound.levels[:number] for k in before.groups}
-        try:
-            proved = plan.bound._proved(level._replace(prices=listed), fixed)
-        except PlanError:
-            continue  # they prove nothing
-        assert proved >= level.rate
-
-
 @pytest.mark.parametrize(
     ("topology", "groups"),
     [

@@ -142,17 +142,6 @@ def test_a_wrong_base_is_not_lowered():
             program.on(40)
 
 
-def test_chunks_that_differ_cannot_run_on_whole_arrays():
-    """``require_uniform`` raises if the symmetry moves the sources or the destinations to other devices."""
-    for schedule in small():
-        program = lower(schedule)
-        if len({chunk[1:3] for chunk in program.chunks}) == 1:
-            program.require_uniform()
-        else:
-            with pytest.raises(ScheduleError, match="same sources and destinations"):
-                program.require_uniform()
-
-
 @pytest.mark.parametrize(("engine", "algorithm", "n"), pairs(ENGINES, PLANNERS, (34, 36, 64)))
 def test_engines_give_the_same_bits(engine, algorithm, n):
     """Each engine gives the bits of the program with all chunks, for sizes with and without elements in each chunk."""

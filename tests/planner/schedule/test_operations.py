@@ -25,7 +25,6 @@ NBYTES = 256 << 20
 # For plans of 256 MiB: pieces, operations, and GB/s with and without the cost of operations.
 PLANS = """
     dgx-1v    forest  all_reduce      41 1333  79.62  79.72
-    dgx-1v    forest  broadcast       90  662 135.84 135.84
     dgx-1v    forest  all_gather      44  373 161.24 161.24
     dgx-1v    auto    reduce          58  760 139.46 139.46
     dgx-1v    auto    reduce_scatter   1   56 170.89 170.89
@@ -58,10 +57,6 @@ def test_plans_of_cuda_devices():
         assert done.operations == sum(sum(tick.values()) for tick in launches(made.schedule))
         assert free.seconds == simulate(free.schedule, machine, NBYTES, operation_s=0).seconds
         assert simulate(free.schedule, machine, NBYTES).seconds * LONGER >= made.seconds
-        if (machine, algorithm, collective) == ("dgx-1v", "forest", "all_reduce"):
-            assert done.operations <= 1500
-            assert made.algbw >= 0.97 * free.algbw
-            assert free.schedule.pieces == 115
 
 
 @examples(60)

@@ -100,10 +100,7 @@ MESSAGES = [
         "no step brings chunk 0 to its destination cpu:1: the contribution of device cpu:0",
     ),
     # Lost: a destination keeps its own value.
-    (
-        custom(2, [(0, (0, 1))]),
-        "cpu:1 stores chunk 0, there from the start, since no step writes it, and the contribution of device cpu:0",
-    ),
+    (custom(2, [(0, (0, 1))]), "cpu:1 stores chunk 0, there from the start, since no step writes it"),
     # Lost: a copy overwrites the destination's own contribution.
     (
         custom(2, [(1, (0,))], destinations=(1,)),

@@ -41,15 +41,6 @@ def test_every_usual_spelling_is_parsed():
         parse(spelling.strip('"'))
 
 
-def test_parts_of_a_name():
-    """A device has a host, a kind, an index and a logical index; TensorFlow's tasks are hosts."""
-    assert parse("/job:worker/task:1/device:GPU:3") == Device("worker-1", "cuda", 3, 0)
-    device = parse("host1/GPU:3#5")
-    assert (device.host, device.kind, device.index, device.logical) == ("host1", "cuda", 3, 5)
-    assert (device.physical, parse("cpu").physical) == ("host1/cuda:3", "cpu:0")
-    assert canonical("/job:worker1/task:0/cpu:0") != canonical("/job:worker/task:10/cpu:0")
-
-
 INVALID = [
     "", " ", "foo", "foo:0", "cpu:-1", "cpu:x", "cpu:", "cpu:1.5", "cpu:+1", "cpu:1:2", "cuda:0#", "cuda:0#-1",
     "cuda:0#x", "cuda:0#1#2", "#1", "0", ":0", "cpu 0", "cpu: 0", "cpu;0", "cpu0", "cpu:0,cpu:1", "cpu:\n0",

@@ -240,11 +240,8 @@ def test_other_topologies_keep_the_rest(topology, data, reducing):
 
 
 @given(topologies())
-def test_equal_topologies_have_equal_hashes(topology):
-    """Equal topologies have equal hashes, in any order of the given links, and can be pickled."""
-    again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
-    for copy in (again, pickle.loads(pickle.dumps(topology))):
-        assert (copy, copy.links, hash(copy)) == (topology, topology.links, hash(topology))
+def test_switches_count_for_equality(topology):
+    """Topologies are equal only if their switches have the same kinds and order."""
     if topology.switches:
         assert topology.with_switches(reducing=not topology.switches[0].reduces) != topology
         turned = Topology(topology.devices, topology.links, topology.switches[::-1])
@@ -383,14 +380,11 @@ def test_bad_shapes_are_refused(make, text):
 
 @given(topologies())
 def test_json_round_trip(topology):
-    """A topology that is written and read is equal, to the last digit, and is written the same way again."""
+    """A topology that is written and read, pickled, or made in another order of links, is equal to the last digit."""
     text = topology.to_json()
-    again = Topology.from_json(text)
-    assert again == topology
-    assert again.to_json() == text
-    assert hash(again) == hash(topology)
-    mixed = Topology(topology.devices, topology.links[::-1], topology.switches)
-    assert mixed.to_json() == text
+    mixed = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
+    for again in (Topology.from_json(text), pickle.loads(pickle.dumps(topology)), mixed):
+        assert (again, again.links, hash(again), again.to_json()) == (topology, topology.links, hash(topology), text)
 
 
 def test_json_is_this_text():

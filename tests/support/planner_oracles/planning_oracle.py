@@ -6,10 +6,8 @@ hypothesis draws, for making topologies. Nothing here imports crossreduce.
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fractions import Fraction
 from itertools import pairwise, product
 from math import prod
@@ -108,31 +106,6 @@ def all_trees(
                     used = Counter(k for _, links in parents for k in links)
                     columns[root, tuple(used[k] for k in range(len(pairs)))] = None
     return columns
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the body takes more processor time, so that a faulty loop does not run for very long."""
-
-    def late(*_: Any) -> None:
-        raise _LateError
-
-    before = signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    except _LateError:  # not chained: pytest cannot show its traceback, as signals interrupt anywhere
-        error = TimeoutError(f"not done in {seconds} s")
-    else:
-        return
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    raise error from None
-
-
-class _LateError(Exception):
-    pass
 
 
 def carried_shares(schedule: Any) -> Iterator[tuple[tuple[str, str], Fraction]]:
