@@ -16,16 +16,7 @@ from strategies import ALGORITHMS, NAMED, names, requests
 from crossreduce import ArgumentError, PlanError, Step, options, verify
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import lower
-from crossreduce.planning import (
-    NAMES,
-    PLANNERS,
-    REGISTRY,
-    Request,
-    direct,
-    hierarchical_copy,
-    one_device,
-    schedule_for,
-)
+from crossreduce.planning import NAMES, PLANNERS, REGISTRY, Request, direct, hierarchical_copy, one_device, schedule_for
 from crossreduce.schedule import live_rounds
 
 
@@ -191,10 +182,7 @@ def test_direct_with_owners(ask, data):
 def test_one_device_with_a_root():
     """The root of one_device may be neither a source nor a destination."""
     schedule = one_device(names(4), names(4)[:2], names(4)[2:3], root="cpu:3", packs=2)
-    assert schedule.rounds == (
-        (Step(0, 3, (0, 1)), Step(1, 3, (0, 1))),
-        (Step(0, 2, (3,)), Step(1, 2, (3,))),
-    )
+    assert schedule.rounds == ((Step(0, 3, (0, 1)), Step(1, 3, (0, 1))), (Step(0, 2, (3,)), Step(1, 2, (3,))))
     assert planned("one_device", names(2), names(2), root="cuda:1").devices == ("cpu:0", "cpu:1", "cuda:1")
 
 

@@ -10,18 +10,7 @@ from budget import examples
 from groups_oracle import best_rate
 from hypothesis import Phase, example, given
 from hypothesis import strategies as st
-from planning_oracle import (
-    DECIMAL,
-    DIRECTED,
-    LOOSE,
-    LOPSIDED,
-    ODD,
-    SYMMETRIC,
-    WHOLE,
-    both_ways,
-    reachable,
-    wirings,
-)
+from planning_oracle import DECIMAL, DIRECTED, LOOSE, LOPSIDED, ODD, SYMMETRIC, WHOLE, both_ways, reachable, wirings
 
 from crossreduce import PlanError, Topology, bound, plan, verify
 from crossreduce.planning import Request
