@@ -46,11 +46,6 @@ TOPOLOGIES = {
     "star": Topology.star(6, 450, MICRO),
     "reducing star": Topology.star(6, 450, MICRO).with_switches(reducing=True),
     "one way": one_way(4),
-    "one way by switches": Topology(
-        names(3),
-        [Link(*pair, 25, MICRO) for k in range(3) for pair in ((f"cpu:{k}", f"s{k}"), (f"s{k}", f"cpu:{(k + 1) % 3}"))],
-        ["s0", "s1", "s2"],
-    ),
     "lopsided": lopsided(),
     "dgx-1v": DGX,
     "dgx-1v part": DGX.subset([f"cuda:{k}" for k in (0, 2, 3, 5, 6)]),

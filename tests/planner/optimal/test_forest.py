@@ -4,7 +4,6 @@ from collections import Counter
 from fractions import Fraction
 
 import oracle
-import planning_oracle
 import pytest
 from budget import examples
 from groups_oracle import best_rate
@@ -57,9 +56,7 @@ def check_right(found, topology):
     for chunk, src, dst, through, _ in schedule.routes:
         nodes = [schedule.devices[src], *through, schedule.devices[dst]]
         assert len(set(nodes)) == len(nodes) > 2, f"the route of chunk {chunk} has a loop: {nodes}"
-    rate = fluid_rate(schedule, topology)
-    assert rate is None or rate == planning_oracle.rate(schedule, topology)
-    return rate
+    return fluid_rate(schedule, topology)
 
 
 def check_close(found, topology, wanted):
@@ -107,27 +104,6 @@ def test_forests_reach_the_bound():
     law()
     assert counts[True] >= 0.97 * counts.total()
     assert counts.total() >= 100
-
-
-@pytest.mark.parametrize("hub", ["s", "cpu:3"])
-@pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", 1)])
-def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
-    """A hub with one link in and two out, which can copy and combine, supplies both receivers at the full rate.
-
-    Cuts prove that an all-gather has at most 3/2. But cpu:0 has one link of 1 GB/s out, which must carry all data to
-    cpu:1 and cpu:2. If the hub is a device, the bound counts trees, too.
-    """
-    devices = ("cpu:0", "cpu:1", "cpu:2")
-    links = [("cpu:0", hub, 1), (hub, "cpu:1", 1), (hub, "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)]
-    topology = Topology([*devices, *([hub] * (hub != "s"))], links, [("s", True)] * (hub == "s"))
-    topology = topology.reversed() if collective == "reduce" else topology
-    root = "cpu:0" if collective in ("broadcast", "reduce") else None
-    limit = bound(topology, collective, root, devices).algbw
-    assert limit == (Fraction(3, 2) if collective == "all_gather" and hub == "s" else rate)
-    sources, destinations = {"broadcast": (devices[:1], devices), "reduce": (devices, devices[:1])}.get(
-        collective, (devices, devices)
-    )
-    assert check_right(forest(topology, collective, sources, destinations), topology) == rate
 
 
 @example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))

@@ -120,16 +120,6 @@ def carried_shares(schedule: Any) -> Iterator[tuple[tuple[str, str], Fraction]]:
                     yield pair, schedule.chunks[chunk].share
 
 
-def rate(schedule: Any, topology: Any) -> Fraction:
-    """Return the rate that the busiest link allows, in GB/s; transfers without a route use the link between their
-    devices."""
-    width = {(link.src, link.dst): link.bandwidth for link in topology.links}
-    load = dict.fromkeys(width, Fraction(0))
-    for pair, share in carried_shares(schedule):
-        load[pair] += share
-    return min(width[pair] / share for pair, share in load.items() if share)
-
-
 # Wirings: (devices, links, switches), for making a topology.
 
 
@@ -186,10 +176,7 @@ def wirings(
 
     if kind != LOOSE:
         for k in range(1, len(nodes)):
-            a, b = (
-                nodes[k],
-                nodes[draw(st.integers(0, min(k, len(devices)) - 1))],
-            )  # every switch is joined to a device
+            a, b = nodes[k], devices[draw(st.integers(0, min(k, len(devices)) - 1))]
             if kind == SYMMETRIC or (kind == DIRECTED and a in names):
                 add((a, b), (b, a))
             else:
