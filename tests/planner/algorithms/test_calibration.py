@@ -161,10 +161,9 @@ def test_a_report_of_nccl_tests():
 def test_ranks_on_two_hosts(processes, gpus):
     """Ranks of a process follow each other on the devices of its host; the hosts are the topology's first ones."""
     two = Topology.machine("hgx-h100", hosts=2)
-    data = report("/opt/all_gather_perf", ROWS, processes=processes, gpus=gpus, hosts=2)
-    assert read_measurements(data, two)[0].devices == two.devices
-    data = report("all_gather_perf", ROWS, processes=processes // 2, gpus=gpus, hosts=1)
-    assert read_measurements(data, two)[0].devices == two.devices[:8]
+    for hosts in (1, 2):
+        data = report("/opt/all_gather_perf", ROWS, processes=processes * hosts // 2, gpus=gpus, hosts=hosts)
+        assert read_measurements(data, two)[0].devices == two.devices[: 8 * hosts]
 
 
 def edited(**parts):

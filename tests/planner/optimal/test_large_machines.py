@@ -32,10 +32,7 @@ from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 H100S = Topology.machine("hgx-h100", 5)  # 40 devices; with more than 32 plans are generated
-
-
 MACHINES = {
-    "dgx-1v": lambda: Topology.machine("dgx-1v"),
     "mi250": lambda: Topology.machine("mi250"),
     "pcie-8": lambda: Topology.machine("pcie-8"),
     "dgx-1v x 4": lambda: Topology.machine("dgx-1v", 4),
@@ -68,11 +65,9 @@ ONE_OF_EACH += [pytest.param("tpu-v4", collective, marks=pytest.mark.slow) for c
     [
         (Topology.ring(12), 12, 1),
         (Topology.torus(4, 6), 24, 1),
-        (Topology.machine("mi300x"), 8, 1),
         (Topology.machine("hgx-h100", 33), 264, 1),
         (Topology.machine("hgx-h100", 16).without_link("host0/cuda:3", "rail3"), 105, 4),
         (half_empty(33), 128, 3),
-        (Topology.machine("gb200-nvl72", 16), 1152, 1),
         (fat_tree(8), 128, 1),
         (dragonfly(9, 4, 2), 54, 7),
     ],
@@ -200,7 +195,6 @@ def test_all_parts_of_a_machine_with_1024_devices():
         (H100S.without_link("host0/cuda:3", "rail3"), "all_reduce", ()),
         (H100S.without_link("host0/cuda:3", "rail3"), "reduce", ()),
         (half_empty(5), "all_gather", ()),
-        (half_empty(5), "broadcast", ()),
         (Topology.machine("hgx-h100", 5, in_network=True), "all_reduce", ()),
         (Topology.machine("hgx-h100", 5, in_network=True), "reduce_scatter", ()),
         (Topology.machine("hgx-h100", 6), "all_reduce", range(3, 48, 8)),
