@@ -209,6 +209,16 @@ def test_hosts_are_named_by_their_cards():
     assert limited_by(cr.bound(ndv2, "all_reduce")) in (both, "the NIC into host0 (12.5 GB/s)")
 
 
+def test_cuts_around_devices_are_named():
+    """The text about a cut has its links, their direction, the devices that they lead to, and their GB/s."""
+    links = [("cpu:0", "cpu:1", 9), ("cpu:1", "cpu:2", 3), ("cpu:2", "cpu:3", 9)]
+    line = Topology(names(4), [Link(*ends, width) for a, b, width in links for ends in ((a, b), (b, a))])
+    assert limited_by(cr.bound(line, "broadcast", "cpu:0")) == "the link into {cpu:2, cpu:3} (3 GB/s)"
+    assert limited_by(cr.bound(line, "reduce", "cpu:0")) == "the link out of {cpu:2, cpu:3} (3 GB/s)"
+    for half in ("cpu:0, cpu:1", "cpu:2, cpu:3"):
+        assert f"the link into and out of {{{half}}} (3 GB/s)" in limited_by(cr.bound(line, "all_reduce"))
+
+
 @pytest.mark.parametrize(
     ("topology", "words", "width"),
     [

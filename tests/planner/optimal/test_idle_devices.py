@@ -17,8 +17,6 @@ import crossreduce as cr
 from crossreduce import PlanError, Topology
 from crossreduce.errors import ArgumentError
 from crossreduce.planning.optimal.bounds.certificate import Cut
-from crossreduce.planning.optimal.bounds.column_generation import TreeProgram
-from crossreduce.planning.optimal.bounds.demand import Demand
 from crossreduce.planning.optimal.bounds.steiner import few_enough
 from crossreduce.schedule import verify
 
@@ -179,21 +177,6 @@ def test_forged_prices_are_rejected(priced):
     ):
         with pytest.raises(PlanError, match=text):
             forged.check()
-
-
-@pytest.mark.parametrize(("demands", "most"), [(1, 64), (2, 64), (16, 128)])
-def test_a_round_adds_few_trees_of_many_demands(demands, most):
-    """All demands together get about as many cheap trees in a round, so that a program of many demands stays small."""
-    topology = Topology.torus(4, 4)
-    number = {node: k for k, node in enumerate(topology.nodes)}
-    links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in topology.links}
-    everyone = tuple(range(16))
-    wanted = [Demand(Fraction(1), (root,), (), everyone) for root in range(demands)]
-    program = TreeProgram(16, links, everyone, wanted, 0)
-    rounds = [program.cheapest_trees(program.prices) for _ in range(3)]
-    counts = [sum(len(columns) for _, columns in found) for found in rounds]
-    assert demands <= min(counts)
-    assert max(counts) <= most
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
