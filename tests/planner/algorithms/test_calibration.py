@@ -1,11 +1,9 @@
 """Speeds of links that are fitted to measured times of collectives, and reports with such times."""
 
 import json
-import math
 import random
 from fractions import Fraction
 
-import nccl_reports
 import pytest
 from budget import examples
 from command_line import run_python
@@ -92,29 +90,6 @@ def test_what_results_do_not_identify():
     assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
 
 
-def test_standard_errors_have_the_size_of_the_errors():
-    """Over many runs, the errors divided by their standard errors have a root mean square near 1."""
-    ratios = []
-    for seed in range(12):
-        found = calibrate(STAR, star(random.Random(100 + seed), 0.02, sizes=SIZES[::2]))
-        (one,) = found.classes
-        for estimate, truth in ((one.bandwidth, 380), (one.latency, 2e-6), (found.overhead, 12e-6)):
-            ratios.append((float(estimate.value) - truth) / estimate.error)
-    assert 0.7 < math.sqrt(sum(x * x for x in ratios) / len(ratios)) < 1.4
-
-
-def test_the_interval_contains_most_times():
-    """The interval of a plan contains the measured times of its size in about 95 of 100 cases."""
-    found = calibrate(STAR, star(random.Random(1), 0.02))
-    rng, size = random.Random(2), 1 << 26
-    plan = cr.plan(found.topology, "all_reduce", size, "ring", operation_s=0)
-    low, high = found.interval(plan.seconds)
-    total = plan.seconds + float(found.overhead.value)
-    assert (low, high) == (pytest.approx(total * (1 - 2 * found.rms)), pytest.approx(total * (1 + 2 * found.rms)))
-    times = [one.seconds for one in star(rng, 0.02, sizes=[size] * 200, collectives=["all_reduce"])]
-    assert 0.88 < sum(low <= seconds <= high for seconds in times) / len(times) < 1.0
-
-
 def test_links_within_and_between_hosts():
     """Results of one and of two hosts identify both classes of links; links that no result uses are named."""
     rng = random.Random(0)
@@ -131,33 +106,6 @@ def test_links_within_and_between_hosts():
     assert between[2:] == ((25, None), (Fraction(3, 10**6), None))
     assert found.assumed == ("bandwidth and latency of links of 25 GB/s between hosts",)
     assert {link[2:] for link in found.topology.links if link.src[:5] != link.dst[:5]} == {(25, Fraction(3, 10**6))}
-
-
-def hosts(within, between):
-    """Return the two hosts with other bandwidths."""
-    links = [link._replace(bandwidth=within if link.src[:5] == link.dst[:5] else between) for link in HOSTS.links]
-    return Topology(HOSTS.devices, links)
-
-
-@pytest.mark.parametrize(("given", "truth", "known"), [((5, 25), (150, 20), WITHIN), ((150, 3), (10, 20), BETWEEN)])
-def test_the_slowest_links_may_be_others_than_in_the_given_topology(given, truth, known):
-    """The fit finds the class that limits the ring over both hosts, also if with the given speeds it is the other one.
-
-    Results of two devices, within a host or between hosts, tell the speed of one class.
-    """
-    speed = truth[known == BETWEEN]
-    measured = pairs(random.Random(0), 0.0, known, speed, 7e-7 if known == WITHIN else 3e-6, overhead_s=8e-6)
-    for size in SIZES:
-        schedule = cr.plan(hosts(*given), "all_reduce", size, "ring", operation_s=0).schedule
-        seconds = cr.simulate(schedule, hosts(*truth), size, operation_s=0).seconds
-        measured.append(Measurement("all_reduce", size, 8e-6 + seconds, HOSTS.devices))
-    found = calibrate(hosts(*given), measured)
-    assert found.overhead.value == Fraction(8, 10**6)
-    assert found.rms < 1e-3
-    speeds = {one.links.between_hosts: float(one.bandwidth.value) for one in found.classes}
-    limiting = truth[1] < truth[0]
-    assert speeds[limiting] == pytest.approx(min(truth), rel=1e-3)
-    assert speeds[known == BETWEEN] == pytest.approx(speed, rel=1e-3)
 
 
 @examples(15)
@@ -183,16 +131,6 @@ def test_simulated_times_give_the_speeds_of_the_simulation(shape, n, algorithm, 
     assert found.rms < 2e-3
     assert float(one.bandwidth.value) == pytest.approx(float(25 * faster), rel=1e-2)
     assert float(one.latency.value) == pytest.approx(float(slower) * 1e-6, rel=2e-2)
-
-
-def test_a_calibration_does_not_depend_on_the_order():
-    """The same measurements in another order give the same speeds; numbers have four significant digits."""
-    measured = star(random.Random(3), 0.02)
-    found = calibrate(STAR, measured)
-    again = calibrate(STAR, measured[::-1])
-    assert again.classes[0].bandwidth.value == found.classes[0].bandwidth.value
-    assert again.topology == found.topology
-    assert found.classes[0].bandwidth.value == Fraction(f"{float(found.classes[0].bandwidth.value):.4g}")
 
 
 @pytest.mark.parametrize(
@@ -223,10 +161,9 @@ def test_a_report_of_nccl_tests():
 def test_ranks_on_two_hosts(processes, gpus):
     """Ranks of a process follow each other on the devices of its host; the hosts are the topology's first ones."""
     two = Topology.machine("hgx-h100", hosts=2)
-    data = report("/opt/all_gather_perf", ROWS, processes=processes, gpus=gpus, hosts=2)
-    assert read_measurements(data, two)[0].devices == two.devices
-    data = report("all_gather_perf", ROWS, processes=processes // 2, gpus=gpus, hosts=1)
-    assert read_measurements(data, two)[0].devices == two.devices[:8]
+    for hosts in (1, 2):
+        data = report("/opt/all_gather_perf", ROWS, processes=processes * hosts // 2, gpus=gpus, hosts=hosts)
+        assert read_measurements(data, two)[0].devices == two.devices[: 8 * hosts]
 
 
 def edited(**parts):
@@ -253,16 +190,13 @@ def test_what_else_reports_can_have():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "this is not a report of nccl-tests"),
         (b"\xff\xfe", "this is not a report of nccl-tests"),
-        (b"[]", "is not of type dict"),
         (b"{}", "it lacks 'config'"),
         (b"[" * 100_000, "this is not a report of nccl-tests"),
         (b" " * (LARGEST + 1), f"at most {LARGEST} bytes"),
         (edited(results=[]), "the report has no results"),
         (edited(args=["./alltoall_perf"]), r"only the five collectives can be predicted\.\n  given: results of"),
         (edited(row={"out_of_place": {"time": "nan", "nwrong": 0}}), "a time must be a number of microseconds above 0"),
-        (edited(row={"out_of_place": {"time": 0.0, "nwrong": 0}}), "a time must be a number of microseconds above 0"),
         (edited(row={"out_of_place": {"time": 1.0, "nwrong": 5.0}}), "given: 5 wrong elements of 4096 bytes"),
         (edited(row={"size": "4096"}), "is not of type int"),
         (edited(config={"ngpus": 9}), r"a device that the topology does not have\.\n  given: device 2 of host 'node0'"),
@@ -291,7 +225,7 @@ def files(tmp_path):
 
 
 def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
-    """``calibrate`` prints the fit, and writes the fitted topology, whose bounds ``topology`` prints."""
+    """``calibrate`` prints the fit, and writes the fitted topology."""
     line = ["calibrate", "hgx-h100", *files]
     h100 = Topology.machine("hgx-h100")
     measured = [one for file in files for one in read_measurements(file.read_bytes(), h100)]
@@ -301,15 +235,12 @@ def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
     assert f"speeds fitted to 22 results, rms of the residuals {100 * found.rms:.2g} %; +-: standard errors" in out
     row = next(text.split() for text in out.splitlines() if "450 GB/s within hosts" in text)
     assert row[4:7] == ["16", "450", f"{float(one.bandwidth.value):.4g}"]
-    assert row[9] == f"{float(one.latency.value) * 1e6:.4g}"
     assert f"overhead of a call: {float(found.overhead.value) * 1e6:.2f} us +- " in out
     assert "predicted as ring, since they name no algorithm of this library: 22 results" in out
     rows = [text.split() for text in out.splitlines() if text.startswith(("all_reduce  ", "all_gather  "))]
     assert [text[:3] for text in rows] == [[m.collective, "8", "ring"] for m in measured]
     assert [float(text[-2]) for text in rows] == [pytest.approx(100 * r, abs=0.051) for r in found.residuals]
     assert Topology.load(tmp_path / "fitted.json") == found.topology
-    content = json.loads(printed("topology", tmp_path / "fitted.json", "--json"))
-    assert content["bounds"]["all_reduce"]["algbw"]["exact"] == str(cr.bound(found.topology, "all_reduce").algbw)
     content = json.loads(printed(*line, "--json"))
     assert content["measured"]["rms"] == found.rms
     assert [entry["residual"] for entry in content["measured"]["results"]] == list(found.residuals)
@@ -323,6 +254,8 @@ def test_plan_says_how_sure_it_is(printed, files):
     found = calibrate(two, [one for file in files for one in read_measurements(file.read_bytes(), two)])
     plan = cr.plan(found.topology, "all_reduce", "256M", "ring", operation_s=0)
     low, high = found.interval(plan.seconds)
+    total = plan.seconds + float(found.overhead.value)
+    assert (low, high) == (pytest.approx(total * (1 - 2 * found.rms)), pytest.approx(total * (1 + 2 * found.rms)))
     out = printed(*line)
     assert plan.explain() in out
     last = out.splitlines()[-2:]
@@ -373,12 +306,3 @@ def test_wrong_command_lines(crossreduce, tmp_path, monkeypatch, line, words):
     assert (code != 0, out) == (True, "")
     assert words in error
     assert "Traceback" not in error
-
-
-def test_closed_forms_are_those_of_the_simulation():
-    """On these topologies the closed forms of the tests and the simulation agree, so the tests above test the fit."""
-    for collective in nccl_reports.HOPS:
-        plan = cr.plan(STAR, collective, 1 << 24, "ring")
-        assert plan.seconds == pytest.approx(star_seconds(collective, 8, 1 << 24, 450, 7e-7), rel=1e-6)
-        plan = cr.plan(HOSTS.part(BETWEEN), collective, 1 << 24, "ring", operation_s=0)
-        assert plan.seconds == pytest.approx(pair_seconds(collective, 1 << 24, *NIC), rel=1e-6)

@@ -8,6 +8,7 @@ import pytest
 from budget import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
+from reports import explained
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
@@ -17,7 +18,6 @@ from crossreduce.planning.explain import duration, limited_by, percent, size, tr
 from crossreduce.schedule import fluid_rate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 DGX = Topology.machine("dgx-1v")
 H100S = Topology.machine("hgx-h100", hosts=2)
 MESH = Topology.mesh(4, 4, 25, 1e-6)
@@ -36,12 +36,6 @@ PLANS = {
     "star one": lambda: cr.plan(STAR, "reduce", 10**6, "one_device", root="cpu:4"),
 }
 each_plan = pytest.mark.parametrize("name", PLANS)
-
-
-def lines(made, label):
-    """Return the text after the label of an explanation's line."""
-    (found,) = [line[12:] for line in made.explain().splitlines() if line.startswith(f"  {label}".ljust(12))]
-    return found
 
 
 def trees(schedule):
@@ -67,20 +61,9 @@ def trees(schedule):
     return found
 
 
-def depth(schedule):
-    """Return the most hops from a source to a device that completes a chunk's sum, or from there to a destination."""
-    deepest = 0
-    for c, chunk in enumerate(schedule.chunks):
-        cells = {s: ({s}, 0) for s in chunk.sources}  # device: (contributions, hops)
-        for steps in schedule.rounds:
-            made = {}
-            for _, dst, srcs in [step for step in steps if step.chunk == c]:
-                contributions = set().union(*(cells[src][0] for src in srcs))
-                hops = max(cells[src][1] + (src != dst) for src in srcs)
-                deepest = max(deepest, hops)
-                made[dst] = contributions, 0 if len(srcs) > 1 and contributions == set(chunk.sources) else hops
-            cells |= made
-    return deepest
+def hops(parents, device):
+    """Return the number of hops from a device to the root of a tree."""
+    return 1 + hops(parents, parents[device]) if device in parents else 0
 
 
 def read(text):
@@ -103,25 +86,14 @@ def read(text):
     return root, parents
 
 
-def drawn(made):
-    """Return an explanation's lines of trees, as (share, text), and the number of trees that it omits."""
-    text = made.explain().splitlines()
-    start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
-    stop = next(k for k, line in enumerate(text) if line.startswith("  other algorithms, for the same request"))
-    more = [line for line in text[start + 1 : stop] if line.startswith("         and ")]
-    shown = [line.split(maxsplit=1) for line in text[start + 1 : stop] if line not in more]
-    count = int(re.fullmatch(r"         and (\d+) more", more[0])[1]) if more else 0
-    return [(Fraction(share), tree) for share, tree in shown], count
-
-
 @each_plan
 def test_the_numbers(name):
     """The request, the shape of the schedule, the time and the rates are the schedule's; the bound is exact."""
     made = PLANS[name]()
     schedule, limit = made.schedule, made.bound
     devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
-    head = f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
-    assert made.explain().splitlines()[0] == head
+    head, facts, *_ = explained(made.explain())
+    assert head == f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
     shares = [chunk.share for chunk in schedule.chunks]
     parts = math.lcm(*(share.denominator for share in shares))
     unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
@@ -129,14 +101,15 @@ def test_the_numbers(name):
     roots = {root for _, root, _ in found}
     words = r"(\d+) chunks?, k = (\S+) unit trees? per root on (\d+) roots?, depth (\d+), "
     words += r"(\d+) rounds?, (\d+) pieces? per chunk"
-    numbers = re.fullmatch(words, lines(made, "plan")).groups()
+    numbers = re.fullmatch(words, facts["plan"]).groups()
     assert numbers[0] == str(len(shares))
     whole = sum(share for share, _, _ in found)
     assert float(numbers[1]) == pytest.approx(float(whole / unit / len(roots)), rel=1e-3)
-    assert numbers[2:] == tuple(map(str, (len(roots), depth(schedule), len(schedule.rounds), schedule.pieces)))
+    depth = max(hops(parents, child) for _, _, parents in found for child in parents)
+    assert numbers[2:] == tuple(map(str, (len(roots), depth, len(schedule.rounds), schedule.pieces)))
 
     seconds, large = simulate(schedule, made.topology, made.nbytes).seconds, fluid_rate(schedule, made.topology)
-    time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", lines(made, "predicted")).groups()
+    time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", facts["predicted"]).groups()
     number, unit = time.split()
     assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(seconds, rel=5.1e-3)
     assert float(now) == pytest.approx(made.nbytes / seconds / 1e9, abs=5.1e-3)
@@ -144,7 +117,7 @@ def test_the_numbers(name):
 
     limit.check()
     pattern = r"(\S+) GB/s \((\S+)\), (\S+) % of it reached( \(a loss of (\S+) %\))?"
-    near, exact, reached, loss, lost = re.fullmatch(pattern, lines(made, "bound")).groups()
+    near, exact, reached, loss, lost = re.fullmatch(pattern, facts["bound"]).groups()
     assert Fraction(exact) == limit.algbw
     assert float(near) == pytest.approx(float(limit.algbw), abs=5.1e-3)
     ratio = large / limit.algbw
@@ -164,10 +137,11 @@ def test_the_trees(name):
         named = {schedule.devices[child]: schedule.devices[parent] for child, parent in parents.items()}
         key = schedule.devices[root], tuple(sorted(named.items()))
         wanted[key] = wanted.get(key, 0) + share
-    shown, more = drawn(made)
+    shown, more = explained(made.explain())[2], max(0, len(wanted) - 16)
     assert len(shown) + more == len(wanted)
-    assert more == max(0, len(wanted) - 16)
-    for share, text in shown:
+    assert (f"\n         and {more} more\n" in made.explain()) == (more > 0)
+    for part, text in shown:
+        share = Fraction(part)
         if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
             begins = [
                 tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))
@@ -199,11 +173,10 @@ def test_the_others(name):
     assert made.others() == due
     text = made.explain().splitlines()
     head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
-    rows = text[text.index(head) + 1 :]
-    pattern = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
-    found = [re.fullmatch(pattern, row).groups() for row in rows]
-    assert [row[0] for row in found] == list(due)
-    for (_, time, times, rate, part), (seconds, fluid) in zip(found, due.values(), strict=True):
+    assert head in text
+    found = explained(made.explain())[3]
+    assert list(found) == list(due)
+    for (time, times, rate, part), (seconds, fluid) in zip(found.values(), due.values(), strict=True):
         assert time == duration(seconds)
         assert float(times) == pytest.approx(seconds / made.seconds, abs=5.1e-3)
         assert float(rate) == pytest.approx(float(fluid), abs=5.1e-3)
@@ -236,6 +209,16 @@ def test_hosts_are_named_by_their_cards():
     assert limited_by(cr.bound(ndv2, "all_reduce")) in (both, "the NIC into host0 (12.5 GB/s)")
 
 
+def test_cuts_around_devices_are_named():
+    """The text about a cut has its links, their direction, the devices that they lead to, and their GB/s."""
+    links = [("cpu:0", "cpu:1", 9), ("cpu:1", "cpu:2", 3), ("cpu:2", "cpu:3", 9)]
+    line = Topology(names(4), [Link(*ends, width) for a, b, width in links for ends in ((a, b), (b, a))])
+    assert limited_by(cr.bound(line, "broadcast", "cpu:0")) == "the link into {cpu:2, cpu:3} (3 GB/s)"
+    assert limited_by(cr.bound(line, "reduce", "cpu:0")) == "the link out of {cpu:2, cpu:3} (3 GB/s)"
+    for half in ("cpu:0, cpu:1", "cpu:2, cpu:3"):
+        assert f"the link into and out of {{{half}}} (3 GB/s)" in limited_by(cr.bound(line, "all_reduce"))
+
+
 @pytest.mark.parametrize(
     ("topology", "words", "width"),
     [
@@ -251,39 +234,6 @@ def test_equal_devices_are_named_together(topology, words, width):
     limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
     assert limited_by(limit) == f"every device's own links: {words}"
     assert limit.algbw == Fraction(n * width, 2 * (n - 1))
-
-
-@examples(60)
-@given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans(), st.sampled_from(COLLECTIVES))
-def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing, collective):
-    """Each phrase describes a cut of the bound's certificate: its links, their GB/s and its devices."""
-    limit = cr.bound(topology.with_switches(reducing=reducing), collective)
-    crossing = set()
-    for nodes, _, outward in limit.cuts:
-        over = [link for link in topology.links if (link.src in nodes) != (link.dst in nodes)]
-        over = [link for link in over if (link.src in nodes) == outward]
-        inside = frozenset(topology.devices) & nodes
-        width = sum(link.bandwidth for link in over)
-        for here in (inside, frozenset(topology.devices) - inside):
-            into = outward == (here != inside)
-            crossing.add((len(over), "into" if into else "out of", here, float(f"{float(width):.4g}")))
-    text = limited_by(limit)
-    if text.startswith("every device's own links: "):
-        for part in text.removeprefix("every device's own links: ").split("; "):
-            width, count, ways = re.fullmatch(r"(\S+) GB/s by (\d+) links? (in and out|one way)", part).groups()
-            alone = [way for n, way, here, w in crossing if len(here) == 1 and (n, w) == (int(count), float(width))]
-            assert alone
-            assert (ways == "in and out") <= ({"into", "out of"} <= set(alone))
-        return
-    text, _, more = text.partition(", with ")
-    phrase = r"the (?:(\d+) )?links? (into and out of|out of and into|into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)"
-    found = re.findall(phrase, text)
-    assert " and ".join(match[0] for match in re.finditer(phrase, text)) == text if len(found) == 1 else found
-    assert not more or re.fullmatch(r"\d+ more such cuts?", more)
-    for count, ways, where, width in found:
-        here = frozenset(where.strip("{}").split(", "))
-        for way in ("into", "out of") if " and " in ways else (ways,):
-            assert (int(count or 1), way, here, float(width)) in crossing, text
 
 
 def test_one_line_if_no_data_has_to_move():

@@ -1,67 +1,18 @@
-"""Exported plans: rank k is the k-th device of the topology, and files fit sizes that users have."""
+"""Plans with few chunks: files of them fit sizes that users have; rank k is the k-th device of the topology."""
 
 import json
 import re
-from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
-from itertools import product
-from xml.etree import ElementTree
 
 import pytest
 from pairs import pairs
 
 import crossreduce as cr
 from crossreduce import planning
-from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning.granularity import is_power_of_two, round_shares
 from crossreduce.schedule import fluid_rate, verify
-from crossreduce.schedule.traffic import route_links
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
-
-
-def traffic_of_xml(text):
-    """Return for each pair of ranks the part of the buffer that one sends to the other."""
-    algo = ElementTree.fromstring(text)
-    sent, units = Counter(), int(algo.get("nchunksperloop"))
-    for gpu in algo:
-        for block in gpu:
-            for step in block:
-                if step.get("type") in ("s", "rcs", "rrs", "rrcs"):
-                    sent[int(gpu.get("id")), int(block.get("send"))] += Fraction(int(step.get("cnt")), units)
-    return sent
-
-
-def rate_of(sent, topology):
-    """Return the rate of the busiest link if rank k is the k-th device of the topology."""
-    busy = Counter()
-    for (src, dst), part in sent.items():
-        for pair in route_links(topology, topology.devices[src], topology.devices[dst], None):
-            busy[pair] += part
-    return min(topology.by_ends[pair].bandwidth / part for pair, part in busy.items())
-
-
-@pytest.mark.parametrize(
-    "name", ["nvlink-pairs-4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dgx-1v", "mi250", "hgx-h100"))]
-)
-def test_rank_k_is_the_kth_device(name):
-    """For every collective and root, the file on these devices has the predicted rate."""
-    topology, checked = cr.Topology.machine(name), 0
-    n = len(topology.devices)
-    for collective, root in product(COLLECTIVES, [topology.devices[k] for k in (0, n // 2, n - 1)]):
-        if collective not in ("reduce", "broadcast") and root != topology.devices[0]:
-            continue
-        given = root if collective in ("reduce", "broadcast") else None
-        for algorithm in ("auto", "direct"):
-            plan = cr.plan(topology, collective, 1 << 28, algorithm, root=given, operation_s=0, granularity=0.02)
-            assert plan.ranks == topology.devices
-            # Two pieces have the same way as all others; a file of many takes long to write and to prove.
-            schedule = replace(plan.schedule, pieces=min(plan.schedule.pieces, 2))
-            if not schedule.routes:
-                assert rate_of(traffic_of_xml(to_msccl_xml(schedule)), topology) == plan.rate, (collective, root)
-                checked += 1
-    assert checked >= n
 
 
 def test_most_plans_have_a_power_of_two_of_chunks():
@@ -72,6 +23,7 @@ def test_most_plans_have_a_power_of_two_of_chunks():
         exact = cr.plan(name, collective, 1 << 28, operation_s=0)
         plan = cr.plan(name, collective, 1 << 28, operation_s=0, granularity=0.02)
         verify(plan.schedule)
+        assert plan.ranks == cr.Topology.machine(name).devices
         assert plan.rate >= exact.rate * Fraction(98, 100)
         assert sum(chunk.share for chunk in plan.schedule.chunks) == 1
         assert plan.schedule.pieces == exact.schedule.pieces

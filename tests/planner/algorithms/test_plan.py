@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
-from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology, simulate, verify
+from crossreduce import ArgumentError, Link, PlanError, Topology, simulate, verify
 from crossreduce.planning import REGISTRY
 from crossreduce.schedule import fluid_rate, live_rounds
 from crossreduce.topology.machines import machine_names
@@ -36,7 +36,6 @@ def lopsided():
 
 
 DGX = Topology.machine("dgx-1v")
-H100S = Topology.machine("hgx-h100", hosts=2)
 TOPOLOGIES = {
     "one": Topology.full_mesh(1),
     "pair": Topology.full_mesh(2, 25, MICRO),
@@ -47,11 +46,6 @@ TOPOLOGIES = {
     "star": Topology.star(6, 450, MICRO),
     "reducing star": Topology.star(6, 450, MICRO).with_switches(reducing=True),
     "one way": one_way(4),
-    "one way by switches": Topology(
-        names(3),
-        [Link(*pair, 25, MICRO) for k in range(3) for pair in ((f"cpu:{k}", f"s{k}"), (f"s{k}", f"cpu:{(k + 1) % 3}"))],
-        ["s0", "s1", "s2"],
-    ),
     "lopsided": lopsided(),
     "dgx-1v": DGX,
     "dgx-1v part": DGX.subset([f"cuda:{k}" for k in (0, 2, 3, 5, 6)]),
@@ -112,12 +106,8 @@ def check(made, topology, collective, nbytes, sources, destinations):
     assert made.ratio == made.rate / limit.algbw <= 1
     assert made.seconds * (1 + 1e-12) >= float(nbytes / limit.algbw) / 1e9
     assert made.algbw == (nbytes / made.seconds / 1e9 if nbytes else 0)
-    needed = itertools.product(sources, destinations)
-    if nbytes:
-        latencies = [distances(topology, src)[dst] for src, dst in needed]
-        assert made.seconds * (1 + 1e-12) >= max(latencies)
-    else:
-        assert made.seconds == 0.0
+    latencies = [distances(topology, src)[dst] for src, dst in itertools.product(sources, destinations)]
+    assert made.seconds * (1 + 1e-12) >= max(latencies) if nbytes else made.seconds == 0
 
 
 def whole(topology, collective, root):
@@ -143,23 +133,6 @@ def test_every_algorithm(name, collective):
             assert made.bound.algbw == cr.bound(topology, collective, root).algbw
             seconds[algorithm] = made.seconds
         assert seconds["auto"] == seconds["nccl"] <= min(seconds.values())
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_the_bound_is_that_of_the_request(collective):
-    """The bound of a plan is that of its collective, its root and its devices, on all devices and on some."""
-    for topology in (TOPOLOGIES["grid"], TOPOLOGIES["star"]):
-        part, root = topology.devices[1:4], None
-        if collective in ("reduce", "broadcast"):
-            root = part[1]
-        given = {"broadcast": {"destinations": part}, "all_reduce": {"sources": part, "destinations": part}}
-        made = cr.plan(topology, collective, MIB, root=root, **given.get(collective, {"sources": part}))
-        assert made.bound.collective == collective
-        assert set(made.bound.devices) == set(part)
-        assert made.bound.algbw == cr.bound(topology, collective, root, part).algbw
-        assert cr.plan(topology, collective, MIB, root=topology.devices[0] if root else None).bound == cr.bound(
-            topology, collective, topology.devices[0] if root else None
-        )
 
 
 def test_the_bound_of_different_sources_and_destinations():
@@ -201,37 +174,18 @@ def drawn_requests(draw, both_ways):
 @examples(60)
 @given(st.booleans().flatmap(drawn_requests), st.sampled_from([0, 1, 1000, 10 * MIB]))
 def test_some_devices_of_any_topology(ask, nbytes):
-    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm."""
+    """Any devices can be sources and destinations, "auto" is at least as fast as every algorithm, and the bound is that
+    of these devices."""
     topology, collective, given, gives, takes = ask
     best = cr.plan(topology, collective, nbytes, **given)
     check(best, topology, collective, nbytes, gives, takes)
+    members = max(gives, takes, key=len)
+    if {*gives, *takes} == {*members} and (collective != "all_reduce" or {*gives} == {*takes}):
+        assert best.bound.algbw == cr.bound(topology, collective, given.get("root"), members).algbw
     for algorithm in NAMED:
         made = cr.plan(topology, collective, nbytes, algorithm, **given)
         check(made, topology, collective, nbytes, gives, takes)
         assert best.seconds <= made.seconds
-
-
-@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "auto"])
-def test_a_root_that_is_neither_source_nor_destination(algorithm):
-    """An all-reduce may be rooted at a device that is neither a source nor a destination."""
-    some, root = DGX.devices[:3], DGX.devices[6]
-    made = cr.plan(DGX, "all_reduce", MIB, algorithm, some, some, root)
-    assert ends(made, "all_reduce") == (some, some)
-    verify(made.schedule)
-    assert roots(made.schedule) == [root]
-
-
-def roots(schedule):
-    """Return the device on which each chunk is first complete."""
-    cells = {(c, s): {s} for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
-    found = {}
-    for steps in schedule.rounds:
-        made = {(c, dst): set().union(*(cells.get((c, src), set()) for src in srcs)) for c, dst, srcs in steps}
-        cells |= made
-        for (c, dst), contributions in made.items():
-            if contributions == set(schedule.chunks[c].sources):
-                found.setdefault(c, schedule.devices[dst])
-    return [found[c] for c in range(len(schedule.chunks))]
 
 
 def test_the_root_of_a_reduce_or_broadcast_is_the_best():
@@ -281,14 +235,11 @@ def test_nodes_that_do_not_take_part_may_be_unreachable(collective):
         assert made.seconds == cr.plan(mesh, collective, MIB, algorithm, **given).seconds
 
 
+SLOW = ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name in ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
-        else name
-        for name, _ in machine_names()
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name, _ in machine_names()]
 )
 def test_auto_is_the_fastest_on_every_machine(name):
     """ "auto" is the fastest algorithm, near the latency for 8 bytes, and near the bound for 1 GiB."""
@@ -306,17 +257,6 @@ def test_auto_is_the_fastest_on_every_machine(name):
     assert large.ratio == 1
     assert large.algbw >= 0.93 * large.bound.algbw
     large.bound.check()
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_auto_reaches_the_bound_of_every_collective(collective):
-    """Plans for 1 GiB reach 90 % of the known bound, forests for larger buffers have 98 % of it."""
-    known = {"all_reduce": (Fraction(600, 7), Fraction(800, 3)), "reduce": (150,), "broadcast": (150, 400)}
-    for topology, due in zip((DGX, H100S), known.get(collective, (Fraction(1200, 7),)), strict=False):
-        made = cr.plan(topology, collective, GIB)
-        assert made.bound.algbw == due
-        assert made.algbw >= 0.9 * due
-        assert cr.plan(topology, collective, 8 * GIB, "forest").ratio >= Fraction(98, 100)
 
 
 def test_a_plan_prints_its_head_and_its_time():
@@ -345,27 +285,20 @@ def test_results_cannot_be_changed():
 SQUARE = Topology.ring(4, 25, MICRO)
 BAD = [
     ({"nbytes": -1}, r"nbytes must be an integer from 0 to[\s\S]*-1 \(int\)"),
-    ({"nbytes": True}, r"nbytes must be an integer[\s\S]*True \(bool\)"),
-    ({"nbytes": 8.0}, r"nbytes must be an integer[\s\S]*8\.0 \(float\)"),
     ({"nbytes": "8x"}, r"nbytes must be an integer[\s\S]*'8x' \(str\)[\s\S]*nbytes=1 << 20$"),
-    ({"nbytes": None}, r"nbytes must be an integer[\s\S]*None"),
     ({"nbytes": 1 << 61}, r"nbytes must be an integer from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
     ({"packs": 0}, r"packs must be an integer from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),
     ({"packs": 10_001}, r"packs must be an integer from 1 to 10000[\s\S]*10001"),
-    ({"packs": True}, r"packs must be an integer[\s\S]*True \(bool\)"),
     ({"packs": 2.0}, r"packs must be an integer[\s\S]*2\.0"),
     ({"collective": "gather"}, r"no such collective[\s\S]*'gather'[\s\S]*one of all_reduce, reduce, broadcast"),
-    *[({"collective": wrong}, "no such collective") for wrong in ("ALL_REDUCE", None, ["reduce"])],
     ({"algorithm": "best"}, r"no such algorithm[\s\S]*'best'[\s\S]*one of one_device[\s\S]*forest, nccl, auto"),
-    *[({"algorithm": wrong}, "no such algorithm") for wrong in (None, {})],
+    ({"algorithm": {}}, "no such algorithm"),
     ({"root": "cpu:9"}, r"the root must be a device of the topology[\s\S]*'cpu:9'[\s\S]*one of cpu:0, cpu:1"),
-    ({"collective": "broadcast", "root": "cpu:9"}, "the root must be a device of the topology"),
     ({"collective": "reduce_scatter", "root": "cpu:1"}, r"reduce_scatter has no root[\s\S]*root='cpu:1'"),
     ({"collective": "all_gather", "root": "cpu:1"}, r"all_gather has no root[\s\S]*reduce or broadcast"),
     ({"collective": "broadcast", "sources": [0], "root": 1}, r"a broadcast must have one root[\s\S]*root=cpu:1"),
     ({"collective": "reduce", "destinations": [0], "root": 1}, r"a reduce must have one root[\s\S]*root=cpu:1"),
     ({"collective": "broadcast", "sources": [0, 1]}, r"a broadcast must have one root[\s\S]*cpu:0', 'cpu:1"),
-    ({"collective": "broadcast", "sources": [0, 1], "root": 0}, "a broadcast must have one root"),
     ({"collective": "reduce", "destinations": [0, 1]}, r"a reduce must have one root[\s\S]*all_reduce"),
     ({"collective": "all_gather", "sources": [0], "destinations": [1]},
      "the sources and the destinations of all_gather must be the same"),
@@ -388,34 +321,15 @@ def test_bad_requests_are_refused(given, text):
     assert "\n  given: " in str(caught.value)
 
 
-@pytest.mark.parametrize("root", [4, -1, True, 1.0, "", "foo", ["cpu:0"], b"cpu:0"])
-def test_roots_that_are_not_names(root):
-    """A root must be the name or the number of a device."""
-    with pytest.raises(DeviceError, match="device"):
-        cr.plan(SQUARE, "reduce", root=root)
-
-
-@pytest.mark.parametrize("wrong", [None, "dgx-9", 4, [[0, 1], [1, 0]], Topology])
-def test_no_topology(wrong):
-    """Anything that does not give a topology raises an ArgumentError with a hint."""
-    with pytest.raises(ArgumentError, match=r"(this is not a topology|there is no machine of this name)[\s\S]*dgx-1v"):
-        cr.plan(wrong)
-
-
-@pytest.mark.parametrize("algorithm", [name for name, entry in REGISTRY.items() if not entry.has_root])
-def test_algorithms_without_a_root(algorithm):
+def test_algorithms_without_a_root():
     """A root for an algorithm without roots raises a PlanError that lists the algorithms with roots."""
-    with pytest.raises(
-        PlanError, match=rf"{algorithm} does not reduce on a root[\s\S]*root=cpu:1[\s\S]*one_device, hierarch"
-    ):
-        cr.plan(SQUARE, algorithm=algorithm, root="cpu:1")
+    for algorithm in [name for name, entry in REGISTRY.items() if not entry.has_root]:
+        text = rf"{algorithm} does not reduce on a root[\s\S]*root=cpu:1[\s\S]*one_device, hierarch"
+        with pytest.raises(PlanError, match=text):
+            cr.plan(SQUARE, algorithm=algorithm, root="cpu:1")
 
 
-HALVES = Topology(
-    names(4),
-    [Link(*pair, 1) for pair in itertools.permutations(names(2))]
-    + [Link(*pair, 1) for pair in itertools.permutations(names(4)[2:])],
-)
+HALVES = Topology(names(4), [Link(*pair, 1) for half in (names(4)[:2], names(4)[2:]) for pair in (half, half[::-1])])
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -434,12 +348,3 @@ def test_unreachable_devices_cannot_be_planned(collective):
         assert "topology.subset" in rest[1]
         part = HALVES.subset(["cpu:2", "cpu:3"])
         assert cr.plan(part, collective, 8, algorithm).seconds > 0
-
-
-def test_the_cut_of_links_in_one_direction_is_named():
-    """If devices are linked in one direction only, the error names the missing route; other requests are planned."""
-    down = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
-    cut = r"all_reduce needs a route from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"
-    with pytest.raises(PlanError, match=cut):
-        cr.plan(down)
-    assert ends(cr.plan(down, sources=["cpu:0"]), "all_reduce") == (("cpu:0",), names(2))

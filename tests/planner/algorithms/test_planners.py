@@ -11,28 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import planned
 from running import run_on
-from strategies import ALGORITHMS, NAMED, algorithms, names, requests
+from strategies import ALGORITHMS, NAMED, names, requests
 
-from crossreduce import (
-    ArgumentError,
-    PlanError,
-    Step,
-    options,
-    verify,
-)
+from crossreduce import ArgumentError, PlanError, Step, options, verify
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import lower
-from crossreduce.planning import (
-    NAMES,
-    PLANNERS,
-    REGISTRY,
-    Request,
-    direct,
-    hierarchical_copy,
-    one_device,
-    recursive_doubling,
-    schedule_for,
-)
+from crossreduce.planning import NAMES, PLANNERS, REGISTRY, Request, direct, hierarchical_copy, one_device, schedule_for
 from crossreduce.schedule import live_rounds
 
 
@@ -60,8 +44,11 @@ def test_every_planner_is_in_the_tables():
 @examples(60)
 @given(ask=requests(most_packs=5))
 def test_every_request_gives_a_right_schedule(algorithm, ask):
-    """For any request the schedule is right, and all destinations receive the same bits."""
+    """For any request the schedule is right and cached, and all destinations receive the same bits."""
     schedule = plan(algorithm, ask)
+    assert schedule == plan(algorithm, ask)
+    request = (algorithm, ask.sources, ask.destinations, ask.packs, ask.first)
+    assert planned(*request) is planned(*request)
     verify(schedule)
     assert oracle.right(schedule)
     assert schedule.devices == ask.devices
@@ -80,14 +67,6 @@ def test_every_request_gives_a_right_schedule(algorithm, ask):
         assert len({cells[c, dst] for dst in chunk.destinations}) == 1
 
 
-@given(algorithms, requests(most_packs=3))
-def test_the_same_request_gives_the_same_schedule(algorithm, ask):
-    """Equal requests give equal schedules, and ``schedule_for`` returns the identical object."""
-    assert plan(algorithm, ask) == plan(algorithm, ask)
-    request = (algorithm, ask.sources, ask.destinations, ask.packs, ask.first)
-    assert planned(*request) is planned(*request)
-
-
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_roots_rotate(algorithm, n):
@@ -101,22 +80,6 @@ def test_roots_rotate(algorithm, n):
             }
             roots += set(range(n)) - copied
         assert roots == [(first + pack) % n for pack in range(n)]
-
-
-@pytest.mark.parametrize("n", range(2, 10))
-def test_packs_spread_the_load(n):
-    """With one pack per device, each device receives and sends the same bytes, if the algorithm treats all alike."""
-    for algorithm in ALGORITHMS:
-        if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
-            continue  # partners of devices beyond the power of two send and receive more
-        if algorithm == "hierarchical_copy" and n % 2:
-            continue  # its two groups of devices differ in size
-        moved = counts(PLANNERS[algorithm](names(n), packs=n), n * n * 4).bytes
-        for end in (0, 1):
-            sums = Counter()
-            for pair, nbytes in moved.items():
-                sums[pair[end]] += nbytes
-            assert len(set(sums.values())) == 1, algorithm
 
 
 def power(n):
@@ -183,23 +146,6 @@ def test_costs(algorithm):
         assert done.additions == additions_of(n) * size
 
 
-@pytest.mark.parametrize("n", range(2, 18))
-def test_recursive_doubling_to_or_from_one_device_is_a_binomial_tree(n):
-    """A reduce or broadcast of 2**k devices takes k rounds, others fold first."""
-    rounds = (n - 1).bit_length()
-    spread = recursive_doubling(names(n), names(n)[:1])
-    assert [len(steps) for steps in spread.rounds] == [min(1 << r, n - (1 << r)) for r in range(rounds)]
-    folded = n & (n - 1) != 0
-    gathered = recursive_doubling(names(n), None, names(n)[:1])
-    assert len(gathered.rounds) == rounds
-    assert len(recursive_doubling(names(n), None, names(n)[-1:]).rounds) == rounds + folded
-    for schedule in (spread, gathered):
-        assert counts(schedule, 12).copies == n - 1
-        for steps in schedule.rounds:
-            sent = [src for step in steps for src in step.srcs if src != step.dst]
-            assert len(sent) == len(set(sent)) == len({step.dst for step in steps})
-
-
 def expressions(schedule):
     """Return for each chunk and device a number of its expression: equal values in one order have one number."""
     numbers = {}
@@ -226,35 +172,17 @@ def test_direct_with_owners(ask, data):
     assert oracle.right(schedule)
     assert len(schedule.chunks) == ask.packs * len(owners)
     assert len(schedule.rounds) <= 2
-    for number, (_, sources, _) in enumerate(schedule.chunks):
+    for number in range(len(schedule.chunks)) if len(ask.sources) > 1 else ():
         pack, share = divmod(number, len(owners))
         owner = owners[(ask.first + pack + share) % len(owners)]
-        reducing = (
-            [schedule.devices[step.dst] for step in schedule.rounds[0] if step.chunk == number]
-            if schedule.rounds
-            else []
-        )
-        if len(sources) > 1:
-            assert reducing == [owner]
+        assert [schedule.devices[step.dst] for step in schedule.rounds[0] if step.chunk == number] == [owner]
     assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
-
-
-def test_a_reduce_to_one_root_is_shared_by_all_owners():
-    """With all devices as owners, each sends one share to each other, and two to the root."""
-    schedule = direct(names(4), None, names(4)[:1], owners=names(4))
-    done = counts(schedule, 16)
-    others = dict.fromkeys(itertools.permutations(names(4), 2), 16)
-    assert done.bytes == others | {(d, names(4)[0]): 32 for d in names(4)[1:]}
-    assert direct(names(4), owners=names(4)) == direct(names(4))
 
 
 def test_one_device_with_a_root():
     """The root of one_device may be neither a source nor a destination."""
     schedule = one_device(names(4), names(4)[:2], names(4)[2:3], root="cpu:3", packs=2)
-    assert schedule.rounds == (
-        (Step(0, 3, (0, 1)), Step(1, 3, (0, 1))),
-        (Step(0, 2, (3,)), Step(1, 2, (3,))),
-    )
+    assert schedule.rounds == ((Step(0, 3, (0, 1)), Step(1, 3, (0, 1))), (Step(0, 2, (3,)), Step(1, 2, (3,))))
     assert planned("one_device", names(2), names(2), root="cuda:1").devices == ("cpu:0", "cpu:1", "cuda:1")
 
 

@@ -10,20 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from planned import planned, planned_for
 from planning_oracle import reachable
-from strategies import NAMED, named, names, requests, wired
-from test_planners import counts
+from strategies import NAMED, names, requests, wired
 
-from crossreduce import (
-    Link,
-    PlanError,
-    Topology,
-    devices,
-    simulate,
-    verify,
-)
+from crossreduce import Link, PlanError, Topology, devices, simulate, verify
 from crossreduce.planning import PLANNERS, Request, choose, hierarchical_copy, one_device, plan, ring
 from crossreduce.planning.schedules import candidates
-from crossreduce.schedule import live_rounds
 
 
 def used_links(schedule, topology):
@@ -57,37 +48,25 @@ def one_way(draw):
 
 
 @st.composite
-def requests_on(draw, topologies, chosen=named):
-    """Draw a topology, and the other arguments of ``planned_for`` except the root."""
+def requests_on(draw, topologies):
+    """Draw a topology, and the other arguments of ``planned_for`` except the algorithm and the root."""
     topology = draw(topologies)
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     nbytes = st.sampled_from([0, 1, 1000, 1 << 22])
-    return topology, (
-        draw(chosen),
-        draw(some),
-        draw(some),
-        draw(nbytes),
-        draw(st.integers(1, 3)),
-        draw(st.integers(0, 9)),
-    )
+    return topology, (draw(some), draw(some), draw(nbytes), draw(st.integers(1, 3)), draw(st.integers(0, 9)))
 
 
 joined = st.integers(1, 7).flatmap(lambda n: wired(names(n)))
 
 
 def check_planned(topology, ask):
-    """Check that a schedule is right, has no needless step, has the requested devices, and uses only links."""
-    algorithm, sources, destinations, *_ = ask
+    """Check that a schedule is right, has the requested devices, and uses only links."""
+    _, sources, destinations, *_ = ask
     schedule = planned_for(topology, *ask)
-    assert planned_for(topology, *ask) is schedule
     verify(schedule)
-    assert oracle.right(schedule)
     assert used_links(schedule, topology) <= links(topology)
-    assert algorithm in ("auto", schedule.algorithm)
-    assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
-    for chunk in schedule.chunks:
-        assert tuple(schedule.devices[source] for source in chunk.sources) == sources
-        assert tuple(schedule.devices[dst] for dst in chunk.destinations) == destinations
+    if schedule.algorithm != "forest":  # a forest may reduce on other devices
+        assert {*schedule.devices} == {*sources, *destinations}
 
 
 @examples(60)
@@ -99,17 +78,7 @@ def test_a_forest_needs_no_topology(ask):
     assert oracle.right(schedule)
     assert schedule.algorithm == "forest"
     assert schedule.devices == tuple(dict.fromkeys([*ask.sources, *ask.destinations]))
-    for chunk in schedule.chunks:
-        assert tuple(schedule.devices[source] for source in chunk.sources) == ask.sources
-        assert tuple(schedule.devices[dst] for dst in chunk.destinations) == ask.destinations
     assert schedule == planned("forest", ask.sources, ask.destinations)
-
-
-def test_a_forest_on_a_full_mesh_is_as_fast_as_direct():
-    """On a full mesh of equal links "forest" moves 2/n of the buffer over each link, as "direct" does."""
-    for n in range(2, 8):
-        done = counts(planned("forest", names(n), names(n)), 12 * n * n)
-        assert done.bytes == dict.fromkeys(itertools.permutations(names(n), 2), 2 * 12 * n * 4)
 
 
 def refused(topology, ask):
@@ -130,19 +99,19 @@ APART = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:0", 1)
 DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)[2:]])
 
 
-@examples(100)
+@examples(50)
 @given(requests_on(one_way() | joined))
-@example((APART, ("forest", names(2), names(2), 8, 1, 0)))
-@example((DOWN, ("forest", names(4)[:2], names(4)[2:], 8, 1, 0)))
+@example((APART, (names(2), names(2), 8, 1, 0)))
+@example((DOWN, (names(4)[:2], names(4)[2:], 8, 1, 0)))
 def test_what_cannot_be_planned_names_devices_that_no_way_joins(ask):
-    """An algorithm plans, or a PlanError names a device that another cannot reach."""
-    topology, (_, sources, destinations, *_) = ask
-    text = refused(*ask)
+    """Each algorithm plans, or a PlanError names a device that another cannot reach; "auto" plans if any does."""
+    topology, (sources, destinations, *rest) = ask
+    texts = [refused(topology, (algorithm, sources, destinations, *rest)) for algorithm in (*NAMED, "auto")]
     if any(not reachable(topology, source) >= set(destinations) for source in sources):
-        assert text is not None
-        assert "needs a route" in text
+        assert all("needs a route" in (text or "") for text in texts)
     if all(reachable(topology, device) >= set(topology.devices) for device in topology.devices):
-        assert text is None
+        assert texts == [None] * len(texts)
+    assert (texts[-1] is None) == (None in texts[:-1])  # "auto" plans if any algorithm does
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -164,48 +133,18 @@ def test_plain_planners_on_a_full_mesh_and_a_ring_on_a_ring(n):
 
 def test_a_topology_of_other_names_is_matched_by_position():
     """If a topology has other names than the request, its i-th device stands for the i-th device of the request."""
-    quads = Topology.from_matrix([[0 if i == j else 50 if i // 2 == j // 2 else 0 for j in range(4)] for i in range(4)])
-    bridge = [Link("cpu:0", "cpu:2", 5), Link("cpu:2", "cpu:0", 5)]
-    quads = Topology(quads.devices, (*quads.links, *bridge))
+    quads = Topology.mesh(2, 2, (50, 5)).without_link(1, 3)
     gpus = tuple(f"cuda:{k}" for k in (3, 1, 4, 0))
     for algorithm in (*NAMED, "auto"):
         schedule = planned_for(quads, algorithm, gpus, gpus, 10**6)
         assert schedule == planned_for(quads.renamed(gpus), algorithm, gpus, gpus, 10**6)
         assert schedule.devices == gpus
-        moved = used_links(schedule, quads.renamed(gpus))
-        assert {pair for pair in moved if "cuda:4" in pair and pair[1 - pair.index("cuda:4")] != "cuda:0"} == {
-            ("cuda:3", "cuda:4"),
-            ("cuda:4", "cuda:3"),
-        }
     with pytest.raises(
         PlanError, match=r"the topology lacks a device[\s\S]*cpu:0, cpu:1, cpu:2, cpu:3; request for cpu:0, cuda:1"
     ):
         planned_for(quads, "one_device", ("cpu:0", "cuda:1"), ("cpu:0",), 8)
     with pytest.raises(PlanError, match="lacks a device of this request: it has 4 devices for 5 replicas"):
         planned_for(quads, "ring", tuple(f"cuda:{k}" for k in range(5)), ("cuda:0",), 8)
-
-
-def test_data_may_pass_other_devices():
-    """If two devices have no link, their data passes other devices. Only a forest may store it there."""
-    for algorithm in NAMED:
-        schedule = planned_for(Topology.ring(4), algorithm, ("cpu:0", "cpu:2"), ("cpu:0", "cpu:2"), 8)
-        assert oracle.right(schedule)
-        way = used_links(schedule, Topology.ring(4))
-        assert way <= links(Topology.ring(4))
-        assert way >= {("cpu:0", "cpu:1"), ("cpu:1", "cpu:2")} or way >= {("cpu:0", "cpu:3"), ("cpu:3", "cpu:2")}
-        if algorithm != "forest":  # a forest may reduce on other devices
-            assert schedule.devices == ("cpu:0", "cpu:2")
-
-
-@examples(50)
-@given(requests_on(one_way(), st.just("auto")))
-@example((APART, ("auto", names(2), names(2), 8, 1, 0)))
-@example((DOWN, ("auto", names(4)[:2], names(4)[2:], 8, 1, 0)))
-def test_auto_plans_if_any_algorithm_does(ask):
-    """With some links in one direction only, "auto" plans if some algorithm does, and otherwise raises a PlanError."""
-    topology, (_, *rest) = ask
-    texts = [refused(topology, (algorithm, *rest)) for algorithm in NAMED]
-    assert (refused(topology, ("auto", *rest)) is None) == (None in texts)
 
 
 def test_auto_finds_the_root_that_is_near_to_all():

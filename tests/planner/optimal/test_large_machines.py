@@ -6,7 +6,6 @@ their steps listed.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -18,26 +17,22 @@ from large_machines import dragonfly, fat_tree, half_empty
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import algorithms, direct, halving_doubling, ring, schedules
+from crossreduce.planning import algorithms, direct, halving_doubling, ring
 from crossreduce.planning.forest import forest
 from crossreduce.planning.optimal import bound as bounds
 from crossreduce.planning.optimal.bound import bound_of_members
 from crossreduce.planning.optimal.symmetric import orbit_forest as symmetric
-from crossreduce.planning.optimal.symmetric.orbit_bound import Quotient, quotient_bound
-from crossreduce.planning.optimal.symmetric.orbit_trees import best_trees, solved_exactly
+from crossreduce.planning.optimal.symmetric.orbit_bound import quotient_bound
 from crossreduce.planning.requests import Request
 from crossreduce.schedule import Costs, GeneratedSchedule, Schedule, SharedLimit, fluid_rate, simulate, verify
 from crossreduce.schedule.generated_schedule import rotations
 from crossreduce.schedule.link_use import link_use
-from crossreduce.topology.automorphisms import extend_to_switches, symmetry_of
+from crossreduce.topology.automorphisms import symmetry_of
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 H100S = Topology.machine("hgx-h100", 5)  # 40 devices; with more than 32 plans are generated
-
-
 MACHINES = {
-    "dgx-1v": lambda: Topology.machine("dgx-1v"),
     "mi250": lambda: Topology.machine("mi250"),
     "pcie-8": lambda: Topology.machine("pcie-8"),
     "dgx-1v x 4": lambda: Topology.machine("dgx-1v", 4),
@@ -56,7 +51,6 @@ MACHINES = {
 
 ALL = (*COLLECTIVES, "reduce", "broadcast")
 # For each machine an all-reduce and one other collective; the rest is slow.
-# For each machine an all-reduce and one other collective; the rest is slow.
 ONE_OF_EACH = [
     pytest.param(name, collective, marks=[] if collective in ("all_reduce", ALL[1 + k % 4]) else pytest.mark.slow)
     for k, name in enumerate(MACHINES)
@@ -71,11 +65,9 @@ ONE_OF_EACH += [pytest.param("tpu-v4", collective, marks=pytest.mark.slow) for c
     [
         (Topology.ring(12), 12, 1),
         (Topology.torus(4, 6), 24, 1),
-        (Topology.machine("mi300x"), 8, 1),
         (Topology.machine("hgx-h100", 33), 264, 1),
         (Topology.machine("hgx-h100", 16).without_link("host0/cuda:3", "rail3"), 105, 4),
         (half_empty(33), 128, 3),
-        (Topology.machine("gb200-nvl72", 16), 1152, 1),
         (fat_tree(8), 128, 1),
         (dragonfly(9, 4, 2), 54, 7),
     ],
@@ -88,53 +80,6 @@ def test_symmetries_join_the_devices_of_machines(topology: Topology, order: int,
     assert len({orbit for orbit in found.orbits if orbit < len(topology.devices)}) == orbits
 
 
-def assert_keeps_links(topology: Topology, found: Symmetry) -> None:
-    """Check every generator against the list of links."""
-    names = topology.nodes
-    links = {(link.src, link.dst): link[2:] for link in topology.links}
-    for moves, order in found.generators:
-        place = dict(zip(names, (names[k] for k in moves), strict=True))
-        assert {(place[a], place[b]): speed for (a, b), speed in links.items()} == links
-        nodes = list(range(len(names)))
-        for times in range(1, order + 1):
-            nodes = [moves[node] for node in nodes]
-            assert (nodes == list(range(len(names)))) == (times == order)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_circulants_keep_their_links(seed: int):
-    """On random graphs with planted rotations, under random names, the symmetries found keep all links."""
-    rng = random.Random(seed)
-    n = rng.randrange(3, 14)
-    steps = {rng.randrange(1, n): rng.choice([1, 2, 5]) for _ in range(rng.randrange(1, 4))} | {1: 3}
-    names = [f"cpu:{k}" for k in range(n)]
-    rng.shuffle(names)
-    pairs = {(names[k], names[(k + step) % n]): speed for k in range(n) for step, speed in steps.items()}
-    topology = Topology(names, [(a, b, speed) for (a, b), speed in pairs.items()])
-    found = symmetry_of(topology)
-    assert_keeps_links(topology, found)
-    assert found.order > 1 or n < 3
-    assert (
-        quotient_bound(topology, found, "all_gather").algbw
-        == bound_of_members(topology, "all_gather", topology.devices).algbw
-    )
-
-
-def test_irregular_graphs_have_no_symmetry():
-    """Links that all have different speeds leave only the identity."""
-    n = 9
-    speeds = [[0 if i == j else 1 + n * i + j for j in range(n)] for i in range(n)]
-    assert symmetry_of(Topology.from_matrix(speeds)).generators == ()
-
-
-def test_fixed_nodes_stay():
-    """A root that is given stays in its place, and the others still move."""
-    found = symmetry_of(H100S, ("host2/cuda:1",))
-    root = H100S.nodes.index("host2/cuda:1")
-    assert found.order > 1
-    assert all(moves[root] == root for moves, _ in found.generators)
-
-
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use symmetry for any number of devices."""
@@ -145,22 +90,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for cached in caches:
         cached.cache_clear()
-
-
-def check_orbits(topology: Topology, collective: str, *, exact: bool) -> None:
-    """Check that orbits have the optimum of all devices, proved, and if ``exact`` that moved trees reach it."""
-    found = symmetry_of(topology)
-    limit = quotient_bound(topology, found, collective)
-    limit.check()
-    assert limit.algbw is not None
-    assert limit.algbw == bound_of_members(topology, collective, topology.devices).algbw
-    if exact:
-        quotient = Quotient(topology, found)
-        weights = {root: Fraction(found.sizes[root], quotient.n) for root in quotient.roots}
-        weighted = None if collective == "all_reduce" else weights
-        rate, trees = best_trees(quotient, collective, weighted, limit.algbw)
-        assert rate == limit.algbw
-        assert sum(tree.share for tree in trees) == 1
 
 
 def check_explicit(schedule: GeneratedSchedule, topology: Topology) -> None:
@@ -195,7 +124,9 @@ def test_plans_by_symmetry_are_those_of_all_devices(name: str, collective: str):
     topology = MACHINES[name]()
     first, everyone = topology.devices[:1], topology.devices
     if collective in COLLECTIVES:
-        check_orbits(topology, collective, exact=name != "mi250")
+        limit = quotient_bound(topology, symmetry_of(topology), collective)
+        limit.check()
+        assert limit.algbw == bound_of_members(topology, collective, topology.devices).algbw
     sources, destinations = {"broadcast": (first, everyone), "reduce": (everyone, first)}.get(
         collective, (everyone,) * 2
     )
@@ -242,15 +173,6 @@ def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner):
             assert (planner, n) == (halving_doubling, 33)  # one device has a partner
 
 
-def test_owners_of_direct_keep_their_order():
-    """Owners that are some of many devices, or are listed in another order, each own the chunk of their position."""
-    names = [f"cpu:{k}" for k in range(40)]
-    for owners in (names[:2], names[::-1], names[3:] + names[:3]):
-        schedule = direct(names, owners=owners)
-        assert [schedule.devices[step.dst] for step in schedule.rounds[0]] == owners
-        verify(schedule)
-
-
 def test_all_parts_of_a_machine_with_1024_devices():
     """The plan reaches the bound exactly, stores a few steps for each device, and is proved without listing it."""
     topology = Topology.machine("hgx-h100", 128)
@@ -273,7 +195,6 @@ def test_all_parts_of_a_machine_with_1024_devices():
         (H100S.without_link("host0/cuda:3", "rail3"), "all_reduce", ()),
         (H100S.without_link("host0/cuda:3", "rail3"), "reduce", ()),
         (half_empty(5), "all_gather", ()),
-        (half_empty(5), "broadcast", ()),
         (Topology.machine("hgx-h100", 5, in_network=True), "all_reduce", ()),
         (Topology.machine("hgx-h100", 5, in_network=True), "reduce_scatter", ()),
         (Topology.machine("hgx-h100", 6), "all_reduce", range(3, 48, 8)),
@@ -288,37 +209,6 @@ def test_leftovers_split_orbits(topology: Topology, collective: str, idle: range
     plan.bound.check()
     assert plan.ratio == 1
     assert not {topology.devices[k] for k in idle} & {*plan.schedule.devices}
-
-
-@pytest.mark.parametrize(
-    ("make", "nbytes", "listed"),
-    [
-        (lambda: dragonfly(17, 4, 2), 8, True),
-        (lambda: dragonfly(17, 4, 2), 1 << 16, False),  # the links would be busy for too long
-        (lambda: Topology.machine("hgx-h100", 17), 8, False),  # each host queues eight operations
-    ],
-    ids=["dragonfly", "dragonfly, more bytes", "hgx-h100"],
-)
-def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
-    """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
-    monkeypatch.setattr(schedules, "_MOST_LISTED", 0)
-    schedules.fastest_schedule.cache_clear()
-    made: list[str] = []
-    timed = schedules.fastest_of
-
-    def fastest_of(some, *args, **keywords):
-        some = list(some)
-        made.extend(schedule.algorithm for schedule in some)
-        return timed(some, *args, **keywords)
-
-    monkeypatch.setattr(schedules, "fastest_of", fastest_of)
-    topology = make()
-    auto = cr.plan(topology, nbytes=nbytes)
-    schedules.fastest_schedule.cache_clear()
-    monkeypatch.undo()
-    named = cr.plan(topology, nbytes=nbytes, algorithm="one_shot")
-    assert ("one_shot" in made) == listed == (auto.algorithm == "one_shot")
-    assert 0.9 * auto.seconds <= named.seconds
 
 
 def test_forged_certificates_are_refused():
@@ -340,23 +230,6 @@ def test_forged_certificates_are_refused():
     ):
         with pytest.raises(PlanError, match=text):
             replace(true, **changes).check()
-
-
-def test_switches_follow_devices():
-    """A rotation of devices extends to their switches if the links allow it."""
-    hosts = Topology.machine("hgx-h100", 4)
-    found = extend_to_switches(hosts, rotations([4, 8], 32))
-    assert found is not None
-    assert_keeps_links(hosts, found)
-    assert extend_to_switches(hosts, rotations([32], 32)) is None  # the next device may be in another host
-
-
-def test_linear_equations_are_solved_exactly():
-    """A solution is exact; none, or several, give None."""
-    one, two = {0: Fraction(2), 1: Fraction(1)}, {0: Fraction(1), 1: Fraction(-1)}
-    assert solved_exactly([(one, Fraction(1)), (two, Fraction(1))], [0, 1]) == {0: Fraction(2, 3), 1: Fraction(-1, 3)}
-    assert solved_exactly([(one, Fraction(1))], [0, 1]) is None
-    assert solved_exactly([(one, Fraction(1)), (one, Fraction(2))], [0]) is None
 
 
 def test_wrong_symmetries_are_refused():

@@ -140,10 +140,9 @@ def test_the_command_line(printed, crossreduce, tmp_path):
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
 def test_queues_on_links_without_latency(collective):
     """On a chain of CUDA devices whose links have no latency, plans have at most as many pieces as are allowed."""
-    names = [f"cuda:{k}" for k in range(3)]
     for gb_per_s, nbytes in ((0.1, 1 << 36), (1, 1 << 30), (25, 1 << 36), (25, 1 << 20)):
-        links = [(names[a], names[b], gb_per_s) for a, b in ((0, 1), (1, 0), (1, 2), (2, 1))]
-        assert 1 <= cr.plan(cr.Topology(names, links), collective, nbytes).schedule.pieces <= 1 << 20
+        chain = cr.Topology.mesh(1, 3, gb_per_s).renamed([f"cuda:{k}" for k in range(3)])
+        assert 1 <= cr.plan(chain, collective, nbytes).schedule.pieces <= 1 << 20
 
 
 def test_links_very_far_apart():

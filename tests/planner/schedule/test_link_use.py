@@ -10,9 +10,7 @@ from crossreduce.schedule.link_use import link_use
 
 CASES = {
     "ring": ("dgx-1v", "ring", 1 << 26),
-    "few pieces": ("dgx-1v", "forest", 1 << 24),
     "many equal ticks": ("dgx-1v", "forest", 1 << 30),
-    "one device": ("dgx-1v", "one_device", 1 << 28),
     "switches": ("hgx-h100", "hierarchical_copy", 1 << 22),
     "latency only": ("dgx-1v", "one_shot", 64),
 }

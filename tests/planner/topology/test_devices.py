@@ -1,13 +1,12 @@
 """Device names: every usual spelling is parsed, and there is one canonical spelling."""
 
-import dataclasses
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossreduce import DeviceError, values
+from crossreduce import DeviceError
 from crossreduce.devices import SPELLINGS, Device, canonical, parse
 from crossreduce.errors import shown
 from crossreduce.values import default_devices, host_devices, locate
@@ -40,15 +39,6 @@ def test_every_usual_spelling_is_parsed():
             assert canonical(spelling) == str(parse(spelling)) == canonical_name, spelling
     for spelling in SPELLINGS.split(", "):
         parse(spelling.strip('"'))
-
-
-def test_parts_of_a_name():
-    """A device has a host, a kind, an index and a logical index; TensorFlow's tasks are hosts."""
-    assert parse("/job:worker/task:1/device:GPU:3") == Device("worker-1", "cuda", 3, 0)
-    device = parse("host1/GPU:3#5")
-    assert (device.host, device.kind, device.index, device.logical) == ("host1", "cuda", 3, 5)
-    assert (device.physical, parse("cpu").physical) == ("host1/cuda:3", "cpu:0")
-    assert canonical("/job:worker1/task:0/cpu:0") != canonical("/job:worker/task:10/cpu:0")
 
 
 INVALID = [
@@ -151,25 +141,3 @@ def test_locate_reads_the_device_of_each_framework():
 def test_default_devices(places, wanted):
     """Each array gets a device of its own: the one that it is on, or a further logical device of that."""
     assert default_devices(places) == wanted
-
-
-@given(st.lists(st.sampled_from(["cpu", None, "cuda:0", "cuda:1", "cuda:0#1", "cpu:1"]), min_size=1, max_size=12))
-def test_default_devices_are_distinct(places):
-    """Each array has its own device, a logical device of the physical device that the array is on."""
-    names = default_devices(places)
-    assert len(set(names)) == len(places) == len(names)
-    for place, name in zip(places, names, strict=True):
-        if place not in ("cpu", None):
-            assert parse(name).physical == parse(place).physical
-
-
-def test_default_devices_take_linear_time(monkeypatch):
-    """2000 arrays on one device get their names in 2000 attempts: none is tried twice."""
-    attempts = []
-    monkeypatch.setattr(
-        values, "replace", lambda *args, **kwargs: attempts.append(1) or dataclasses.replace(*args, **kwargs)
-    )
-    names = default_devices(["cuda:0"] * 2000)
-    assert len(attempts) == 2000
-    assert names[:2] == ("cuda:0", "cuda:0#1")
-    assert len(set(names)) == 2000

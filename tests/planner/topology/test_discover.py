@@ -67,8 +67,7 @@ def test_nodes_that_are_not_devices(sys_tree):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [["10"], ["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 20", ""], ["10 0", "20 10"], ["10 -5", "20 10"], [""]],
+    "rows", [["10"], ["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 0", "20 10"], ["10 -5", "20 10"], [""]]
 )
 def test_malformed_distances_are_no_machine(sys_tree, rows):
     """If there is one NUMA node, as in a laptop, or the table of distances is invalid, the topology has one device."""
@@ -91,12 +90,9 @@ def test_missing_files_are_no_machine(sys_tree, gone):
 
 def test_systems_without_sys(monkeypatch, tmp_path):
     """Without the folder of NUMA nodes, as on macOS, on Windows and in bare containers, the topology has one device."""
-    assert discover().devices
     monkeypatch.setattr(module, "Nvml", without_driver)
-    (tmp_path / "file").write_text("")
-    for path in ("missing", "file"):
-        monkeypatch.setattr(module, "NODES", tmp_path / path)
-        assert discover() == NOTHING
+    monkeypatch.setattr(module, "NODES", tmp_path / "missing")
+    assert discover() == NOTHING
 
 
 # NVML.
@@ -199,16 +195,6 @@ def test_a_pcie_machine_is_found(nvml):
         assert topology.link("cuda:0", "pcie0").bandwidth == Fraction(gb_per_s), pcie
 
 
-def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
-    """GPUs with different PCIe links share a switch, whose link to the CPU is as fast as the fastest of these."""
-    fake = nvml([[]] * 3, lambda i, j: "PIX" if i + j == 1 else "PHB")
-    for k, slot in enumerate([(3, 16), (5, 8), (3, 16)]):
-        fake.fake_slot(k, *slot)
-    topology = discover()
-    widths = [topology.link(*pair).bandwidth for pair in (("cuda:0", "pcie0"), ("cuda:1", "pcie0"), ("pcie0", "cpu0"))]
-    assert widths == [Fraction("15.75"), Fraction("31.5"), Fraction("31.5")]
-
-
 VISIBLE = {
     "2,0": [2, 0], "3": [3], " 1 , 2 ": [1, 2], "1,9,2": [1], "1,-1,2": [1], "1,1": None, "2,1,2,3": None,
     "GPU-33,GPU-00-uuid": [3, 0], "GPU-99": None, "GPU-": None, "": None, "-1": None, "NoDevFiles": None,
@@ -253,7 +239,7 @@ def test_a_driver_that_refuses(nvml):
             assert notes == (why, "one device, as there is one NUMA node")
 
 
-def test_gpus_without_nvlink_over_two_cpus(nvml, library):
+def test_gpus_without_nvlink_over_two_cpus(nvml):
     """GPUs of two NUMA nodes have a tree of PCIe; a note lists pairs without peer-to-peer access."""
     fake = nvml([[]] * 4, lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", pcie=(3, 16))
     found = discover()
@@ -264,17 +250,8 @@ def test_gpus_without_nvlink_over_two_cpus(nvml, library):
         fake.fake_cpus(k, ctypes.c_ulong(1 << 63 if k < 2 else 3))
     fake.fake_failure(b"nvmlDeviceGetTopologyCommonAncestor", 3)
     assert discover() == found
-    opened = Nvml(str(library))
-    opened.call("nvmlInit_v2")
-    first = opened.call("nvmlDeviceGetHandleByIndex_v2", 0)
-    assert opened.call("nvmlDeviceGetCpuAffinity", first) == 1 << 4095
-    opened.call("nvmlShutdown")
     fake.fake_pair(0, 3, LEVELS["SYS"], 1)
     assert module.discover().notes[1:] == ("1 of 6 pairs of GPUs cannot access each other's memory: cuda:0 and cuda:3",)
-    nvml([[]] * 8, lambda i, j: ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)], pcie=(3, 16))
-    to = {f"pcie{k}": f"plx{k}" for k in range(4)}
-    links = {tuple(to.get(node, node) for node in link[:2]) for link in discover().links}
-    assert links == {link[:2] for link in machine("pcie-8").links}
 
 
 def test_one_gpu_and_failed_links(nvml):

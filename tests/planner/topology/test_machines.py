@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from crossreduce import ArgumentError, Switch, Topology
+from crossreduce import ArgumentError, Topology
 from crossreduce.topology.link_kinds import read_data
 from crossreduce.topology.machines import machine_names
 from crossreduce.topology.routes import is_connected
@@ -29,10 +29,6 @@ def test_a_file_says_what_it_must(file):
     assert content["sources"]
     networks = content.get("networks", {})
     assert {network for network in content["aliases"].values() if network} <= set(networks)
-    assert all(set(network) <= {"reduces", "links"} for network in networks.values())
-    for rows in content.get("matrix", {}).values():
-        assert [row[i] for i, row in enumerate(rows)] == ["0"] * content["devices"][1]
-        assert ["".join(column) for column in zip(*rows, strict=True)] == rows, "as many links there as back"
     used = {line[3] for part in (content, *networks.values()) for line in part.get("links", ())}
     assert used | set(content.get("matrix", ())) | set(content.get("torus", ())) <= set(KINDS)
 
@@ -99,11 +95,8 @@ def test_speeds():
     """Raw speeds are the specified ones; effective speeds are NCCL's or RCCL's constant times the number of links."""
     for name, speeds, src, dst, gb_per_s in (
         ("dgx-1v", "effective", "cuda:0", "cuda:3", 40),
-        ("dgx-2", "effective", "cuda:3", "nvswitch", 120),
         ("hgx-h100", "effective", "cuda:3", "nvswitch", Fraction("370.8")),
-        ("hgx-b200", "effective", "cuda:3", "nvswitch", Fraction("721.8")),
         ("mi250", "effective", "cuda:0", "cuda:1", 144),
-        ("mi300x", "effective", "cuda:0", "cuda:7", 48),
         ("nvlink-pairs-4", "raw", "cuda:2", "cuda:3", Fraction("56.25")),
         ("ncv4", "raw", "cuda:2", "cuda:3", 300),
         ("pcie-8", "raw", "cuda:2", "plx1", Fraction("15.75")),
@@ -118,11 +111,8 @@ def test_network_cards():
     """A shared network card is a switch of its host; that of one device is a link to its network or rail."""
     for name, nics, card, switch, shared_by in (
         ("dgx-1v", None, Fraction("12.5"), "ib", 2),
-        ("ndv2", None, Fraction("12.5"), "ib", 4),
         ("p3.16xlarge", None, Fraction("3.125"), "net", 8),
         ("p3.16xlarge", "edr", Fraction("12.5"), "ib", 2),
-        ("dgx-2", None, Fraction("12.5"), "ib", 2),
-        ("p4d", None, Fraction("12.5"), "net", 2),
         ("mi250", "25-per-pair", 25, "ib", 2),
     ):
         topology = machine(name, 2, nics=nics)
@@ -130,11 +120,8 @@ def test_network_cards():
         assert sum(link.dst in topology.devices for link in topology.out_links("host1/nic0")) == shared_by, name
     for name, nics, k, switch, gb_per_s in (
         ("dgx-a100", None, 4, "ib0", 25),
-        ("ndv4", None, 5, "ib1", 25),
         ("p4d", "hdr", 5, "ib1", 25),
         ("hgx-h100", None, 5, "rail5", 50),
-        ("p5.48xlarge", None, 5, "net", 50),
-        ("mi300x", None, 5, "rail5", 50),
         ("gb200-nvl72", None, 70, "rail2", 50),
         ("gb200-nvl72", "xdr", 71, "rail3", 100),
         ("mi250", None, 15, "ib", 16),
@@ -158,51 +145,24 @@ def test_in_network():
     assert able("hgx-h200", 2) == {"host0/nvswitch", "host1/nvswitch", *(f"rail{k}" for k in range(8))}
 
 
-def test_latencies_of_paths():
-    """The latency of a path is the sum of those of its links."""
-    for name, hosts, src, dst, micros in (
-        ("dgx-1v", 1, "cuda:0", "cuda:4", "0.7"),
-        ("dgx-2", 1, "cuda:0", "cuda:15", "0.7"),
-        ("hgx-h100", 1, "cuda:0", "cuda:1", "1.8725"),
-        ("dgx-a100", 2, "host0/cuda:1", "host1/cuda:3", "1.7"),
-        ("ndv2", 2, "host0/cuda:1", "host1/cuda:3", "2.7"),
-    ):
-        topology = machine(name, hosts)
-        links = itertools.pairwise(topology.route(src, dst))
-        assert sum(topology.link(*pair).latency_s for pair in links) * 10**6 == Fraction(micros), name
-
-
-def test_topology_machine_is_the_same():
-    """Each option of ``Topology.machine`` has an effect."""
-    options = {"speeds": "effective", "nics": "hdr", "in_network": True}
-    for name in options:
-        assert machine("p4d", 2, **options) != machine("p4d", 2, **{k: v for k, v in options.items() if k != name})
-    assert Switch("ib1", True) in machine("p4d", 2, **options).switches
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
         (("dgx-1w",), {}, r"no machine of this name[\s\S]*'dgx-1w'[\s\S]*dgx-1v"),
         (("h100",), {}, r"no machine of this name[\s\S]*hgx-h100"),
         (("",), {}, r"no machine of this name[\s\S]*dgx-1p[\s\S]*tpu-v4"),
-        (("!?",), {}, r"no machine of this name[\s\S]*dgx-1p"),
-        ((None,), {}, r"no machine of this name[\s\S]*None[\s\S]*dgx-1p"),
         ((["dgx-1v"],), {}, r"no machine of this name[\s\S]*list"),
         (("links",), {}, "no machine of this name"),
         *((("dgx-1v", n), {}, f"hosts must be an int[\\s\\S]*{n!r}") for n in (0, -1, True, 2.0, "2", None)),
         (("dgx-1v",), {"speeds": "measured"}, r"raw or effective[\s\S]*'measured'"),
-        (("dgx-1v",), {"speeds": None}, r"raw or effective[\s\S]*None"),
         (
             ("dgx-1v", 2),
             {"nics": "hdr"},
             r"dgx-1v has no such network[\s\S]*'hdr'[\s\S]*\"edr\" or \"edr-1\" or \"25gbe\"",
         ),
-        (("ndv2", 1), {"nics": "hdr"}, "dgx-1v has no such network"),
         (("dgx-1v", 2), {"nics": 3}, r"dgx-1v has no such network[\s\S]*3 \(int\)"),
         (("pcie-8", 1), {"nics": "ib"}, r"pcie-8 has no such network[\s\S]*omit nics"),
         (("pcie-8", 2), {}, r"pcie-8 does not have a network that joins[\s\S]*hosts=2[\s\S]*hosts=1"),
-        (("tpu-v4", 2), {}, "tpu-v4 does not have a network"),
     ],
 )
 def test_bad_arguments(arguments, options, text):

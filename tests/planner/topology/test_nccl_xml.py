@@ -126,9 +126,7 @@ def test_pcie_speeds():
     lanes = Fraction("15.75")
     for speed, width, raw, effective in (
         ("2.5 GT/s", "16", 4, 3),
-        ("5 GT/s", "16", 8, 6),
         ("5.0 GT/s PCIe", "8", 4, 3),
-        ("8 GT/s", "16", lanes, 12),
         ("8.0 GT/s PCIe", "4", lanes / 4, 3),
         ("16 GT/s", "16", 2 * lanes, 24),
         ("32.0 GT/s PCIe", "16", 63, 48),
@@ -149,11 +147,8 @@ def test_cpus():
         (x86.format("GenuineIntel", 6, 79), 6),
         (x86.format("GenuineIntel", 6, 143), 22),
         (x86.format("GenuineIntel", 6, 207), 40),
-        (x86.format("GenuineIntel", 6, 173), 40),
-        (x86.format("AuthenticAMD", 143, 49), 16),
         (x86.format("AuthenticAMD", 23, 49), 16),
         (x86.format("AuthenticAMD", 175, 1), 24),
-        (x86.format("AuthenticAMD", 25, 1), 24),
         (x86.format("AuthenticAMD", 26, 2), 32),
         (x86.format("CentaurHauls", 7, 91), 9),
         (x86.format("  Shanghai  ", 7, 59), 6),
@@ -163,18 +158,6 @@ def test_cpus():
         topology = read_nccl_xml(system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=about))
         assert topology.link("cpu0", "cpu1").bandwidth == topology.link("cpu1", "cpu0").bandwidth == gb_per_s, about
         assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cpu1", "cuda:1")
-
-
-def test_power9():
-    """On POWER9, NVLinks lead to the CPU, too."""
-    to_cpu = '<nvlink target="0004:00:01.0" count="3" tclass="0x068001"/>'
-    halves = [
-        "".join(gpu(k, entries({j: 3}) + to_cpu) for k, j in pairs) for pairs in [((0, 1), (1, 0)), ((2, 3), (3, 2))]
-    ]
-    topology = read_nccl_xml(system(*halves, about='arch="ppc64"'))
-    assert topology.link("cuda:0", "cuda:1").bandwidth == 75
-    assert topology.link("cpu1", "cuda:3").bandwidth == 75
-    assert topology.link("cpu0", "cpu1").bandwidth == 32
 
 
 def test_gpus_are_called_by_their_number():
@@ -233,20 +216,17 @@ def refuse(text, words):
         # Parts that NCCL reads from the driver if the file lacks them.
         (WITHOUT_GPU, ["no <gpu>", "1 of its PCI devices", "line 1", "NCCL_TOPO_DUMP_FILE"]),
         (system(), ["no <gpu>", "0 of its PCI devices"]),
-        ('<system version="1"/>', ["no <gpu>"]),
         (
             system(gpu(0, entries({0: 12}), 'sm="80"') + gpu(1, entries({1: 12}), 'sm="80"')),
             ["links of cuda:0 lead to itself", "line 3", 'count="12"', "NCCL_TOPO_DUMP_FILE"],
         ),
         (system(gpu(0, chip='sm="90"') + gpu(1, chip='sm="90"')), ["joined by NVLink or xGMI", 'sm="90"', "line 3"]),
-        (system("".join(gpu(k, chip='sm="94" gcn="gfx942"') for k in (0, 1))), ["joined by NVLink or xGMI", "gfx942"]),
         (system(PAIR_OF[0] + PAIR_OF[1].replace("class", 'device="0x20b0" class')), ["joined by NVLink", 'dev="1"']),
         (system(*PAIR_OF, about=""), ["the link between CPUs", 'numaid="0"']),
         (system(gpu(0, entries({1: 1}), "") + gpu(1)), ["a GPU must have its model"]),
-        (system(gpu(0, entries({1: 1}, "xgmi"), 'gcn="gfx700"') + gpu(1)), ["a GPU must have its model", "gfx700"]),
         *(
             (system(gpu(0, COUNT.format(count)) + gpu(1)), ["the number of its links"])
-            for count in ("", 'count="0"', 'count="2.5"', 'count="99999999999999"')
+            for count in ("", 'count="2.5"', 'count="99999999999999"')
         ),
         (system(gpu(0, '<nvlink count="2" tclass="0x030200"/>') + gpu(1)), ["the target of its links"]),
         # Inconsistent files.
@@ -255,16 +235,13 @@ def refuse(text, words):
         (system(gpu(0)).replace('numaid="0"', ""), ["number of its NUMA node"]),
         # Files of another kind.
         ("", ["this is not XML", "line 1"]),
-        ("GPU0", ["this is not XML", "line 1"]),
         (system(gpu(0))[:-12], ["this is not XML", "line 4"]),
         (system(gpu(0)) + "<system/>", ["this is not XML", "line 6: <system/>"]),
         (system(gpu(0)).replace('dev="0"', "dev=0"), ["this is not XML", "line 3"]),
-        ("<!-- never ends", ["this is not XML"]),
         ('<graphs version="1"/>', ["starts with <system", "<graphs", "line 1"]),
         (system(gpu(0), version=3), ["starts with <system", 'version="3"']),
         ("<system/>", ["starts with <system"]),
         (system("&unknown;"), ["this is not XML", "undefined entity"]),
-        (b"<system/>", ["topology must be text"]),
         (None, ["topology must be text"]),
     ],
 )
@@ -273,20 +250,11 @@ def test_invalid_xml(text, words):
     refuse(text, words)
 
 
-def test_pcie_cards_need_no_nvlink():
-    """A chip that exists on modules and on PCIe cards needs no NVLink if its device number is that of a card."""
-    text = "".join(gpu(k, chip='sm="80"').replace("class", 'device="0x20b5" class') for k in (0, 1))
-    assert read_nccl_xml(system(text)).route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
-
-
-LAUGHS = '<!DOCTYPE l [<!ENTITY a "ha">' + "".join(
-    f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in itertools.pairwise("abcdefghijk")
-)
-
-
-TYPES = [f"{LAUGHS}]><system version='1'>&k;</system>"]
-TYPES += ['<!DOCTYPE s SYSTEM "file:///etc/passwd"><system version="1"/>']
-TYPES += ['<!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><system version="1">&x;</system>']
+LAUGHS = "".join(f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in itertools.pairwise("abcdefghijk"))
+TYPES = [
+    f"<!DOCTYPE l [<!ENTITY a 'ha'>{LAUGHS}]><system version='1'>&k;</system>",
+    '<!DOCTYPE s SYSTEM "file:///etc/passwd"><system version="1"/>',
+]
 
 
 def test_hostile_xml():

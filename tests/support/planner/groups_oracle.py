@@ -30,6 +30,12 @@ def _shares(topology: Any, group: Group) -> tuple[list[str], float | None]:
     return roots, 1 / len(roots)
 
 
+def best_rate(topology: Any, collective: str, members: tuple[str, ...]) -> float:
+    """Return the rate of the best trees of one collective; the root of a broadcast or reduce is the first member."""
+    root = members[0] if collective in ("broadcast", "reduce") else None
+    return best_rates(topology, [Group(collective, members, root, 1.0)])[0]
+
+
 class _Rates:
     """All rates that trees can have at the same time, as the variables of a linear program."""
 
@@ -91,7 +97,7 @@ class _Rates:
 
 
 def best_rates(topology: Any, groups: Sequence[Group]) -> list[float]:
-    """Return the rates of groups of two devices or more; ``TooManyTreesError``: the trees are too many.
+    """Return the rates of groups of two devices or more.
 
     Rates grow together in proportion to the weights. A group stops when its rate cannot grow further while no other
     rate decreases; this is tested for each group with a program of its own.
