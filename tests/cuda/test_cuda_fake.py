@@ -48,10 +48,10 @@ class Caller:
         self.made[device] = module
         return self.give("cuModuleGetFunction", module, name)
 
-    def launch(self, function, stream, sources, results, size, gives=0, change=lambda launch: launch):
+    def launch(self, function, stream, sources, results, size, gives=0):
         """Launch a sum of float32 arrays at these addresses; the current context must be the function's."""
         launch = packed([Tensor(size, 0, list(sources), list(results))], [(0, 0, 0, 0)], 1, 1, (4, 4, 4))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(kept := ctypes.create_string_buffer(change(launch))))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(kept := ctypes.create_string_buffer(launch)))
         self.call("cuLaunchKernel", function, 5, 1, 1, 256, 1, 1, 0, stream, parameters, None, gives=gives)
         del kept
 
@@ -104,41 +104,30 @@ def test_accesses_are_unordered_unless_a_wait_orders_them(library):
 def test_calls_return_the_codes_of_the_driver(library):
     """A call with a wrong argument, handle or context returns the driver's code, and is reported."""
     driver = FakeDriver(library, 4, "pairs")
-    driver.lib.fake_initialised(0)
-    count = ctypes.c_int()
-    assert driver.lib.cuDeviceGetCount(ctypes.byref(count)) == 3
-    reported(driver, r"cuDeviceGetCount: cuInit was not called \(3\)")
     caller = Caller(driver, 4)
     can = [caller.give("cuDeviceCanAccessPeer", 2, peer, kind=ctypes.c_int) for peer in range(4)]
     assert can == [0, 0, 0, 1]
-    out = ctypes.byref(ctypes.c_void_p())
-
-    def wrong(code, words, name, *arguments):
-        caller.call(name, *arguments, gives=code)
-        reported(driver, words + rf".*\({code}\)")
-
-    wrong(201, "no context is current", "cuStreamCreate", out, 0)
-    wrong(101, "device 4 does not exist", "cuDevicePrimaryCtxRetain", out, 4)
-    wrong(201, "does not exist", "cuCtxSetCurrent", 12345)
     stream, event, function = caller.stream(0), caller.event(0), caller.function(0)
     other, address = caller.stream(1), driver.memory(64, 1)
-    wrong(400, "different contexts", "cuEventRecord", event, other)
-    wrong(400, "stream does not exist", "cuEventRecord", event, 12345)
-    launch = (function, 1, 1, 1, 256, 1, 1, 0)
-    wrong(400, "function belongs to another context", "cuLaunchKernel", *launch, other, None, None)
     caller.use(0)
-    wrong(400, "stream belongs to another context", "cuLaunchKernel", *launch, other, None, None)
-    wrong(1, "blocks of 256 threads", "cuLaunchKernel", function, 1, 1, 1, 64, 1, 1, 0, stream, None, None)
-    wrong(1, "an argument is invalid", "cuLaunchKernel", *launch, stream, None, None)
-    caller.call("cuModuleGetFunction", out, caller.made[0], b"sum_f32_any_such", gives=500)
-    for peer, code in ((1, 0), (1, 704), (2, 217)):
-        caller.call("cuCtxEnablePeerAccess", caller.contexts[peer], 0, gives=code)
+    launch = (function, 1, 1, 1, 256, 1, 1, 0)
+    for code, words, name, *arguments in (
+        (101, "device 4 does not exist", "cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), 4),
+        (400, "different contexts", "cuEventRecord", event, other),
+        (400, "stream does not exist", "cuEventRecord", event, 12345),
+        (400, "stream belongs to another context", "cuLaunchKernel", *launch, other, None, None),
+        (1, "an argument is invalid", "cuLaunchKernel", *launch, stream, None, None),
+        (1, "not that of an allocation", "cuMemFree_v2", address + 8),
+        (217, "", "cuCtxEnablePeerAccess", caller.contexts[2], 0),
+    ):
+        caller.call(name, *arguments, gives=code)
+        if words:
+            reported(driver, words + rf".*\({code}\)")
+    for code in (0, 704):
+        caller.call("cuCtxEnablePeerAccess", caller.contexts[1], 0, gives=code)
     caller.call("cuStreamDestroy_v2", stream)
-    wrong(400, "was destroyed", "cuStreamSynchronize", stream)
-    wrong(1, "not that of an allocation", "cuMemFree_v2", address + 8)
-    caller.call("cuDevicePrimaryCtxRelease_v2", 0)
-    wrong(709, "was released", "cuCtxSetCurrent", caller.contexts[0])
-    wrong(201, "was not retained", "cuDevicePrimaryCtxRelease_v2", 0)
+    caller.call("cuStreamSynchronize", stream, gives=400)
+    reported(driver, "was destroyed")
 
 
 def test_accesses_outside_of_what_a_device_may_access_are_reported(library):
@@ -158,11 +147,11 @@ def test_accesses_outside_of_what_a_device_may_access_are_reported(library):
         assert driver.report() == []
         return got
 
-    def launched(sources, results, n=size, code=0, change=lambda launch: launch):
+    def launched(sources, results, n=size, code=0):
         def action(driver, caller, function, stream, *memory):
             at = lambda each: memory[int(each)] + round(each % 1 * 100)  # noqa: E731  1.04: 4 bytes beyond the start of 1
             addresses = [at(each) for each in sources], [at(each) for each in results]
-            caller.launch(function, stream, *addresses, n, code, change)
+            caller.launch(function, stream, *addresses, n, code)
 
         return action
 
@@ -177,9 +166,6 @@ def test_accesses_outside_of_what_a_device_may_access_are_reported(library):
 
         return action
 
-    def patched(at, byte):
-        return lambda launch: launch[:at] + bytes([byte]) + launch[at + 1 :]
-
     attempt(None, launched([0, 4], [1]), 0)  # pinned memory, too
     attempt(None, launched([0], [0]), 0)  # in place
     attempt("reads, .*is not within", launched([0], [1], size + 1), 700)
@@ -187,11 +173,6 @@ def test_accesses_outside_of_what_a_device_may_access_are_reported(library):
     attempt("reads, .*is on device 1, to which peer access is not enabled", launched([0, 2], [1]), 700)
     attempt("threads conflict", launched([0, 0.04], [0], size - 1, 1), 0)
     attempt("misaligned", launched([0.02], [1], 9, 716), 0)
-    attempt("misaligned", launched([0.04], [1], 9, 716, patched(32 + 32 + 15, 1)), 0)  # "aligned"
-    attempt("number of tiles", launched([0], [1], code=1, change=patched(12, 2)), 0)
-    attempt("too large", launched([0], [1], code=1, change=patched(17, 200)), 0)
-    attempt("invalid order", launched([0], [1], code=1, change=patched(32 + 32 + 12, 3)), 0)
-
     attempt(None, copied(1, 0), 0)
     attempt(None, copied(3, 0, peers=(2, 0)), 0)
     attempt("crosses to device 1", copied(2, 0, code=1), 0)

@@ -16,13 +16,11 @@ import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from pathlib import Path
 from unittest import mock
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "3"
 
-import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,12 +149,6 @@ def check_eager(gpu):
     launches = gpu.fake.count("cuLaunchKernel")
     assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
     assert (gpu.fake.count("cuLaunchKernel"), gpu.ran()) == (launches + 1, 1)
-    gpu.use(0)
-    moved = cr.all_reduce([jnp.full(1000, np.float32(1)), *xs[1:]], devices=names(3))  # the first one is not committed
-    assert same(moved, [third] * 3)
-    assert all(x.committed and x.devices() == {jax.devices()[0]} for x in moved)
-    assert gpu.ran() == 1
-    gpu.use(2)
     opposite = [x * np.float32(sign) for x, sign in zip(xs, (np.inf, -np.inf, 1), strict=True)]
     with jax.debug_nans(True):
         try:
@@ -186,12 +178,6 @@ def check_traced(gpu):
     assert np.allclose(jax.jit(program)(*xs), right)
     assert gpu.ran() >= 2
 
-    @jax.jit
-    def scanned(*xs):
-        return jax.lax.scan(lambda carry, _: (cr.all_reduce(list(carry), "mean"), 0.0), list(xs), length=3)[0]
-
-    assert np.allclose(scanned(*xs)[1], np.arange(6.0) + 1)
-    assert gpu.ran() == 3
     exported = jax.export.export(jax.jit(program))(*xs)
     assert cuda_jax.TARGET not in exported.mlir_module()
     for kind in (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto):
@@ -200,8 +186,6 @@ def check_traced(gpu):
         over = jax.jit(lambda x: cr.all_reduce([x, x])[0])
         assert cuda_jax.TARGET not in over.lower(sharded).as_text()
         assert over(sharded).tolist() == [0, 2, 4, 6, 8, 10]
-        beside = jax.jit(lambda x: (x + 1, cr.all_reduce([jnp.arange(6.0), jnp.arange(6.0) + 1])))
-        assert cuda_jax.TARGET not in beside.lower(sharded).as_text()
     inside = jax.shard_map(lambda x: cr.all_reduce([x, x])[0], mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
     assert cuda_jax.TARGET not in jax.jit(inside).lower(sharded).as_text()
     assert gpu.ran() == 0
@@ -213,19 +197,19 @@ def check_gradients(gpu):
     draw = np.random.default_rng(3)
     xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
     weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
-    cases = budget.some(product(("sum", "mean", "max", "product"), range(4)))
-    for op, number in cases:
 
-        def loss(*xs, op=op, devices=None):
-            found = cr.all_reduce([x**2 for x in xs], op, devices=devices)
-            return sum((w * x).sum() for w, x in zip(weights, found, strict=True))
+    def loss(*xs, op, devices=None):
+        found = cr.all_reduce([x**2 for x in xs], op, devices=devices)
+        return sum((w * x).sum() for w, x in zip(weights, found, strict=True))
 
-        function = [
-            jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
-            jax.grad(partial(loss, devices=names(3)), argnums=(0, 1, 2)),
-            jax.jit(lambda *xs, loss=loss: jax.jvp(loss, xs, tuple(x + 1 for x in xs))),
-            jax.jit(jax.vmap(lambda *ys, op=op: cr.all_reduce(list(ys), op))),
-        ][number]
+    every = (0, 1, 2)
+    cases = [
+        ("sum", jax.jit(jax.grad(partial(loss, op="sum"), every))),
+        ("mean", jax.grad(partial(loss, op="mean", devices=names(3)), every)),
+        ("product", jax.jit(lambda *xs: jax.jvp(partial(loss, op="product"), xs, tuple(x + 1 for x in xs)))),
+        ("max", jax.jit(jax.vmap(lambda *ys: cr.all_reduce(list(ys), "max")))),
+    ]
+    for op, function in cases:
         with mock.patch.object(cuda_jax, "supports", return_value=False):
             right = jax.tree.leaves(function(*xs))
         assert gpu.ran() == 0
@@ -233,7 +217,7 @@ def check_gradients(gpu):
         found = jax.tree.leaves(function(*xs))
         for a, b in zip(found, right, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
-        assert gpu.ran() or number != 2, op  # gradients of sums do not need their value
+        assert gpu.ran() or op != "product", op  # gradients of sums do not need their value
     return len(cases)
 
 

@@ -104,7 +104,7 @@ class Xla:
         self.fake = FakeDriver(library, 8, peers, seed)
         self.compute = [self.fake.stream(k) for k in range(8)]
         self.ready = [[self.fake.stream(k) for _ in range(4)] for k in range(8)]
-        self.turns, self.contexts, self.retries = [0] * 8, [], 0
+        self.turns, self.contexts = [0] * 8, []
         for k in range(8):
             context = ctypes.c_void_p()
             assert self.fake.lib.cuInit(0) == 0
@@ -118,7 +118,6 @@ class Xla:
     def called(self, name, *arguments):
         """Call the driver, again if a fault was meant for the engine."""
         if getattr(self.fake.lib, name)(*arguments):
-            self.retries += 1
             assert getattr(self.fake.lib, name)(*arguments) == 0, self.fake.report()
 
     @contextmanager

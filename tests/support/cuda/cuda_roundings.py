@@ -17,7 +17,6 @@ import numpy as np
 
 INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}
 NAMES = {"f16": "float16", "bf16": "bfloat16"}
-KERNELS = ("sum_f16_mixed", "sum_bf16_mixed", "mean_i32_mixed")
 NAN = 0x7F800001  # the first bit pattern of a NaN in float32
 
 
