@@ -15,7 +15,7 @@ from unittest import mock
 
 import cuda_launches
 import numpy as np
-from cuda_cases import NUMPY, Case, Memory, drawn
+from cuda_cases import NUMPY, PLACES, Case, Memory, drawn
 from fake_cuda import FakeDriver
 
 from crossreduce.engines import cuda, host
@@ -78,19 +78,23 @@ def failure(case, draw):
 
 
 def check_many(memory, count, seed):
-    """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs."""
-    for number, (algorithm, first, second) in enumerate(MANY[:count]):
-        for op, dtype in ("sum", "float16"), ("sum", "float32"):
-            places = (0,) * first + (1,) * second
-            case = Case(memory, algorithm, places, op, dtype, [first + second + 300], Packing(), number % 2 == 1)
-            draw = np.random.default_rng([seed, number])
-            # No number is so large that the order of the others does not matter.
-            normal = mock.patch.object(
-                cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype)
-            )
-            with normal:
-                assert case.run(draw), (number, dtype)
-            assert not memory.fake.report(), (number, memory.fake.report()[:3])
+    """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs.
+
+    In the last case a launch has so many parts that its table is split, and another device waits for it.
+    """
+    cases = [
+        (algorithm, (0,) * first + (1,) * second, "sum", dtype, [first + second + 300])
+        for algorithm, first, second in MANY[:count]
+        for dtype in ("float16", "float32")
+    ]
+    cases.append(("hierarchical_copy", PLACES["two"], "product", "float32", [9] * 70))
+    # No number is so large that the order of the others does not matter.
+    normal = mock.patch.object(cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype))
+    for number, (algorithm, places, op, dtype, sizes) in enumerate(cases):
+        case = Case(memory, algorithm, places, op, dtype, sizes, Packing(), number // 2 % 2 == 1)
+        with normal:
+            assert case.run(np.random.default_rng([seed, number])), number
+        assert not memory.fake.report(), (number, memory.fake.report()[:3])
     return count
 
 
@@ -123,20 +127,28 @@ def check_hosts(memory, count, seed):
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
         right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
         host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)
+        there, results_there = (
+            {k: int(name[5]) for k, name in enumerate(each) if name.startswith("cuda")}
+            for each in (names, destinations)
+        )
         with mock.patch.object(type(NUMPY), "to_device", moved):
-            there, results_there = ({k: int(name[5]) for k, name in enumerate(each) if name.startswith("cuda")}
-                                    for each in (names, destinations))  # fmt: skip
-            arrays = [[moved(NUMPY, x, f"cuda:{there[k]}") if k in there else x for k, x in enumerate(row)]
-                      for row in given]  # fmt: skip
-            out = [[memory.array(x.size, x.dtype, results_there[k]) if k in results_there else np.zeros_like(x)
-                    for k, x in enumerate(row)] for row in right]  # fmt: skip
+            arrays = [
+                [moved(NUMPY, x, f"cuda:{there[k]}") if k in there else x for k, x in enumerate(row)] for row in given
+            ]
+            out = [
+                [
+                    memory.array(x.size, x.dtype, results_there[k]) if k in results_there else np.zeros_like(x)
+                    for k, x in enumerate(row)
+                ]
+                for row in right
+            ]
             for into in None, out:
                 executable = engine.compile(layout, numbers, into is not None)
                 results = executable.run(engine.bind(layout, arrays), into)
                 fake.run()
                 assert into is None or results is into
-                assert all(np.array_equal(x, y) for row, each in zip(results, right, strict=True)
-                           for x, y in zip(row, each, strict=True)), number  # fmt: skip
+                for row, expected in zip(results, right, strict=True):
+                    assert all(np.array_equal(x, y) for x, y in zip(row, expected, strict=True)), number
         assert not fake.report(), fake.report()[:3]
     return count
 
