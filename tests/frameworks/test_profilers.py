@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import crossreduce as cr
 import crossreduce.jax
 from crossreduce.observe.profilers import PROFILERS
-from crossreduce.observe.profilers.facts import by_replica, call_facts
+from crossreduce.observe.profilers.facts import call_facts
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +99,8 @@ def test_errors_are_those_without_a_profiler():
         pairs = iter([(cr.PerReplica([torch.ones(2), torch.ones(2)]), "cpu:0")])
         (result,) = cr.ReductionToOneDevice().batch_reduce("sum", pairs)
         assert result[0].tolist() == [2, 2]
-        with pytest.raises(cr.ArgumentError, match="pair"):
-            cr.ReductionToOneDevice().batch_reduce("sum", 5)
     names = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
-    assert names == ["crossreduce:all_reduce"] * 3 + ["crossreduce:batch_reduce"] * 2
+    assert names == ["crossreduce:all_reduce"] * 3 + ["crossreduce:batch_reduce"]
 
 
 class Fitted(NamedTuple):
@@ -110,13 +108,6 @@ class Fitted(NamedTuple):
 
     values: object
     bias: object
-
-
-class Rude:
-    """An object that raises for each attribute."""
-
-    def __getattribute__(self, name):
-        raise ValueError(name)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +129,6 @@ def test_a_profiler_does_not_make_calls_fail(trees, nbytes):
     (name,) = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
     assert name == "crossreduce:all_reduce"
     assert call_facts("all_reduce", "sum", trees).nbytes == nbytes
-
-
-def test_facts_of_any_value():
-    """Facts count the arrays of one replica; a value that is not an array, or cannot be read, has no facts."""
-    assert call_facts("all_reduce", Rude(), [Rude()]) == ("all_reduce", "", 0, 0, "", ())
-    value = cr.PerReplica([np.ones(3), np.ones(3)])
-    assert call_facts("reduce", cr.ReduceOp.MEAN, value)[:5] == ("reduce", "mean", 2, 24, "float64")
-    assert call_facts("reduce", None, object())[2:5] == (1, 0, "")
-    rows = by_replica([(value, "cpu:0"), (cr.PerReplica([np.ones(1, np.int8)] * 2), None)])
-    assert call_facts("batch_reduce", "sum", rows)[2:5] == (2, 25, "float64, int8")
-    assert by_replica(None) == by_replica([3, ()]) == []
 
 
 NVTX = """
@@ -203,11 +183,9 @@ def test_nvtx_without_a_library_and_by_nvidias_package():
     ran = run_python(CALLS, CROSSREDUCE_NVTX="1")
     assert ran.stdout.splitlines() == ["raised"]
     assert ran.stderr.count("NVTX is not installed") == 1
-    package = (
-        "from types import SimpleNamespace as S; "
-        'sys.modules["nvtx"] = S(push_range=lambda name: print("push", name, flush=True), '
-        'pop_range=lambda: print("pop", flush=True))'
-    )
+    package = """from types import SimpleNamespace
+push, pop = (lambda name: print("push", name, flush=True)), (lambda: print("pop", flush=True))
+sys.modules["nvtx"] = SimpleNamespace(push_range=push, pop_range=pop)"""
     calls = CALLS.replace('sys.modules["nvtx"] = None', package)
     assert run_python(calls, CROSSREDUCE_NVTX="1").stdout.splitlines() == RANGES
     assert run_python(calls).stdout.splitlines() == ["raised"]
