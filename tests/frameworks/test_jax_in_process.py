@@ -69,45 +69,6 @@ def test_groups_of_positions_meet_separately():
             np.testing.assert_array_equal(np.asarray(got), x.sum(tuple(map(names.index, axes)), keepdims=True))
 
 
-def test_one_function_twice_and_a_loop():
-    """Two calls of one jitted function, and the calls of a loop, are not confused with each other."""
-
-    @jax.jit
-    def inner(x):
-        return all_reduce(x, "d")
-
-    def own(x):
-        first, second = inner(x), inner(3 * x)
-        loop, _ = lax.scan(lambda c, _: (c + all_reduce(x * c[0], "d"), None), jnp.ones_like(x), None, length=4)
-        return first - second, loop
-
-    x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
-    run = jax.jit(spread(own, 8, False))
-    for _ in range(5):
-        difference, loop = run(x)
-        assert difference.tolist() == [-72] * 3
-        assert loop.tolist() == [37.0**4] * 3
-
-
-def test_a_late_device_blocks_no_thread():
-    """Devices wait for a late one by futures, and XLA's collectives that follow do not block each other."""
-
-    def own(x):
-        late = lax.cond(
-            lax.axis_index("d") == 5, lambda: lax.fori_loop(0, 40, lambda _, a: jnp.tanh(a @ a), a), lambda: a
-        )
-        first = all_reduce(x + 0 * late.sum(), "d")
-        second = lax.psum(first * x, "d")
-        return all_reduce(second + x, "d"), lax.psum(all_reduce(x, "d", "max"), "d")
-
-    a = np.zeros((300, 300), "float32")
-    x = np.arange(8.0, dtype="float32")[:, None].repeat(3, 1)
-    run = jax.jit(spread(own, 8, False))
-    for _ in range(4):
-        got = run(x)
-        assert (got[0].tolist(), got[1].tolist()) == ([8 * 28 * 28 + 28] * 3, [56] * 3)
-
-
 def pointers(x):
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
 
@@ -157,17 +118,24 @@ def test_other_arguments_are_not_copied_or_written():
 
 
 def test_nothing_is_compiled_twice():
-    """A jitted step is traced and compiled once, and equal programs have equal texts, so caches on disk find them."""
+    """A jitted step is traced and compiled once, and equal programs have equal texts, so caches on disk find them.
+
+    Two calls of one jitted function, and the calls of a loop, are not confused with each other.
+    """
     traced = []
+    inner = jax.jit(lambda x: all_reduce(x, "d"))
 
     def own(x):
         traced.append(1)
-        return all_reduce({"a": x, "b": (x.astype("int32"), x[:1])}, "d", "max")
+        loop, _ = lax.scan(lambda c, _: (c + all_reduce(x * c[0], "d"), None), jnp.ones_like(x), None, length=4)
+        return inner(x) - inner(3 * x), loop
 
-    x = np.ones((8, 3), "float32")
-    step = jax.jit(spread(own, 8))
+    x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
+    step = jax.jit(spread(own, 8, False))
     for _ in range(4):
-        step(x)
+        difference, loop = step(x)
+        assert difference.tolist() == [-72] * 3
+        assert loop.tolist() == [37.0**4] * 3
     assert (len(traced), step._cache_size()) == (1, 1)
     first, second = (jax.jit(spread(lambda x: all_reduce([x, x * 2], "d"), 8)).lower(x).as_text() for _ in range(2))
     assert first == second
@@ -272,21 +240,10 @@ def test_exact_sums_have_the_bits_of_rational_arithmetic(jax_):
             right = exact_sums(x, dtype, 8 if op == "mean" else 1)
             for shard in result.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == right.tobytes(), (op, dtype)
-
-
-def test_gradients_of_exact_sums():
-    """The gradient of an exact sum over devices is the exact sum of the devices' gradients."""
-    bits = terms_of(cancelling, 2, "float32", 8, 20)
-
-    def loss(x, weights):
-        total = jax.shard_map(
-            lambda x: all_reduce(x, "d", exact=True), mesh=mesh((8,), ("d",)), in_specs=P("d"), out_specs=P("d"),
-            check_vma=False,
-        )(x)  # fmt: skip
-        return (total * weights).sum()
-
-    grad = jax.jit(jax.grad(loss))(jnp.ones((8, 20), "float32"), bits.view("float32"))
-    assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(bits, "float32").tobytes()}
+    floats = bits["float32"][0]  # the gradient of an exact sum is the exact sum of the devices' gradients
+    summed = spread(lambda x: all_reduce(x, "d", exact=True)[None], 8, False, P("d"))
+    grad = jax.jit(jax.grad(lambda x: (summed(x) * floats.view("float32")).sum()))(jnp.ones(floats.shape, "float32"))
+    assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(floats, "float32").tobytes()}
 
 
 def test_exact_sums_are_refused_where_the_kernels_cannot_run():

@@ -1,7 +1,6 @@
 """The permutations that a schedule compiles to, run here on Python numbers: every planner, and many topologies."""
 
 from collections import Counter
-from fractions import Fraction
 
 import pytest
 import strategies
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from planned import planned
 
 import crossreduce as cr
-from crossreduce.engines.jax.permutations import compile_permutations, matchings
+from crossreduce.engines.jax.permutations import compile_permutations
 from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS
 
@@ -106,17 +105,6 @@ def test_every_device_combines_in_the_same_order(n, algorithm):
         assert devices[0] == ["(" + "+".join(map(str, range(n))) + ")"]
 
 
-@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
-def test_pairs_split_into_as_few_matchings_as_possible(pairs):
-    """The number of matchings is the largest number of pairs with the same sender, or with the same receiver."""
-    found = matchings(sorted(pairs))
-    assert sorted(pair for matching in found for pair in matching) == sorted(pairs)
-    assert len(found) == max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
-    for matching in found:
-        assert len({src for src, _ in matching}) == len({dst for _, dst in matching}) == len(matching)
-    assert matchings([]) == []
-
-
 def test_other_collectives_are_rejected():
     """A broadcast cannot be compiled for mesh axes, nor can a reduction to some of the devices."""
     names = strategies.names(3)
@@ -124,13 +112,3 @@ def test_other_collectives_are_rejected():
         program = lower(planned("one_device", sources, destinations))
         with pytest.raises(cr.ScheduleError, match="must be a source and a destination of every chunk"):
             compile_permutations(program)
-
-
-def test_uneven_rounds():
-    """A program is right if devices send different numbers of rows, of chunks of two sizes, in one round."""
-    everyone, half, quarter = (0, 1, 2), Fraction(1, 2), Fraction(1, 4)
-    chunks = [cr.Chunk(share, everyone, everyone) for share in (quarter, half, quarter)]
-    first = [cr.Step(0, 0, everyone), cr.Step(2, 0, (2, 0, 1)), cr.Step(1, 2, (0, 1, 2))]
-    second = [cr.Step(0, 1, (0,)), cr.Step(2, 1, (0,)), cr.Step(0, 2, (0,)), cr.Step(1, 0, (2,)), cr.Step(1, 1, (2,))]
-    third = [cr.Step(2, 2, (1,))]
-    check(cr.Schedule("all_reduce", "custom", strategies.names(3), tuple(chunks), (first, second, third)))
