@@ -8,7 +8,6 @@ engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import re
@@ -265,43 +264,6 @@ def check_errors(gpu):
     return count
 
 
-def check_graphs(gpu):
-    """A call that is captured in a graph runs again on other values: it only launches kernels on the given stream."""
-    lib, fake = gpu.fake.lib, gpu.fake
-    program = jax.jit(lambda *xs: cr.all_reduce(list(xs), "mean"))
-    xs = [np.arange(3000, dtype="float32") * (k + 1) for k in range(4)]
-    given = [jnp.asarray(x) for x in xs]
-    jax.block_until_ready(program(*given))
-    stream, owned = gpu.streams[0], {}
-    context = ctypes.c_void_p()
-    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    assert lib.cuCtxSetCurrent(context) == 0
-
-    def hook(buffers, begins):
-        if begins:
-            for address, dtype, size in buffers:
-                owned[address] = size * SIZES[dtype]
-                assert fake.lib.fake_own(address, size * SIZES[dtype], 0) == 0
-            assert lib.cuStreamBeginCapture_v2(stream, 1) == 0
-
-    driver.native().use_stream(0, stream, hook)
-    graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
-    results = program(*given)
-    jax.block_until_ready(results)
-    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, fake.report()
-    assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
-    for factor in (1, 2):
-        for x, array in zip(xs, given, strict=True):
-            fake.write(array.unsafe_buffer_pointer(), (factor * x).tobytes(), stream, 0)
-        assert lib.cuGraphLaunch(exec_, stream) == 0
-        read = [fake.read(each.unsafe_buffer_pointer(), each.nbytes, stream, 0) for each in results]
-        fake.run()
-        assert not fake.report(), fake.report()[:3]
-        right = (factor * sum(xs) / np.float32(4)).tobytes()
-        assert all(bytes(each) == right for each in read)
-    return len(owned)
-
-
 def check_serialized(gpu, folder):
     """Executables that another process has serialized run the right plans, whatever was compiled here in what order."""
     xs = [jnp.arange(64.0) ** k for k in range(5)]
@@ -333,7 +295,6 @@ CHECKS = {
     "traced": check_traced,
     "gradients": check_gradients,
     "errors": check_errors,
-    "graphs": check_graphs,
 }
 
 

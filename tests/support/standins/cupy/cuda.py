@@ -66,13 +66,8 @@ class Device:
 class Event:
     """A point in the work of a stream of the device that was current when the event was made."""
 
-    def __init__(self, block=False, disable_timing=False, interprocess=False):
-        if interprocess and not disable_timing:
-            raise ValueError("Timing must be disabled for interprocess events")
+    def __init__(self, disable_timing=False):
         self.ptr, self._device, self._clock = next(_streams), runtime.getDevice(), {}
-
-    def record(self, stream=None):
-        (get_current_stream() if stream is None else stream).record(self)
 
 
 class Stream:
@@ -80,9 +75,7 @@ class Stream:
 
     null = None
 
-    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        assert not ptds
-        assert priority is None
+    def __init__(self, null=False, non_blocking=False):
         self.ptr = _machine.NULL if null else next(_streams)
         self.device_id = -1 if null else runtime.getDevice()
 
@@ -96,10 +89,7 @@ class Stream:
         current = runtime.getDevice()
         device = current if self.device_id == -1 else self.device_id
         if device != current:
-            raise RuntimeError(
-                f"The device that the stream is created on ({device}) does not match with the current device "
-                f"({current})"
-            )
+            raise RuntimeError(f"The stream is of device {device}, not of the current one, {current}")
         _state().streams[device].append(self)
         _state().stack.append(device)
         return self
@@ -171,10 +161,7 @@ def _launch(reads, writes):
     device = runtime.getDevice()
     for x in (*reads, *writes):
         if x.data.device_id != device:
-            raise ValueError(
-                f"The device where the array resides ({x.data.device_id}) is different from the current device "
-                f"({device}). Peer access is unavailable between these devices."
-            )
+            raise ValueError(f"An array of device {x.data.device_id} on device {device}: there is no peer access.")
     _queue(reads, writes)
 
 
