@@ -296,11 +296,11 @@ def test_strategy(cupy, put, get):
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(8))
     strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"])
     with own_streams(cupy, {0, 5}):
-        check_strategy(cupy, put, get, strategy)
+        check_strategy(cupy, put, get, strategy, places=[0, 0, 5])
 
 
-def check_strategy(cupy, put, get, strategy):
-    n, places = len(strategy.devices), [int(name[5]) for name in strategy.devices]
+def check_strategy(cupy, put, get, strategy, places):
+    n = len(places)
     streams = [cupy.cuda.get_current_stream(place) for place in places]
     with strategy.scope():
         weights = cr.Variable(put(np.zeros(3), places[-1]), aggregation="sum")
@@ -313,7 +313,6 @@ def check_strategy(cupy, put, get, strategy):
     weights.assign(given)
     with given.device:
         given += 1  # a variable has copies
-    assert get(weights[0], places[0]).tolist() == [1.5] * 3
 
     def step(x):
         context = cr.get_replica_context()
@@ -337,26 +336,24 @@ def check_strategy(cupy, put, get, strategy):
     assert get(seen.value()) == 7 + n * (n + 1) // 2
     for op, axis, wanted in (("mean", 0, host.mean(0)), ("max", 1, host.reshape(n, 2, 3).max((0, 2)))):
         assert same(get(strategy.reduce(op, shares, axis=axis), places[0]), wanted)
-    for op, dtype, given, wanted in (("mean", "float16", 40000, 40000), ("sum", "int8", 104, -48 * n)):
-        value = cr.PerReplica([put(np.array([given, given], dtype), k) for k in places], strategy.devices)
-        assert same(get(strategy.reduce(op, value, axis=0), places[0]), np.int64(wanted).astype(dtype)), (op, dtype)
     assert get(strategy.gather(shares, 0), places[0]).tolist() == host.tolist()
     assert [x.device.id for x in strategy.replicate({"w": shares[0]})["w"]] == places
 
 
 def test_cupy_is_imported_at_the_first_array_only():
-    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy; ``train`` lists its devices."""
-    code = "import sys, numpy as np, crossreduce as cr; cr.all_reduce([np.ones(2)] * 2); print('cupy' in sys.modules); "
-    code += "from crossreduce.cli.train.trainers import available_devices; print(available_devices('cupy'))"
-    assert run_python(code, PYTHONPATH=PATH).stdout == "False\n" + ", ".join(f"cuda:{k}" for k in range(8)) + "\n"
+    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy; ``train`` lists its devices.
 
-
-def test_a_machine_without_a_gpu():
-    """Where CuPy finds no GPU, it has no accelerators, strategies use the host, and devices raise an error."""
+    Where CuPy finds no GPU, it has no accelerators, strategies use the host, and devices raise an error.
+    """
     code = """
-import cupy, crossreduce as cr, numpy as np
+import sys, crossreduce as cr, numpy as np
+cr.all_reduce([np.ones(2)] * 2)
+assert "cupy" not in sys.modules
+from crossreduce.cli.train.trainers import available_devices
 from crossreduce.frameworks import get
-cupy._machine.DEVICES = 0
+assert available_devices("cupy") == "cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7"
+sys.modules["crossreduce.frameworks.cupy.arrays"]._count.cache_clear()
+sys.modules["cupy"]._machine.DEVICES = 0
 assert get("cupy").accelerators() == ()
 assert cr.MirroredStrategy().devices == ("cpu:0",)
 total = cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", np.ones(1)))

@@ -173,31 +173,14 @@ def test_slices_of_sparse_tensors_are_concatenated() -> None:
     assert not a.is_coalesced()
     assert_own([x._values() for x in result], [a._values(), b._values()])
     assert len({address(x._indices()) for x in (*result, a, b)}) == 4
+    slices = [cr.IndexedSlices(torch.full((1, 3), float(k)), torch.tensor([k]), (4, 3)) for k in range(3)]
+    joined = cr.all_reduce(slices)[0]
+    assert (type(joined), joined.dense_shape) == (cr.IndexedSlices, (4, 3))
+    assert (joined.indices.tolist(), joined.values.tolist()) == ([0, 1, 2], [[0.0] * 3, [1.0] * 3, [2.0] * 3])
     two = coo([[0, 2, 2], [1, 0, 0]], torch.tensor([1, 2, 3]), (3, 2))  # two sparse axes
     mixed = [two, torch.ones(3, 2, dtype=torch.int64)]
     assert cr.all_reduce([two, two])[1].to_dense().tolist() == [[0, 2], [0, 0], [10, 0]]
     assert same(cr.all_reduce(mixed)[1], torch.tensor([[1, 2], [1, 1], [6, 1]]))
-
-
-def test_sparse_and_dense_in_one_tree() -> None:
-    """Each leaf of a tree keeps its kind: COO, IndexedSlices or dense. A leaf with a dense replica becomes dense."""
-    trees = [
-        {
-            "coo": coo([[0]], torch.tensor([float(k)]), (2,)),
-            "slices": cr.IndexedSlices(torch.full((1, 3), float(k)), torch.tensor([k]), (4, 3)),
-            "dense": torch.full((2, 2), float(k)),
-            "either": torch.ones(2) if k else coo([[1]], torch.tensor([5.0]), (2,)),
-        }
-        for k in range(3)
-    ]
-    for tree in cr.all_reduce(trees):
-        assert tree["coo"].to_dense().tolist() == [3.0, 0.0]
-        assert isinstance(tree["slices"], cr.IndexedSlices)
-        assert tree["slices"].indices.tolist() == [0, 1, 2]
-        assert tree["slices"].values.tolist() == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
-        assert tree["slices"].dense_shape == (4, 3)
-        assert tree["dense"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
-        assert tree["either"].tolist() == [2.0, 7.0]
 
 
 def test_indices_of_slices() -> None:

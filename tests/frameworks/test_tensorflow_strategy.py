@@ -91,22 +91,6 @@ def test_gradients(n, kind, mode):
     assert [x.tolist() for x in local(strategy, of_part)] == [[[sum(factors)]] * 2] * n
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_reductions_by_the_strategy_itself_still_work(mode):
-    """A strategy with crossreduce's op reduces int32, numbers and host values itself (D6, D7 in docs/contract.md)."""
-    strategy = strategy_of(3)
-
-    def step():
-        return replica().all_reduce("sum", tf.cast(number(), tf.int32) + 1), number() + 2
-
-    summed, each = strategy.run(in_mode(mode, step))
-    assert [int(x) for x in local(strategy, summed)] == [6] * 3
-    assert int(strategy.reduce("SUM", each, axis=None)) == 9
-    rows = strategy.run(in_mode(mode, lambda: tf.constant([1.0, 2.0])))
-    assert float(strategy.reduce(tf.distribute.ReduceOp.MEAN, rows, axis=0)) == 1.5
-    assert float(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=0)) == 9.0
-
-
 @pytest.mark.parametrize(("n", "mode"), [(1, "eager"), (3, "eager"), (3, "function")])
 def test_gather(n, mode):
     """``strategy.gather`` and ``all_gather`` concatenate along any axis, also with sizes that differ along it."""
@@ -140,30 +124,6 @@ def test_gather_errors(mode):
     slices = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), tf.constant([5, 2]))
     with pytest.raises(NotImplementedError, match="gather does not support IndexedSlices"):
         in_mode(mode, lambda: strategy.gather(slices, axis=0))()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_extended_calls(mode):
-    """``batch_reduce_to``, ``reduce_to`` and ``broadcast_to`` of ``strategy.extended`` take any destinations."""
-    strategy = strategy_of(3)
-    with strategy.scope():
-        variable = tf.Variable([1.0, 2.0])
-    value = distributed(strategy, [[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
-    extended = strategy.extended
-
-    def body():
-        a, b, c = extended.batch_reduce_to("SUM", [(value, value), (value, "CPU:1"), (value, variable)])
-        assert isinstance(b, tf.Tensor)
-        d = extended.broadcast_to(tf.constant(4.0), variable)
-        e = extended.reduce_to("MEAN", value, variable)
-        f = extended.batch_reduce_to("SUM", [(variable, variable)])[0]
-        return [x.values for x in (a, c, d, e, f)], b
-
-    found, b = in_mode(mode, body)()
-    assert b.numpy().tolist() == [111.0, 222.0]
-    for values, want in zip(found, ([111.0, 222.0], [111.0, 222.0], 4.0, [37.0, 74.0], [3.0, 6.0]), strict=True):
-        assert [x.numpy().tolist() for x in values] == [want] * 3
-    assert variable.numpy().tolist() == [1.0, 2.0]
 
 
 def test_merge_call_and_variables_with_aggregation():
