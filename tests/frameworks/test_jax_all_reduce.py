@@ -130,6 +130,17 @@ def test_joined_leaves_are_split_correctly(leaves, data):
         np.testing.assert_array_equal(np.asarray(got), x.sum(0, dtype=x.dtype))
 
 
+@examples(6)
+@given(st.data())
+def test_plans_for_any_topology(data):
+    """On any topology, with uneven shares and routes, all devices get the same sum of all contributions."""
+    n, algorithm = data.draw(st.integers(2, 5)), data.draw(st.sampled_from(["forest", "hierarchical_copy", "auto"]))
+    topology = data.draw(strategies.wired(strategies.names(n), both_ways=False))
+    x = np.stack(oracle.contributions(n, "int32", (23,)))
+    got = jax.vmap(lambda x: all_reduce(x, "d", topology=topology, algorithm=algorithm), axis_name="d")(x)
+    assert (np.asarray(got) == x.sum(0)).all()
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_slices_are_concatenated(check):
     """The slices of IndexedSlices and BCOO are concatenated in the order of the devices; a mean divides the values."""

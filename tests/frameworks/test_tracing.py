@@ -113,25 +113,6 @@ def test_traced_batches_trees_and_slices(tracing, ops):
     assert number(dense).tolist() == [[1, 1], [4, 5], [1, 1], [6, 7], [1, 1]]
 
 
-def test_tracing_again(tracing):
-    """Calls with the same shapes are traced once; another shape or dtype is traced again, with a correct result."""
-    traces = []
-
-    def function(*arrays):
-        traces.append(1)
-        value = cr.PerReplica(arrays)
-        return list(cr.HierarchicalCopyAllReduce(2).reduce("mean", value, value))
-
-    compiled = traced(tracing, function)
-    for turn, (dtype, shape) in enumerate(
-        [("float32", (3,))] * 3 + [("float32", (4,)), ("int32", (3,)), ("float32", (3,))]
-    ):
-        xs = small(dtype, shape, 3, turn)
-        for y in compiled(*[tracing.array(x) for x in xs]):
-            oracle.check(tracing.to_numpy(y), "mean", xs, result=result_dtype(tracing, "mean", dtype))
-    assert len(traces) == 3
-
-
 @pytest.mark.parametrize("ops", ["3 packs", "ring"])
 def test_unknown_sizes_of_tensorflow(tensorflow_, ops):
     """A tf.function whose signature leaves a size unknown is traced once and reduces arrays of any size."""
