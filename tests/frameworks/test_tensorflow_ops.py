@@ -271,23 +271,6 @@ def test_unknown_ranks_that_differ(shapes):
         reduced()
 
 
-def test_accumulation_functions():
-    """``accumulation_fn`` receives the components on the reducing device, and its result replaces the sum."""
-    seen = []
-
-    def largest(xs):
-        made = tf.reduce_max(tf.stack(xs), 0)
-        seen.append([x.device for x in (*xs, made)])
-        return made
-
-    op = crt.ReductionToOneDevice("CPU:4", largest)
-    value = per_replica([[1.0, 5.0], [3.0, 4.0]])
-    assert op.reduce(SUM, value, value).values[1].numpy().tolist() == [3.0, 5.0]
-    assert op.reduce(MEAN, value, "CPU:0").numpy().tolist() == [1.5, 2.5]
-    assert seen == [[name(4)] * 3] * 2
-    assert "largest" in repr(op)
-
-
 @pytest.mark.parametrize(("op", "mode"), [("to one", "eager"), ("hierarchical", "function")])
 def test_gather(op, mode):
     """``_gather`` joins components along any axis in the order of the replicas, to every kind of destination."""

@@ -91,7 +91,7 @@ def check_many(memory, count, seed):
     # No number is so large that the order of the others does not matter.
     normal = mock.patch.object(cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype))
     for number, (algorithm, places, op, dtype, sizes) in enumerate(cases):
-        case = Case(memory, algorithm, places, op, dtype, sizes, Packing(), number // 2 % 2 == 1)
+        case = Case(memory, algorithm, places, op, dtype, sizes, Packing(), number // 2 == 1)
         with normal:
             assert case.run(np.random.default_rng([seed, number])), number
         assert not memory.fake.report(), (number, memory.fake.report()[:3])
@@ -103,10 +103,10 @@ def check_hosts(memory, count, seed):
     fake = memory.fake
 
     def moved(self, x, name):
-        kind, index = name.split(":")
-        if kind == "cuda":
-            made = memory.array(x.size, x.dtype, int(index))
-            fake.write(made.ctypes.data, x.tobytes(), memory.stream(int(index)), int(index))
+        if name.startswith("cuda"):
+            device = int(name[5])
+            made = memory.array(x.size, x.dtype, device)
+            fake.write(made.ctypes.data, x.tobytes(), memory.stream(device), device)
             return made
         place = memory.devices[x.ctypes.data][0]
         read = fake.read(x.ctypes.data, x.nbytes, memory.stream(place), place)
@@ -127,21 +127,10 @@ def check_hosts(memory, count, seed):
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
         right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
         host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)
-        there, results_there = (
-            {k: int(name[5]) for k, name in enumerate(each) if name.startswith("cuda")}
-            for each in (names, destinations)
-        )
         with mock.patch.object(type(NUMPY), "to_device", moved):
-            arrays = [
-                [moved(NUMPY, x, f"cuda:{there[k]}") if k in there else x for k, x in enumerate(row)] for row in given
-            ]
-            out = [
-                [
-                    memory.array(x.size, x.dtype, results_there[k]) if k in results_there else np.zeros_like(x)
-                    for k, x in enumerate(row)
-                ]
-                for row in right
-            ]
+            at = lambda x, name: moved(NUMPY, x, name) if name.startswith("cuda") else x  # noqa: E731
+            arrays = [list(map(at, row, names)) for row in given]
+            out = [[at(np.zeros_like(x), name) for x, name in zip(row, destinations, strict=True)] for row in right]
             for into in None, out:
                 executable = engine.compile(layout, numbers, into is not None)
                 results = executable.run(engine.bind(layout, arrays), into)

@@ -46,9 +46,6 @@ class Device:
     def __init__(self, device=None):
         self.id = runtime.getDevice() if device is None else int(device)
 
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
-
     def __enter__(self):
         _state().stack.append(runtime.getDevice())
         runtime.setDevice(self.id)
