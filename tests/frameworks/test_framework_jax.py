@@ -177,7 +177,10 @@ def bcoo(jax_, k, **more):
 
 @pytest.mark.parametrize(("n_dense", "traced"), [(0, False), (1, True)])
 def test_bcoo(n_dense, traced, jax, jax_):
-    """The results of BCOOs are BCOOs on the destinations, with the slices in the order of the replicas."""
+    """The results of BCOOs are BCOOs on the destinations, with the slices in the order of the replicas.
+
+    Indices beyond the shape are ignored as JAX's padding; a BCOO and a dense array have a dense result.
+    """
     xs = [bcoo(jax_, k, n_dense=n_dense) for k in (1, 2)]
     assert cr.PerReplica(xs).devices == ("cpu:1", "cpu:2")  # those of the data
     value = functools.partial(cr.PerReplica, devices=["cpu:1", "cpu:2"])
@@ -191,17 +194,10 @@ def test_bcoo(n_dense, traced, jax, jax_):
         assert (result.nse, result.n_dense, result.shape) == (4, n_dense, (3, 3))
         assert result.indices[:, 0].tolist() == [0, 1, 0, 1]
         assert result.todense().tolist() == [[1, 0, 0], [0, 1.5, 0], [0, 0, 0]]
-        if not traced:
-            assert result.data.devices() == result.indices.devices() == {jax_.devices[k]}
-
-
-def test_bcoo_with_padding_and_dense(jax_):
-    """A BCOO's indices beyond its shape are ignored as JAX's padding; a BCOO and a dense array have a dense result."""
-    padded = bcoo(jax_, 1, nse=5)
-    assert padded.indices.max() == 3
-    value = cr.PerReplica([padded, jax_.array(np.ones((3, 3), "float32"), 2)], ["cpu:1", "cpu:2"])
-    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-    assert result[1].tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 1]]
+        assert traced or result.data.devices() == result.indices.devices() == {jax_.devices[k]}
+    mixed = [bcoo(jax_, 1, nse=5), jax_.array(np.ones((3, 3), "float32"), 2)]
+    assert mixed[0].indices.max() == 3
+    assert cr.all_reduce(mixed, devices=["cpu:1", "cpu:2"])[1].tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 1]]
 
 
 def test_kinds_that_cannot_be_reduced(jax, jax_):

@@ -102,21 +102,3 @@ def test_unreduced_arrays(algorithm):
     assert twice == [[24.0, 32.0]] * 4
     half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
     assert half == [[30000.0] * 2] * 4
-
-
-def test_gradients_of_unreduced_and_reduced_arrays():
-    """The gradients with respect to unreduced and reduced arrays are those of ``lax.psum`` and of replicated arrays."""
-
-    def gradient(reduce, before):
-        return lambda x: jax.grad(lambda x: (reduce(before(x), ("d", "e")) ** 2).sum())(x)
-
-    parts = P(("d", "e"))
-    want = explicitly(gradient(lax.psum, unreduced("d", "e")), lambda x: x, parts)
-    assert explicitly(gradient(all_reduce, unreduced("d", "e")), lambda x: x, parts) == want
-    total = explicitly(
-        lambda x: all_reduce(lax.pcast(lax.psum(x, ("d", "e")), ("d", "e"), to="reduced"), ("d", "e")), lambda x: x
-    )
-    assert total == [[48.0, 64.0]] * 4
-    for op, axes in (("max", ("d", "e")), ("min", "d"), ("product", "e"), ("mean", "e")):  # not defined
-        with pytest.raises(cr.UnsupportedError, match=rf"(?s)leaf x: the {op} over .*part of a sum.*psum over 'd'"):
-            explicitly(lambda x, op=op, axes=axes: all_reduce(x, axes, op), unreduced("d"))

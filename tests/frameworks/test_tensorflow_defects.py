@@ -69,23 +69,15 @@ def test_d4_d6_dtypes_mix_in_a_batch(mode):
             assert all(c.dtype == x.dtype and (c == x * 7).all() for c in components)
 
 
-def test_d10_mirrored_values_are_summed():
-    """D10: the components of a Mirrored are summed like those of a PerReplica, by reduce and batch_reduce."""
-    value = per_replica([5.0, 5.0], wrap=Mirrored)
-    assert float(SMALL.reduce(SUM, value, "CPU:0")) == 10.0
-    assert float(SMALL.batch_reduce(SUM, [(value, value)])[0].values[1]) == 10.0
-    assert float(SMALL.batch_reduce(MEAN, [(value, value)])[0].values[1]) == 5.0
-
-
-def test_d13_two_replicas_on_one_device():
-    """D13: two replicas on one device are both summed, to one tensor on a device's name and two on the value itself."""
-    value = PerReplica([on(0, 1.0), on(0, 2.0)])
-    for call in (
-        lambda where: SMALL.reduce(SUM, value, where),
-        lambda where: SMALL.batch_reduce(SUM, [(value, where)])[0],
-    ):
-        assert float(call("CPU:0")) == 3.0
-        assert [float(x) for x in call(value).values] == [3.0, 3.0]
+def test_d10_d13_mirrored_values_and_two_replicas_on_one_device():
+    """D10, D13: a Mirrored is summed like a PerReplica, and two replicas on one device are both summed."""
+    for value in per_replica([1.0, 2.0], wrap=Mirrored), PerReplica([on(0, 1.0), on(0, 2.0)]):
+        for call in (
+            lambda op, where, value=value: SMALL.reduce(op, value, where),
+            lambda op, where, value=value: SMALL.batch_reduce(op, [(value, where)])[0],
+        ):
+            assert float(call(SUM, "CPU:0")) == 3.0
+            assert [float(x) for x in call(MEAN, value).values] == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("mode", MODES)

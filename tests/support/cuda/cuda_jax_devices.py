@@ -19,7 +19,7 @@ import jax.experimental.layout
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_jax_xla import CASES, HOST, LOCATE, REAL, SHAPES, number, start, values
+from cuda_jax_xla import CASES, HOST, LOCATE, SHAPES, number, start, values
 from pairs import each
 
 import crossreduce as cr
@@ -178,12 +178,6 @@ def check_calls(xla):
     def elsewhere(size=9):
         return [jax.device_put(np.full(size, 2.0**k, "float32"), jax.devices()[(3 * k) % 5]) for k in range(4)]
 
-    # XLA does not omit the small array, whether or not there are results, and does not copy these.
-    for count_of_results in 0, 2:
-        xs = [jnp.zeros((3, 2))] * count_of_results
-        text = REAL["_PASS_ON"].lower(jnp.zeros(1, "uint8"), xs).compile().as_text()
-        assert "u8[1]{0} parameter(0)" in text
-        assert text.count("may-alias") == count_of_results
     with no_loop():
         with mock.patch.object(values_module, "locate", at), mock.patch.object(pipeline, "locate", at):
             for to in four, ("cuda:2", "cuda:5"), ("cuda:6",):
@@ -245,8 +239,6 @@ def check_left(xla):
     order = jax.experimental.layout.Layout((0, 1) if arrays[0][0].format.layout.major_to_minor == (1, 0) else (1, 0))
     fortran = [jax.device_put(x, jax.experimental.layout.Format(order, x.sharding)) for x in arrays[2]]
     is_left(lambda: over([*arrays[:2], fortran, arrays[3]]), 15)
-    traced = [jnp.full(3, 2.0**k, "float32") for k in range(4)]
-    is_left(lambda: [jax.jit(lambda xs: cr.all_reduce(xs))(traced)], 15)
     gradients = jax.grad(lambda x: over([[x], *arrays[1:]], "mean")[0][0].sum())(arrays[0][0])
     is_left(lambda: [[gradients]], 0.25)
     refused = mock.patch.object(memory, "_external_stream", side_effect=jax.errors.JaxRuntimeError("UNIMPLEMENTED"))
@@ -254,10 +246,6 @@ def check_left(xla):
         is_left(lambda: over([[x[:1]] for row in arrays for x in row]), 15)
     over()
     assert xla.fake.count("cuLaunchKernel") > 0
-    leaked = []
-    jax.jit(lambda x: leaked.append(x) or x)(arrays[0][0])
-    with pytest.raises(jax.errors.UnexpectedTracerError, match="unexpected tracer"):
-        over([leaked, *arrays[1:]])
     arrays[2][0].delete()
     with pytest.raises(RuntimeError, match="delete"):
         over()

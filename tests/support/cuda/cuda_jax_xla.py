@@ -54,11 +54,6 @@ def number(device):
     return 7 - device.id
 
 
-def jax_device(number):
-    """Return the JAX device with a number of the driver."""
-    return jax.devices()[7 - number]
-
-
 class Capsule:
     """A capsule of XLA. When that of an input is released, the memory is freed: the input was deleted before."""
 
@@ -170,7 +165,7 @@ class Xla:
         def made():
             arrays = REAL["_empty"](number, shapes, dtype)()
             for x in arrays:
-                assert x.devices() == {jax_device(number)}
+                assert x.devices() == {jax.devices()[7 - number]}
                 if x.nbytes:
                     self.free(self.own(x), x.nbytes, number)  # the program before it still writes
                     self.made.add(x.unsafe_buffer_pointer())
@@ -194,7 +189,7 @@ class Xla:
             return REAL["from_dlpack"](exported)
         kind, device = exported.__dlpack_device__()
         assert kind == 2
-        stream = self.next_ready(jax_device(device))
+        stream = self.next_ready(jax.devices()[7 - device])
         capsule = exported.__dlpack__(stream=stream)
         capsule.is_used = True
         made = REAL["from_dlpack"](Exported(capsule))

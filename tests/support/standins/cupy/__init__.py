@@ -80,7 +80,7 @@ class ndarray:  # noqa: N801
     def copy(self, order="C"):
         if not self.size or self.data.device_id == cuda.runtime.getDevice():
             return self.astype(self.dtype, order=order)
-        with cuda._using(self.data.device_id):  # queued on a stream that the copy does not wait for, as in CuPy
+        with cuda.Device(self.data.device_id):  # queued on a stream that the copy does not wait for, as in CuPy
             x = self.astype(self.dtype, order=order, copy=False)
         if not (x.flags.c_contiguous or x.flags.f_contiguous):
             raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
@@ -104,7 +104,7 @@ class ndarray:  # noqa: N801
 
     def get(self):
         stream = cuda.get_current_stream()
-        with cuda._using(self.data.device_id):
+        with cuda.Device(self.data.device_id):
             if not self.flags.c_contiguous:
                 with stream:
                     return self.copy().get()

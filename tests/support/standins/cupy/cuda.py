@@ -1,6 +1,5 @@
 """CuPy's devices, streams, events and pointers: see the package's docstring."""
 
-import contextlib
 import itertools
 import threading
 
@@ -169,14 +168,3 @@ def _queue(reads, writes):
         x.data.mem.access(stream, False)
     for x in writes:
         x.data.mem.access(stream, True)
-
-
-@contextlib.contextmanager
-def _using(device):
-    """Make a device the current one, as functions of CuPy do for themselves."""
-    before = runtime.getDevice()
-    runtime.setDevice(device)
-    try:
-        yield
-    finally:
-        runtime.setDevice(before)
