@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,17 +44,14 @@ def test_a_change_of_the_sources_changes_the_digest(tmp_path):
     before, sources = digest(), script["SOURCES"]
     included = re.findall(r'#include "(.*)"', "".join((NATIVE / name).read_text() for name in sources))
     assert {*included, "reduce.cu"} == set(sources)
-    (tmp_path / "native").mkdir()
-    for name in sources:
-        (tmp_path / "native" / name).write_bytes((NATIVE / name).read_bytes())
+    copy = Path(shutil.copytree(NATIVE, tmp_path / "native"))
     namespace["ROOT"] = tmp_path
     assert digest() == before
     for name in sources:
-        path = tmp_path / "native" / name
-        text = path.read_bytes()
-        path.write_bytes(text + b"\n")
+        text = (copy / name).read_bytes()
+        (copy / name).write_bytes(text + b"\n")
         assert digest() != before, name
-        path.write_bytes(text)
+        (copy / name).write_bytes(text)
     namespace["OPTIONS"] = (*script["OPTIONS"], "--use_fast_math")
     assert digest() != before
 

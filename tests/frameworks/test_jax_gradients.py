@@ -102,3 +102,6 @@ def test_unreduced_arrays(algorithm):
     assert twice == [[24.0, 32.0]] * 4
     half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
     assert half == [[30000.0] * 2] * 4
+    for op, axes in (("max", both), ("min", "d"), ("product", "e"), ("mean", "e")):  # not defined for parts of a sum
+        with pytest.raises(cr.UnsupportedError, match=rf"(?s)leaf x: the {op} over .*part of a sum.*psum over 'd'"):
+            explicitly(lambda x, op=op, axes=axes: all_reduce(x, axes, op), unreduced("d"))

@@ -205,27 +205,26 @@ def test_p15_subclasses():
         cr.CrossDeviceOps().reduce("sum", value, value)
 
 
-def test_p16_collective_hints():
-    """``CollectiveHints`` are those of r2.4; the plug-in accepts TensorFlow's by both names."""
-    with pytest.raises(ValueError, match="bytes_per_pack must be a whole number, 0 or more"):
-        cr.CollectiveHints(-1)
-    op = crt.HierarchicalCopyAllReduce()
-    for given in ({"options": HINTS(8)}, {"experimental_hints": HINTS(8, 2.0)}):
-        assert first(op.reduce(SUM, value_of(op), "CPU:0", **given)) == 7.0
+def test_p16_p17_hints_and_communication_options():
+    """``CollectiveHints`` are those of r2.4; ``implementation`` is an algorithm's name in any case.
 
-
-def test_p17_communication_options():
-    """``implementation`` is an algorithm's name in any case; a timeout of 0 is refused, or ignored if TensorFlow's."""
+    The plug-in accepts TensorFlow's by both names; a timeout of 0 is refused, or ignored if TensorFlow's.
+    """
+    for words, call in (
+        ("bytes_per_pack must be a whole number, 0 or more", lambda: cr.CollectiveHints(-1)),
+        ("there is no such algorithm", lambda: cr.CommunicationOptions(implementation="bogus")),
+        ("timeout_seconds must be a positive number", lambda: cr.CommunicationOptions(timeout_seconds=0)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     for implementation in ("AUTO", "RING", "NCCL"):
         assert cr.CommunicationOptions(implementation=implementation).implementation == implementation.lower()
-    with pytest.raises(ValueError, match="there is no such algorithm"):
-        cr.CommunicationOptions(implementation="bogus")
-    with pytest.raises(ValueError, match="timeout_seconds must be a positive number"):
-        cr.CommunicationOptions(timeout_seconds=0)
     op, kinds = crt.HierarchicalCopyAllReduce(), tf.distribute.experimental
-    for implementation in kinds.CommunicationImplementation:
-        options = kinds.CommunicationOptions(timeout_seconds=0, implementation=implementation)
-        assert first(op.reduce(SUM, value_of(op), "CPU:0", options)) == 7.0
+    options = [
+        kinds.CommunicationOptions(timeout_seconds=0, implementation=each) for each in kinds.CommunicationImplementation
+    ]
+    for given in (*({"options": each} for each in (HINTS(8), *options)), {"experimental_hints": HINTS(8, 2.0)}):
+        assert first(op.reduce(SUM, value_of(op), "CPU:0", **given)) == 7.0
 
 
 def test_p18_bytes_per_pack():
