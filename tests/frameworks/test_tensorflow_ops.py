@@ -259,7 +259,7 @@ def test_unknown_ranks_while_tracing(op, shape):
 
 
 def test_gather():
-    """``_gather`` joins components in the order of the replicas, to every kind of destination, also of unknown sizes."""
+    """``_gather`` joins components in the order of replicas, to all kinds of destinations, also of unknown sizes."""
     given = [np.full((1 + k, 2), k) for k in range(3)]
     there = destinations_of(3).values()
     made = outcomes("eager", lambda: [SMALL._gather(per_replica(given), where, 0, None) for where, *_ in there])
