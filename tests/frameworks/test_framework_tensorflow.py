@@ -117,10 +117,7 @@ UNSUPPORTED = {
     "RaggedTensor": (lambda: tf.ragged.constant([[1.0], [2.0, 3.0]]), "to_tensor"),
     "string": (lambda: tf.constant(["a"]), "dtype string"),
     "resource": (lambda: tf.Variable([1.0]).handle, "dtype resource"),
-    "variant": (lambda: tf.raw_ops.EmptyTensorList(element_shape=[1], max_num_elements=1, element_dtype=tf.int32),
-                "dtype variant"),
     "quantized": (lambda: tf.quantization.quantize([1.0], 0, 1, tf.qint8).output, "dtype qint8"),
-    "slices of strings": (lambda: tf.IndexedSlices(tf.constant(["a"]), tf.constant([0])), "dtype string"),
     "dataset": (lambda: tf.data.Dataset.range(3), "cannot be reduced"),
 }  # fmt: skip
 

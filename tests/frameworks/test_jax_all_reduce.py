@@ -118,18 +118,6 @@ def test_trees_keep_their_structure():
     assert jax.vmap(lambda x: x + all_reduce({}, "d").get("a", 0), axis_name="d")(np.ones(2)).tolist() == [1, 1]
 
 
-@examples(8)
-@given(st.lists(st.tuples(strategies.shapes, st.sampled_from(["float32", "int32", "float16"])), max_size=5), st.data())
-def test_joined_leaves_are_split_correctly(leaves, data):
-    """Any leaves may share a buffer; each result is the sum of that leaf over the devices."""
-    n, algorithm = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(ALGORITHMS))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    xs = [rng.integers(-9, 9, (n, *shape)).astype(dtype) for shape, dtype in leaves]
-    for got, x in zip(jax.jit(spread(lambda *xs: all_reduce(xs, "d", algorithm=algorithm), n))(*xs), xs, strict=True):
-        assert got.dtype == x.dtype
-        np.testing.assert_array_equal(np.asarray(got), x.sum(0, dtype=x.dtype))
-
-
 @examples(6)
 @given(st.data())
 def test_plans_for_any_topology(data):

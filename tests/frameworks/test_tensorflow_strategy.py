@@ -85,9 +85,8 @@ def test_gradients(n, kind, mode):
         return tape.gradient([y, z], [x, part])
 
     of_x, of_part = strategy.run(in_mode(mode, step), args=(distributed(strategy, factors),))
-    assert [float(x) for x in local(strategy, of_x)] == [
-        np.float32(sum(factors)) / np.float32(n if kind == "mean" else 1)
-    ] * n
+    want = np.float32(sum(factors)) / np.float32(n if kind == "mean" else 1)
+    assert [float(x) for x in local(strategy, of_x)] == [want] * n
     assert [x.tolist() for x in local(strategy, of_part)] == [[[sum(factors)]] * 2] * n
 
 

@@ -68,15 +68,6 @@ def check_dropped(memory, count, seed):
     return dropped
 
 
-def failure(case, draw):
-    """Return the error of a run; ``None``: there was none."""
-    try:
-        case.run(draw)
-    except DriverError as error:
-        return error.with_traceback(None)  # its frames have temporary memory
-    return None
-
-
 def check_many(memory, count, seed):
     """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs.
 
@@ -163,7 +154,11 @@ def check_failures(memory, count, seed):
                     memory.on(7)
                 context = memory.current()
                 fake.fail(name, n, 719)
-                error = failure(case, draw)
+                error = None
+                try:
+                    case.run(draw)
+                except DriverError as raised:
+                    error = raised.with_traceback(None)  # its frames have temporary memory
                 # The call that failed without an error may be that which makes the former context current again.
                 assert error is None or memory.current() == context, (number, name, n)
                 assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
