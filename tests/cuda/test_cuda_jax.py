@@ -26,10 +26,9 @@ def test_executables_of_another_process(library, tmp_path):
     [
         ("full", "calls left"),
         ("none", "bits failures"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("full", "bits failures"), ("pairs", "bits"), ("mesh", "bits"))
-        ),
+        pytest.param("full", "bits failures", marks=pytest.mark.slow),
+        pytest.param("pairs", "bits", marks=pytest.mark.slow),
+        pytest.param("mesh", "bits", marks=pytest.mark.slow),
     ],
 )
 def test_several_devices(library, peers, checks):
@@ -40,5 +39,4 @@ def test_several_devices(library, peers, checks):
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
     assert checked.pop("failures", 2) >= 2
-    wanted = {"bits": 14, "calls": 9, "left": 7}
-    assert checked == {check: wanted[check] for check in checks.split() if check != "failures"}
+    assert checked.items() <= {"bits": 14, "calls": 9, "left": 7}.items()
