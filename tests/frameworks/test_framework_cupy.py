@@ -293,15 +293,15 @@ def test_strategy(cupy, put, get):
     """Replicas run on their devices and the caller's streams; all calls of the strategy work on every device."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(8))
     strategy, places, n = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"]), [0, 0, 5], 3
-    with strategy.scope():
-        weights = cr.Variable(put(np.zeros(3), 5), aggregation="sum")
-        seen = cr.Variable(put(np.array(5), 2), synchronization="on_read", aggregation="sum")
-    given = put(np.full(3, 1.5), 0)
-    weights.assign(given)
-    with given.device:
-        given += 1  # a variable has copies
-    host = np.arange(n * 6.0).reshape(n * 2, 3)
     with own_streams(cupy, {0, 5}):
+        with strategy.scope():
+            weights = cr.Variable(put(np.zeros(3), 5), aggregation="sum")
+            seen = cr.Variable(put(np.array(5), 2), synchronization="on_read", aggregation="sum")
+        given = put(np.full(3, 1.5), 0)
+        weights.assign(given)
+        with given.device:
+            given += 1  # a variable has copies
+        host = np.arange(n * 6.0).reshape(n * 2, 3)
         streams = [cupy.cuda.get_current_stream(place) for place in places]
 
         def step(x):
