@@ -8,7 +8,6 @@ import threading
 import weakref
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from unittest import mock
 
 import cuda_launches
@@ -126,7 +125,7 @@ class Memory(DeviceMemory):
 
     def scratch(self, nbytes, device):
         made = self.array(nbytes, np.uint8, device)
-        owner = SimpleNamespace()  # when it is not used any more, the memory is freed
+        owner = set()  # when it is not used any more, the memory is freed
         weakref.finalize(owner, self.release, made).atexit = False
         return owner, made.ctypes.data
 
