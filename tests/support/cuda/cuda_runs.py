@@ -78,7 +78,7 @@ def check_many(memory, count, seed):
         for algorithm, first, second in MANY[:count]
         for dtype in ("float16", "float32")
     ]
-    cases.append(("hierarchical_copy", PLACES["two"], "product", "float32", [9] * 70))
+    cases.append(("ring", PLACES["two"], "product", "float32", [9] * 70))
     # No number is so large that the order of the others does not matter.
     normal = mock.patch.object(cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype))
     for number, (algorithm, places, op, dtype, sizes) in enumerate(cases):
