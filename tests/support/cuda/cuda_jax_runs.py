@@ -147,7 +147,7 @@ def check_eager(gpu):
     assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
     assert (gpu.fake.count("cuLaunchKernel"), gpu.ran()) == (launches + 1, 1)
     nans = [x * np.float32(sign) for x, sign in zip(xs, (np.inf, -np.inf, 1), strict=True)]
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         cr.all_reduce(nans, devices=names(3, 2))
     gpu.ran()
     weak = cr.all_reduce([jnp.asarray(2.0), jnp.asarray(3.0)], devices=names(2))
