@@ -9,14 +9,14 @@ import pytest
 from cuda_launches import Tensor, packed
 from fake_cuda import HOST, NON_BLOCKING, PARAMETERS, FakeDriver, built
 
-SUM = b"sum_f32_any"
+SIZE = 100  # elements
 
 
 class Caller:
-    """Calls the fake driver, on some devices, and keeps the objects that it made."""
+    """Calls the fake driver, on some devices."""
 
     def __init__(self, driver, devices):
-        self.driver, self.made = driver, {}
+        self.driver = driver
         self.call("cuInit", 0)
         self.contexts = [self.give("cuDevicePrimaryCtxRetain", device) for device in range(devices)]
 
@@ -25,40 +25,41 @@ class Caller:
         code = getattr(self.driver.lib, name)(*arguments)
         assert code == gives, (name, code, self.driver.report())
 
-    def give(self, name, *arguments, gives=0, kind=ctypes.c_void_p):
+    def give(self, name, *arguments, kind=ctypes.c_void_p):
         """Call a function whose first parameter is the address of its result; return that."""
         result = kind()
-        self.call(name, ctypes.byref(result), *arguments, gives=gives)
+        self.call(name, ctypes.byref(result), *arguments)
         return result.value
 
-    def use(self, device):
-        self.call("cuCtxSetCurrent", self.contexts[device])
-
     def stream(self, device, flags=NON_BLOCKING):
-        self.use(device)
+        self.call("cuCtxSetCurrent", self.contexts[device])
         return self.give("cuStreamCreate", flags)
 
-    def event(self, device):
-        self.use(device)
-        return self.give("cuEventCreate", 2)
-
-    def function(self, device, name=SUM):
-        self.use(device)
-        module = self.made.get(device) or self.give("cuModuleLoadData", b"image")
-        self.made[device] = module
-        return self.give("cuModuleGetFunction", module, name)
-
-    def launch(self, function, stream, sources, results, size, gives=0, change=lambda launch: launch):
-        """Launch a sum of float32 arrays at these addresses; the current context must be the function's."""
-        launch = packed([Tensor(size, 0, list(sources), list(results))], [(0, 0, 0, 0)], 1, 1, (4, 4, 4))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(kept := ctypes.create_string_buffer(change(launch))))
-        self.call("cuLaunchKernel", function, 5, 1, 1, 256, 1, 1, 0, stream, parameters, None, gives=gives)
+    def sum(self, sources, results, size=SIZE, gives=0):
+        """Launch a sum of float32 arrays at these addresses on device 0."""
+        launch = packed([Tensor(size, 0, sources, results)], [(0, 0, 0, 0)], 1, 1, (4, 4, 4))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(kept := ctypes.create_string_buffer(launch)))
+        self.call("cuLaunchKernel", self.kernel, 5, 1, 1, 256, 1, 1, 0, self.queue, parameters, None, gives=gives)
         del kept
 
-    def order(self, event, before, after):
-        """Let a stream wait for another one."""
-        self.call("cuEventRecord", event, before)
-        self.call("cuStreamWaitEvent", after, event, 0)
+    def copy(self, to, source, nbytes=4 * SIZE, gives=0, peers=None):
+        """Copy memory on device 0, or from one device to another, and wait for it."""
+        if peers is None:
+            self.call("cuMemcpyAsync", to, source, nbytes, self.queue, gives=gives)
+        else:
+            there, here = (self.contexts[each] for each in peers)
+            self.call("cuMemcpyPeerAsync", to, there, source, here, nbytes, self.queue, gives=gives)
+        self.driver.run()
+
+    def freed(self, source, result, pending):
+        """Free memory that a launch still writes, or that a later launch reads."""
+        address = self.give("cuMemAlloc_v2", 4 * SIZE, kind=ctypes.c_uint64)
+        self.sum([source], [address])
+        if not pending:
+            self.call("cuStreamSynchronize", self.queue)
+        self.call("cuMemFree_v2", address)
+        if not pending:
+            self.sum([address], [result])
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +83,17 @@ def test_accesses_are_unordered_unless_a_wait_orders_them(library):
             driver = FakeDriver(library, 2, seed=seed)
             caller = Caller(driver, 2)
             a, b = driver.memory(64, 0), driver.memory(64, 0)
-            caller.use(1)
-            caller.call("cuCtxEnablePeerAccess", caller.contexts[0], 0)
             first = caller.stream(0, 0)
+            event = caller.give("cuEventCreate", 2)
             second = None if ordered == "default stream" else caller.stream(1 - (ordered is None))
+            if ordered in ("event", "host"):
+                caller.call("cuCtxEnablePeerAccess", caller.contexts[0], 0)
             driver.write(a, bytes(range(64)), first)
             if ordered == "event":
-                caller.order(caller.event(0), first, second)
+                caller.call("cuEventRecord", event, first)
+                caller.call("cuStreamWaitEvent", second, event, 0)
             if ordered == "host":
                 caller.call("cuStreamSynchronize", first)
-            caller.use(0 if second is None or ordered is None else 1)
             caller.call("cuMemcpyAsync", b, a, 64, second)
             driver.run()
             if ordered is None:
@@ -101,118 +103,39 @@ def test_accesses_are_unordered_unless_a_wait_orders_them(library):
                 assert driver.read(b, 64) == bytes(range(64))
 
 
-def test_calls_return_the_codes_of_the_driver(library):
-    """A call with a wrong argument, handle or context returns the driver's code, and is reported."""
-    driver = FakeDriver(library, 4, "pairs")
-    driver.lib.fake_initialised(0)
-    count = ctypes.c_int()
-    assert driver.lib.cuDeviceGetCount(ctypes.byref(count)) == 3
-    reported(driver, r"cuDeviceGetCount: cuInit was not called \(3\)")
-    caller = Caller(driver, 4)
-    can = [caller.give("cuDeviceCanAccessPeer", 2, peer, kind=ctypes.c_int) for peer in range(4)]
-    assert can == [0, 0, 0, 1]
-    out = ctypes.byref(ctypes.c_void_p())
-
-    def wrong(code, words, name, *arguments):
-        caller.call(name, *arguments, gives=code)
-        reported(driver, words + rf".*\({code}\)")
-
-    wrong(201, "no context is current", "cuStreamCreate", out, 0)
-    wrong(101, "device 4 does not exist", "cuDevicePrimaryCtxRetain", out, 4)
-    wrong(201, "does not exist", "cuCtxSetCurrent", 12345)
-    stream, event, function = caller.stream(0), caller.event(0), caller.function(0)
-    other, address = caller.stream(1), driver.memory(64, 1)
-    wrong(400, "different contexts", "cuEventRecord", event, other)
-    wrong(400, "stream does not exist", "cuEventRecord", event, 12345)
-    launch = (function, 1, 1, 1, 256, 1, 1, 0)
-    wrong(400, "function belongs to another context", "cuLaunchKernel", *launch, other, None, None)
-    caller.use(0)
-    wrong(400, "stream belongs to another context", "cuLaunchKernel", *launch, other, None, None)
-    wrong(1, "blocks of 256 threads", "cuLaunchKernel", function, 1, 1, 1, 64, 1, 1, 0, stream, None, None)
-    wrong(1, "an argument is invalid", "cuLaunchKernel", *launch, stream, None, None)
-    caller.call("cuModuleGetFunction", out, caller.made[0], b"sum_f32_any_such", gives=500)
-    for peer, code in ((1, 0), (1, 704), (2, 217)):
-        caller.call("cuCtxEnablePeerAccess", caller.contexts[peer], 0, gives=code)
-    caller.call("cuStreamDestroy_v2", stream)
-    wrong(400, "was destroyed", "cuStreamSynchronize", stream)
-    wrong(1, "not that of an allocation", "cuMemFree_v2", address + 8)
-    caller.call("cuDevicePrimaryCtxRelease_v2", 0)
-    wrong(709, "was released", "cuCtxSetCurrent", caller.contexts[0])
-    wrong(201, "was not retained", "cuDevicePrimaryCtxRelease_v2", 0)
-
-
-def test_accesses_outside_of_what_a_device_may_access_are_reported(library):
+@pytest.mark.parametrize(
+    ("words", "code", "action"),
+    [
+        (None, 0, lambda on, a, b, *_, pinned: on.sum([a, pinned], [b])),
+        (None, 0, lambda on, a, *_, pinned: on.sum([a], [a])),
+        ("reads, .*is not within", 700, lambda on, a, b, *_, pinned: on.sum([a], [b], SIZE + 1)),
+        ("writes, .*is not within", 700, lambda on, a, b, *_, pinned: on.sum([a], [b + 4])),
+        ("reads, .*device 1, to which peer access", 700, lambda on, a, b, first, *_, pinned: on.sum([a, first], [b])),
+        ("threads conflict", 0, lambda on, a, *_, pinned: on.sum([a, a + 4], [a], SIZE - 1, 1)),
+        ("misaligned", 0, lambda on, a, b, *_, pinned: on.sum([a + 2], [b], 9, 716)),
+        (None, 0, lambda on, a, b, *_, pinned: on.copy(b, a)),
+        (None, 0, lambda on, a, b, first, second, pinned: on.copy(second, a, peers=(2, 0))),
+        ("crosses to device 1", 0, lambda on, a, b, first, *_, pinned: on.copy(first, a, gives=1)),
+        ("copy .*reads, .*is not within", 700, lambda on, a, b, *_, pinned: on.copy(b, a, 4 * SIZE + 1)),
+        ("not in memory of device 1", 0, lambda on, a, b, _, second, pinned: on.copy(second, a, gives=1, peers=(1, 0))),
+        ("overlap", 0, lambda on, a, *_, pinned: on.copy(a, a, gives=1)),
+        ("not ordered: sum_f32_any writes .*, and cuMemFree", 0, lambda on, a, b, *_, pinned: on.freed(a, b, True)),
+        (r"reads, \[.*\), was freed", 700, lambda on, a, b, *_, pinned: on.freed(a, b, False)),
+    ],
+)
+def test_accesses_outside_of_what_a_device_may_access_are_reported(library, words, code, action):
     """Bounds, owners, peer rights, alignment and the threads of one launch are checked for each launch and copy."""
-    size = 100
-
-    def attempt(words, action, code):
-        """Run an action on device 0 of a new driver; its mistake is reported, and the device fails with a code."""
-        driver = FakeDriver(library, 3, "pairs")
-        caller = Caller(driver, 3)
-        function, stream = caller.function(0), caller.stream(0)
-        memory = [driver.memory(4 * size, device) for device in (0, 0, 1, 2, HOST)]
-        got = action(driver, caller, function, stream, *memory)
-        if words:
-            reported(driver, words)
-        caller.call("cuStreamSynchronize", stream, gives=code)
-        assert driver.report() == []
-        return got
-
-    def launched(sources, results, n=size, code=0, change=lambda launch: launch):
-        def action(driver, caller, function, stream, *memory):
-            at = lambda each: memory[int(each)] + round(each % 1 * 100)  # noqa: E731  1.04: 4 bytes beyond the start of 1
-            addresses = [at(each) for each in sources], [at(each) for each in results]
-            caller.launch(function, stream, *addresses, n, code, change)
-
-        return action
-
-    def copied(to, source, n=4 * size, code=0, peers=None):
-        def action(driver, caller, function, stream, *memory):
-            if peers is None:
-                caller.call("cuMemcpyAsync", memory[to], memory[source], n, stream, gives=code)
-            else:
-                there, here = (caller.contexts[each] for each in peers)
-                caller.call("cuMemcpyPeerAsync", memory[to], there, memory[source], here, n, stream, gives=code)
-            driver.run()
-
-        return action
-
-    def patched(at, byte):
-        return lambda launch: launch[:at] + bytes([byte]) + launch[at + 1 :]
-
-    attempt(None, launched([0, 4], [1]), 0)  # pinned memory, too
-    attempt(None, launched([0], [0]), 0)  # in place
-    attempt("reads, .*is not within", launched([0], [1], size + 1), 700)
-    attempt("writes, .*is not within", launched([0], [1.04]), 700)
-    attempt("reads, .*is on device 1, to which peer access is not enabled", launched([0, 2], [1]), 700)
-    attempt("threads conflict", launched([0, 0.04], [0], size - 1, 1), 0)
-    attempt("misaligned", launched([0.02], [1], 9, 716), 0)
-    attempt("misaligned", launched([0.04], [1], 9, 716, patched(32 + 32 + 15, 1)), 0)  # "aligned"
-    attempt("number of tiles", launched([0], [1], code=1, change=patched(12, 2)), 0)
-    attempt("too large", launched([0], [1], code=1, change=patched(17, 200)), 0)
-    attempt("invalid order", launched([0], [1], code=1, change=patched(32 + 32 + 12, 3)), 0)
-
-    attempt(None, copied(1, 0), 0)
-    attempt(None, copied(3, 0, peers=(2, 0)), 0)
-    attempt("crosses to device 1", copied(2, 0, code=1), 0)
-    attempt("copy .*reads, .*is not within", copied(1, 0, 4 * size + 1), 700)
-    attempt("not in memory of device 1", copied(3, 0, code=1, peers=(1, 0)), 0)
-    attempt("overlap", copied(0, 0, code=1), 0)
-
-    def freed(pending):
-        def action(driver, caller, function, stream, *memory):
-            address = caller.give("cuMemAlloc_v2", 4 * size, kind=ctypes.c_uint64)
-            caller.launch(function, stream, [memory[0]], [address], size)
-            if not pending:
-                caller.call("cuStreamSynchronize", stream)
-            caller.call("cuMemFree_v2", address)
-            if not pending:
-                caller.launch(function, stream, [address], [memory[1]], size)
-
-        return action
-
-    attempt("not ordered: sum_f32_any writes in stream 1 of device 0, and cuMemFree writes", freed(True), 0)
-    attempt(r"reads, \[.*\), was freed", freed(False), 700)
+    driver = FakeDriver(library, 3, "pairs")
+    caller = Caller(driver, 3)
+    caller.queue = caller.stream(0)
+    module = caller.give("cuModuleLoadData", b"image")
+    caller.kernel = caller.give("cuModuleGetFunction", module, b"sum_f32_any")
+    *memory, pinned = (driver.memory(4 * SIZE, device) for device in (0, 0, 1, 2, HOST))
+    action(caller, *memory, pinned=pinned)
+    if words:
+        reported(driver, words)
+    caller.call("cuStreamSynchronize", caller.queue, gives=code)
+    assert driver.report() == []
 
 
 def test_the_libraries_are_found_and_have_all_functions():

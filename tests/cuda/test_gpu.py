@@ -42,53 +42,31 @@ def check(framework, result, op, xs, devices, inputs):
     check_memory(framework, result, inputs)
 
 
-def test_arrays_on_one_gpu_have_logical_devices(gpu):
-    """Eight arrays on one GPU have eight logical devices."""
-    assert cr.PerReplica(put(gpu, small("float32", (2,), 8))).devices == LOGICAL
-
-
 def test_every_contribution_is_added_once_on_gpu(gpu):
     """On 1 to 8 logical devices, packed or not, no contribution is lost, doubled or misplaced."""
     for algorithm, n, packs in pairs(ALGORITHMS, range(1, 9), [0, 1, 3]):
         xs = digits(n, (5,))
         given = put(gpu, xs)
         value = cr.PerReplica(given)
+        assert value.devices == LOGICAL[:n]
         ops = cr.AllReduceCrossDeviceOps(algorithm, packs)
         check(gpu, ops.reduce("sum", value, value), "sum", xs, LOGICAL[:n], given)
         check(gpu, ops.reduce("sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
 
 
 def test_every_dtype_on_gpu(gpu):
-    """Every reduction of every dtype equals the oracle, for every algorithm."""
+    """Every reduction of every dtype equals the oracle, for every algorithm, with the same bits in every run."""
     for algorithm, dtype in each(ALGORITHMS, DTYPES):
         xs = small(dtype, (3, 2), 8)
         given = put(gpu, xs)
         value = cr.PerReplica(given)
         for op in ops_for(dtype):
-            check(gpu, cr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value), op, xs, LOGICAL, given)
+            first, again = (cr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value) for _ in range(2))
+            check(gpu, first, op, xs, LOGICAL, given)
+            assert gpu.to_numpy(first[0]).tobytes() == gpu.to_numpy(again[0]).tobytes()
         assert all(np.array_equal(gpu.to_numpy(x), kept) for x, kept in zip(given, xs, strict=True))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_random_floats_on_gpu(gpu, algorithm):
-    """Results of random float32 arrays are within the oracle's tolerance, with the same bits on all devices and in
-    every run."""
-    rng = np.random.default_rng(0)
-    xs = [rng.normal(size=2000).astype("float32") for _ in range(8)]
-    given = put(gpu, xs)
-    value = cr.PerReplica(given)
-    for op in ("sum", "mean"):
-        ops = cr.AllReduceCrossDeviceOps(algorithm, 3)
-        first, again = ops.reduce(op, value, value), ops.reduce(op, value, value)
-        check(gpu, first, op, xs, LOGICAL, given)
-        assert gpu.to_numpy(first[0]).tobytes() == gpu.to_numpy(again[0]).tobytes()
-
-
-def test_means_are_divided_on_gpu(gpu):
-    """On a GPU, the mean of n equal integers is that integer: it is divided by n, not multiplied by 1/n."""
-    for n in (3, 5, 6, 7):
-        xs = [np.arange(100, dtype="float32")] * n
-        value = cr.PerReplica(put(gpu, xs))
+    for n in (3, 5, 6, 7):  # a mean is divided by n, not multiplied by 1/n
+        value = cr.PerReplica(put(gpu, [np.arange(100, dtype="float32")] * n))
         for y in cr.HierarchicalCopyAllReduce().reduce("mean", value, value):
             assert gpu.to_numpy(y).tolist() == list(range(100))
 
@@ -107,15 +85,10 @@ def test_sparse_on_gpu(gpu):
         check(gpu, cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed), "sum", dense, LOGICAL, [])
 
 
-def test_trees_gather_and_broadcast_on_gpu(gpu):
-    """Trees, gather and broadcast work between logical devices, and between the GPU and the host."""
+def test_gather_and_broadcast_on_gpu(gpu):
+    """Gather and broadcast work between logical devices, and between the GPU and the host."""
     xs = digits(3, (4,))
-    given = put(gpu, xs)
-    for result in cr.all_reduce([{"a": x, "n": float(k)} for k, x in enumerate(given)]):
-        assert on_gpu(gpu, result["a"])
-        assert gpu.to_numpy(result["a"]).tolist() == np.sum(xs, axis=0).tolist()
-        assert result["n"].item() == 3
-    value = cr.PerReplica(given)
+    value = cr.PerReplica(put(gpu, xs))
     for y in cr.HierarchicalCopyAllReduce().gather(value, value, 0):
         assert gpu.to_numpy(y).tolist() == np.concatenate(xs).tolist()
     (y,) = cr.HierarchicalCopyAllReduce().reduce("sum", value, "cpu:0")
@@ -123,10 +96,5 @@ def test_trees_gather_and_broadcast_on_gpu(gpu):
     assert gpu.to_numpy(y).tolist() == np.sum(xs, axis=0).tolist()
     copies = cr.HierarchicalCopyAllReduce().broadcast(y, value)
     assert all(on_gpu(gpu, copy) for copy in copies)
-
-
-def test_a_gpu_that_does_not_exist(gpu):
-    """A GPU that does not exist raises a DeviceError with its name."""
-    value = cr.PerReplica(put(gpu, digits(2, (2,))))
     with pytest.raises(cr.DeviceError, match="cuda:99"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, "cuda:99")

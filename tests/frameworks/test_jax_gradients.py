@@ -55,22 +55,6 @@ def test_gradients_are_those_of_psum(kind, check):
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=0, atol=64 * 2.0**-24 * float(scale))
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_gradients_through_shard_map_are_those_of_psum(check):
-    """A gradient taken outside shard_map is that of psum, by XLA's collective and along schedules."""
-    x = np.random.default_rng(4).standard_normal((4, 5)).astype("float32")
-    found = [
-        np.asarray(jax.jit(jax.grad(lambda x, f=f: (spread(f, 4, check)(jnp.sin(x)) ** 3).sum()))(x))
-        for f in (
-            lambda x: lax.psum(x, "d"),
-            lambda x: all_reduce(x, "d"),
-            lambda x: all_reduce(x, "d", algorithm="forest" if check else "recursive_doubling"),
-        )
-    ]
-    for ours in found[1:]:
-        np.testing.assert_allclose(ours, found[0], rtol=0, atol=16 * 2.0**-24 * float(np.abs(found[0]).max()))
-
-
 @pytest.mark.parametrize(
     ("op", "algorithm", "check"), [("min", "auto", True), ("product", "ring", True), ("max", "ring", False)]
 )
@@ -118,25 +102,6 @@ def test_unreduced_arrays(algorithm):
     assert twice == [[24.0, 32.0]] * 4
     half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
     assert half == [[30000.0] * 2] * 4
-
-
-def test_gradients_of_unreduced_and_reduced_arrays():
-    """The gradients with respect to unreduced and reduced arrays are those of ``lax.psum`` and of replicated arrays."""
-
-    def gradient(reduce, before):
-        return lambda x: jax.grad(lambda x: (reduce(before(x), ("d", "e")) ** 2).sum())(x)
-
-    parts = P(("d", "e"))
-    want = explicitly(gradient(lax.psum, unreduced("d", "e")), lambda x: x, parts)
-    assert explicitly(gradient(all_reduce, unreduced("d", "e")), lambda x: x, parts) == want
-    total = explicitly(
-        lambda x: all_reduce(lax.pcast(lax.psum(x, ("d", "e")), ("d", "e"), to="reduced"), ("d", "e")), lambda x: x
-    )
-    assert total == [[48.0, 64.0]] * 4
-
-
-def test_what_unreduced_arrays_do_not_have():
-    """Reductions of parts of a sum, which are not defined, raise an error that says what to do."""
-    for op, axes in (("max", ("d", "e")), ("min", "d"), ("product", "e"), ("mean", "e")):
+    for op, axes in (("max", both), ("min", "d"), ("product", "e"), ("mean", "e")):  # not defined for parts of a sum
         with pytest.raises(cr.UnsupportedError, match=rf"(?s)leaf x: the {op} over .*part of a sum.*psum over 'd'"):
             explicitly(lambda x, op=op, axes=axes: all_reduce(x, axes, op), unreduced("d"))

@@ -40,10 +40,10 @@ def test_uniform():
         framework._uniform([np.zeros(3)])  # not a tuple
 
 
-@pytest.mark.parametrize("empty", [results._empty, results._empty_in_python], ids=["compiled", "python"])
-@pytest.mark.parametrize("dtype", ["float32", "bool", "complex128", ml_dtypes.bfloat16], ids=str)
-def test_empty(empty, dtype):
+@pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16], ids=str)
+def test_empty(dtype):
     """``empty`` returns separate, writable arrays that own their memory, and keeps no reference to the dtype."""
+    empty = results._empty
     dtype = np.dtype(dtype)
     for shape in ((), (0,), (3,), (2, 0, 5), (4, 5)):
         before = sys.getrefcount(dtype)
@@ -58,20 +58,6 @@ def test_empty(empty, dtype):
         del arrays, x
         assert sys.getrefcount(dtype) == before
         assert empty(shape, dtype, 0) == []
-
-
-@pytest.mark.parametrize(
-    ("shape", "fault"),
-    [
-        ((-1,), "negative dimensions"),
-        ((2**62, 8), "too big|too large"),
-        ((1,) * 65, "cannot have 65 axes"),
-        (("3",), "an integer is required|interpreted as an integer"),
-        ((1.5,), "an integer is required|interpreted as an integer"),
-    ],
-    ids=str,
-)
-def test_empty_with_an_invalid_shape(shape, fault):
-    """A shape that no NumPy array can have raises."""
-    with pytest.raises((ValueError, TypeError, MemoryError), match=fault):
-        results._empty(shape, np.dtype("float64"), 2)
+    for shape, fault in (((-1,), "negative dimensions"), ((2**62, 8), "too big|too large"), ((1.5,), "integer")):
+        with pytest.raises((ValueError, TypeError, MemoryError), match=fault):
+            empty(shape, dtype, 2)

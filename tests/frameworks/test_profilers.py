@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +13,13 @@ import pytest
 import torch
 from command_line import run_python
 from jax.profiler import ProfileData
+from jax_programs import spread
 from torch.profiler import ProfilerActivity, profile
 
 import crossreduce as cr
 import crossreduce.jax
 from crossreduce.observe.profilers import PROFILERS
-from crossreduce.observe.profilers.facts import by_replica, call_facts
+from crossreduce.observe.profilers.facts import call_facts
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +41,12 @@ def test_eager_calls_on_jax_arrays_are_in_its_profile(tmp_path):
     trees = [{"w": jnp.full((3, 5), k, "float32"), "n": jnp.arange(4, dtype="int32")} for k in range(3)]
     value = cr.PerReplica([jnp.ones(7, "float32")] * 2)
     cr.all_reduce(trees)
-    start = time.time_ns()
     with jax.profiler.trace(str(tmp_path)):
         cr.all_reduce(trees, "max")
         cr.ReductionToOneDevice().reduce("mean", value, value)
         cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value)])
         cr.CrossDeviceOps().broadcast(jnp.ones(2, "float32"), value)
         cr.CrossDeviceOps().gather(value, value, 0)
-    ended = time.time_ns()
     cr.all_reduce(trees)  # not profiled
     found = jax_entries(tmp_path)
     names = ["all_reduce", "reduce", "batch_reduce", "broadcast", "gather"]
@@ -57,20 +55,13 @@ def test_eager_calls_on_jax_arrays_are_in_its_profile(tmp_path):
     assert (facts["op"], int(facts["bytes"]), int(facts["replicas"])) == ("max", 60 + 16, 3)
     assert sorted(facts["dtypes"].split()) == ["float32", "int32"]
     assert [int(each[1]["bytes"]) for each in found[1:]] == [28, 28, 8, 28]
-    assert 0 < sum(duration for *_, duration in found) < ended - start
+    assert sum(duration for *_, duration in found) > 0
 
 
 def test_names_in_compiled_jax_programs():
     """Under jit, the operations of all_reduce have its name in the compiled program."""
-    mesh = jax.sharding.Mesh(jax.devices(), "data")
-    assert len(jax.devices()) > 1
-    spec = jax.sharding.PartitionSpec("data")
-
-    def f(x):
-        return crossreduce.jax.all_reduce(x, "data", "mean", algorithm="ring")
-
-    program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    text = program.lower(jnp.ones(len(jax.devices()))).as_text(debug_info=True)
+    program = jax.jit(spread(lambda x: crossreduce.jax.all_reduce(x, "d", "mean", algorithm="ring"), 2))
+    text = program.lower(jnp.ones(2)).as_text(debug_info=True)
     assert "crossreduce:all_reduce" in text
 
 
@@ -99,10 +90,8 @@ def test_errors_are_those_without_a_profiler():
         pairs = iter([(cr.PerReplica([torch.ones(2), torch.ones(2)]), "cpu:0")])
         (result,) = cr.ReductionToOneDevice().batch_reduce("sum", pairs)
         assert result[0].tolist() == [2, 2]
-        with pytest.raises(cr.ArgumentError, match="pair"):
-            cr.ReductionToOneDevice().batch_reduce("sum", 5)
     names = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
-    assert names == ["crossreduce:all_reduce"] * 3 + ["crossreduce:batch_reduce"] * 2
+    assert names == ["crossreduce:all_reduce"] * 3 + ["crossreduce:batch_reduce"]
 
 
 class Fitted(NamedTuple):
@@ -110,13 +99,6 @@ class Fitted(NamedTuple):
 
     values: object
     bias: object
-
-
-class Rude:
-    """An object that raises for each attribute."""
-
-    def __getattribute__(self, name):
-        raise ValueError(name)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +120,6 @@ def test_a_profiler_does_not_make_calls_fail(trees, nbytes):
     (name,) = [event.name for event in found.events() if event.name.startswith("crossreduce:")]
     assert name == "crossreduce:all_reduce"
     assert call_facts("all_reduce", "sum", trees).nbytes == nbytes
-
-
-def test_facts_of_any_value():
-    """Facts count the arrays of one replica; a value that is not an array, or cannot be read, has no facts."""
-    assert call_facts("all_reduce", Rude(), [Rude()]) == ("all_reduce", "", 0, 0, "", ())
-    value = cr.PerReplica([np.ones(3), np.ones(3)])
-    assert call_facts("reduce", cr.ReduceOp.MEAN, value)[:5] == ("reduce", "mean", 2, 24, "float64")
-    assert call_facts("reduce", None, object())[2:5] == (1, 0, "")
-    rows = by_replica([(value, "cpu:0"), (cr.PerReplica([np.ones(1, np.int8)] * 2), None)])
-    assert call_facts("batch_reduce", "sum", rows)[2:5] == (2, 25, "float64, int8")
-    assert by_replica(None) == by_replica([3, ()]) == []
 
 
 NVTX = """
@@ -203,11 +174,9 @@ def test_nvtx_without_a_library_and_by_nvidias_package():
     ran = run_python(CALLS, CROSSREDUCE_NVTX="1")
     assert ran.stdout.splitlines() == ["raised"]
     assert ran.stderr.count("NVTX is not installed") == 1
-    package = (
-        "from types import SimpleNamespace as S; "
-        'sys.modules["nvtx"] = S(push_range=lambda name: print("push", name, flush=True), '
-        'pop_range=lambda: print("pop", flush=True))'
-    )
+    package = """from types import SimpleNamespace
+push, pop = (lambda name: print("push", name, flush=True)), (lambda: print("pop", flush=True))
+sys.modules["nvtx"] = SimpleNamespace(push_range=push, pop_range=pop)"""
     calls = CALLS.replace('sys.modules["nvtx"] = None', package)
     assert run_python(calls, CROSSREDUCE_NVTX="1").stdout.splitlines() == RANGES
     assert run_python(calls).stdout.splitlines() == ["raised"]

@@ -39,15 +39,6 @@ def test_d3_shapes_must_agree(mode):
             outcomes(mode, lambda pairs=pairs: SMALL.batch_reduce(SUM, pairs))
 
 
-class OwnMismatch(cr.MismatchError):
-    pass
-
-
-class Raising(type(SMALL)):
-    def reduce_implementation(self, *_):
-        raise OwnMismatch("own")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_that_differ_raise_both_libraries_errors(mode):
     """A MismatchError of an op for TensorFlow is also TensorFlow's InvalidArgumentError, as its own ops raise."""
@@ -63,8 +54,6 @@ def test_replicas_that_differ_raise_both_libraries_errors(mode):
         assert isinstance(error, cr.MismatchError)
         assert error.message == str(error) == str(found.value)
         assert (error.op, error.node_def, error.error_code) == (None, None, tf.errors.INVALID_ARGUMENT)
-    with pytest.raises(OwnMismatch, match="own"):  # a user's class is kept
-        Raising().reduce(SUM, value, value)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,23 +69,15 @@ def test_d4_d6_dtypes_mix_in_a_batch(mode):
             assert all(c.dtype == x.dtype and (c == x * 7).all() for c in components)
 
 
-def test_d10_mirrored_values_are_summed():
-    """D10: the components of a Mirrored are summed like those of a PerReplica, by reduce and batch_reduce."""
-    value = per_replica([5.0, 5.0], wrap=Mirrored)
-    assert float(SMALL.reduce(SUM, value, "CPU:0")) == 10.0
-    assert float(SMALL.batch_reduce(SUM, [(value, value)])[0].values[1]) == 10.0
-    assert float(SMALL.batch_reduce(MEAN, [(value, value)])[0].values[1]) == 5.0
-
-
-def test_d13_two_replicas_on_one_device():
-    """D13: two replicas on one device are both summed, to one tensor on a device's name and two on the value itself."""
-    value = PerReplica([on(0, 1.0), on(0, 2.0)])
-    for call in (
-        lambda where: SMALL.reduce(SUM, value, where),
-        lambda where: SMALL.batch_reduce(SUM, [(value, where)])[0],
-    ):
-        assert float(call("CPU:0")) == 3.0
-        assert [float(x) for x in call(value).values] == [3.0, 3.0]
+def test_d10_d13_mirrored_values_and_two_replicas_on_one_device():
+    """D10, D13: a Mirrored is summed like a PerReplica, and two replicas on one device are both summed."""
+    for value in per_replica([1.0, 2.0], wrap=Mirrored), PerReplica([on(0, 1.0), on(0, 2.0)]):
+        for call in (
+            lambda op, where, value=value: SMALL.reduce(op, value, where),
+            lambda op, where, value=value: SMALL.batch_reduce(op, [(value, where)])[0],
+        ):
+            assert float(call(SUM, "CPU:0")) == 3.0
+            assert [float(x) for x in call(MEAN, value).values] == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,22 +112,6 @@ def test_d17_strategies_accept_an_op():
         assert strategy.extended._cross_device_ops is op
 
 
-def test_bad_destinations():
-    """An invalid destination raises a ValueError that shows the given value, and in a batch the number of the pair."""
-    value = per_replica([1.0, 2.0])
-    for bad in (None, [], 3, np.ones(2), PerReplica(())):
-        for call in (
-            lambda bad=bad: SMALL.broadcast(tf.constant(1.0), bad),
-            lambda bad=bad: SMALL._gather(per_replica([[1.0], [2.0]]), bad, 0),
-        ):
-            with pytest.raises(cr.ArgumentError, match="given:"):
-                call()
-    with pytest.raises(ValueError, match=r"pair 1: destinations must be"):
-        SMALL.batch_reduce(SUM, [(value, value), (value, [])])
-    with pytest.raises(ValueError, match="no such logical device"):
-        SMALL.reduce(SUM, value, "GPU:7")
-
-
 def test_bad_values():
     """Invalid values and arguments of ops raise the exceptions that TensorFlow's users catch."""
     value = per_replica([1.0, 2.0])
@@ -154,16 +119,16 @@ def test_bad_values():
         (ValueError, "not of tf.distribute", lambda: SMALL.reduce(SUM, cr.PerReplica([1.0, 2.0]), "CPU:0")),
         (ValueError, "not of tf.distribute", lambda: SMALL.reduce(SUM, value, cr.PerReplica([1.0, 2.0]))),
         (ValueError, "not of tf.distribute", lambda: SMALL.broadcast(cr.Mirrored([1.0, 1.0]), value)),
-        (ValueError, "not of tf.distribute", lambda: SMALL._gather(cr.PerReplica([1.0]), "CPU:0", 0)),
-        (ValueError, "crossreduce.tensorflow's", lambda: cr.CrossDeviceOps().reduce(SUM, value, "CPU:0")),
         (ValueError, "at least one component", lambda: SMALL.reduce(SUM, PerReplica(()), "CPU:0")),
-        (ValueError, "cannot be converted to a tensor", lambda: SMALL.reduce(SUM, [[1.0], [2.0, 3.0]], "CPU:0")),
         (TypeError, "string", lambda: SMALL.reduce(SUM, per_replica(["a", "b"]), "CPU:0")),
         (TypeError, "bool", lambda: SMALL.reduce(SUM, per_replica([True, False]), "CPU:0")),
         (TypeError, "SparseTensor", lambda: SMALL.reduce(SUM, tf.sparse.from_dense([1.0, 0.0]), "CPU:0")),
-        (TypeError, "RaggedTensor", lambda: SMALL.reduce(SUM, tf.ragged.constant([[1.0], []]), "CPU:0")),
         (ValueError, "differ in", lambda: SMALL.reduce(SUM, PerReplica([on(0, 1.0), on(1, 1)]), "CPU:0")),
         (ValueError, "one of its components", lambda: SMALL.broadcast(value, "CPU:0")),
+        (ValueError, "no such logical device", lambda: SMALL.reduce(SUM, value, "GPU:7")),
+        (ValueError, "given:", lambda: SMALL.broadcast(tf.constant(1.0), PerReplica(()))),
+        (ValueError, "given:", lambda: SMALL._gather(per_replica([[1.0], [2.0]]), np.ones(2), 0)),
+        (ValueError, r"pair 1: destinations", lambda: SMALL.batch_reduce(SUM, [(value, value), (value, [])])),
         (ValueError, "topology", lambda: crt.HierarchicalCopyAllReduce(1, 3)),
         (ValueError, "accumulation_fn", lambda: crt.ReductionToOneDevice(None, 3)),
         (ValueError, "cannot be parsed", lambda: crt.ReductionToOneDevice("foo")),

@@ -13,12 +13,28 @@ import crossreduce as cr
 SHARED = ("ReductionToOneDevice", "AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce")
 KINDS = [*(getattr(cr, kind) for kind in (*SHARED, "NcclAllReduce")), *(getattr(crt, kind) for kind in SHARED)]
 HINTS = tf.distribute.experimental.CollectiveHints  # removed from TensorFlow's pages in r2.5, not from its code
+SIGNATURES = {  # of classes and methods: the names and defaults of what can be given by position, without ``self``
+    "CrossDeviceOps": "",
+    "ReductionToOneDevice": "reduce_to_device=None, accumulation_fn=None",
+    "AllReduceCrossDeviceOps": "all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
+    "agg_small_grads_max_group=10, topology=None",
+    "HierarchicalCopyAllReduce": "num_packs=1, topology=None",
+    "NcclAllReduce": "num_packs=1",
+    "reduce": "reduce_op, per_replica_value, destinations, options=None",
+    "batch_reduce": "reduce_op, value_destination_pairs, options=None",
+    "broadcast": "tensor, destinations",
+    "CollectiveHints": "bytes_per_pack=0, timeout_seconds=None",
+    "CommunicationOptions": "bytes_per_pack=0, timeout_seconds=None, implementation='auto', exact=False",
+}
+
+
+def is_plug_in(op):
+    return isinstance(op, tf.distribute.CrossDeviceOps)
 
 
 def value_of(op, xs=(1.0, 2.0, 4.0)):
     """Return a per-replica value as the op's library has it."""
-    plug_in = isinstance(op, tf.distribute.CrossDeviceOps)
-    return per_replica(list(xs)) if plug_in else cr.PerReplica(list(map(np.float32, xs)))
+    return per_replica(list(xs)) if is_plug_in(op) else cr.PerReplica(list(map(np.float32, xs)))
 
 
 def first(result):
@@ -27,116 +43,77 @@ def first(result):
     return float(values[0])
 
 
-def parameters(function):
-    """Return the names and defaults of a function's parameters that can be given by position, without ``self``."""
-    found = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found if p.name != "self"]
-    return ", ".join(named)
-
-
 every_op = pytest.mark.parametrize("op", [kind() for kind in KINDS], ids=lambda op: f"{type(op).__module__}.{op!r}")
 
 
 def test_each_row_has_a_test():
-    """The rows of the table are numbered from P1, and each number is that of one test."""
+    """The rows of the table are numbered from P1, and each number is in the name of one test."""
     page = (ROOT / "docs/contract.md").read_text("utf-8")
     rows = [int(number) for number in re.findall(r"^\| P(\d+) \|", page, re.MULTILINE)]
-    tests = [int(found[1]) for key in globals() if (found := re.match(r"test_p(\d+)_", key))]
-    assert rows == tests == list(range(1, len(rows) + 1))
+    tests = [int(number) for key in globals() if key.startswith("test_") for number in re.findall(r"_p(\d+)", key)]
+    assert rows == sorted(tests) == list(range(1, len(rows) + 1))
     assert len(rows) > 15
 
 
-def test_p1_the_base_class():
-    """``CrossDeviceOps()`` has no parameters, and every op derives from it."""
-    assert parameters(cr.CrossDeviceOps) == ""
+def test_p1_p4_p5_p9_p19_classes_and_signatures():
+    """Classes, bases, parameters and defaults are those of the pages; ops for several processes are not offered."""
+    kinds = {*KINDS, cr.CrossDeviceOps, cr.CollectiveHints, cr.CommunicationOptions}
+    methods = {getattr(kind, method) for kind in KINDS for method in ("reduce", "batch_reduce", "broadcast")}
+    for each in kinds | methods:
+        found = [p for p in inspect.signature(each).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        named = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found if p.name != "self"]
+        assert ", ".join(named) == SIGNATURES[each.__name__], each
     assert isinstance(cr.CrossDeviceOps(), cr.CrossDeviceOps)
-    for kind in KINDS:
-        base = tf.distribute.CrossDeviceOps if kind.__module__ == crt.__name__ else cr.CrossDeviceOps
-        assert issubclass(kind, base)
-
-
-@pytest.mark.parametrize("module", [cr, crt])
-def test_p2_reduction_to_one_device(module):
-    """By default the first destination adds; a function replaces the sum, and a mean divides its result."""
-    assert parameters(module.ReductionToOneDevice) == "reduce_to_device=None, accumulation_fn=None"
-    op = module.ReductionToOneDevice(accumulation_fn=lambda xs: xs[0] * xs[1] * xs[2])
-    assert first(op.reduce("mean", value_of(op), "cpu:0")) == np.float32(8 / 3)
-    plain = module.ReductionToOneDevice()
-    large = cr.PerReplica([np.float16(40000)] * 2) if module is cr else per_replica([np.float16(40000)] * 2)
-    assert first(plain.reduce("mean", large, "cpu:0")) == 40000
-
-
-@pytest.mark.parametrize("module", [cr, crt])
-def test_p3_all_reduce_cross_device_ops(module):
-    """The parameters and defaults are those of r1.15; an unknown algorithm is an error; "nccl" needs no NCCL (D5)."""
-    small = "agg_small_grads_max_bytes=0, agg_small_grads_max_group=10"
-    assert parameters(module.AllReduceCrossDeviceOps) == f"all_reduce_alg='nccl', num_packs=1, {small}, topology=None"
-    for algorithm in ("nccl", "hierarchical_copy", "ring"):
-        op = module.AllReduceCrossDeviceOps(algorithm, 0, 100, 10)
-        assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
-    with pytest.raises(ValueError, match="there is no such algorithm"):
-        module.AllReduceCrossDeviceOps("bogus")
-
-
-@pytest.mark.parametrize("module", [cr, crt])
-def test_p4_hierarchical_copy(module):
-    """Hierarchical copy derives from ``AllReduceCrossDeviceOps`` and has one pack by default."""
-    assert issubclass(module.HierarchicalCopyAllReduce, module.AllReduceCrossDeviceOps)
-    assert parameters(module.HierarchicalCopyAllReduce) == "num_packs=1, topology=None"
-
-
-def test_p5_nccl():
-    """``NcclAllReduce`` derives from ``AllReduceCrossDeviceOps``; the plug-in has the algorithm "nccl" instead."""
+    for module, base in ((cr, cr.CrossDeviceOps), (crt, tf.distribute.CrossDeviceOps)):
+        assert issubclass(module.ReductionToOneDevice, base)
+        assert issubclass(module.AllReduceCrossDeviceOps, base)
+        assert issubclass(module.HierarchicalCopyAllReduce, module.AllReduceCrossDeviceOps)
+        assert not hasattr(module, "MultiWorkerAllReduce")
+        assert not hasattr(module, "CollectiveAllReduce")
     assert issubclass(cr.NcclAllReduce, cr.AllReduceCrossDeviceOps)
-    assert parameters(cr.NcclAllReduce) == "num_packs=1"
     assert not hasattr(crt, "NcclAllReduce")
     shown = repr(crt.AllReduceCrossDeviceOps("nccl"))
     assert shown == "crossreduce.tensorflow.AllReduceCrossDeviceOps('nccl', num_packs=1)"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "num_packs" in inspect.signature(kind).parameters])
-def test_p6_the_number_of_packs(kind):
-    """0 packs are valid; a negative number, or a value that is not an integer, is a ``ValueError``."""
-    op = kind(num_packs=0)
-    assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
-    for wrong in (-1, 1.5, "1", None):
-        with pytest.raises(ValueError, match="num_packs must be a whole number, 0 or more"):
-            kind(num_packs=wrong)
+@pytest.mark.parametrize("module", [cr, crt])
+def test_p2_p3_p6_arguments_of_constructors(module):
+    """A function replaces the sum, and a mean divides its result; "nccl" needs no NCCL (D5); 0 packs are valid."""
+    op = module.ReductionToOneDevice(accumulation_fn=lambda xs: xs[0] * xs[1] * xs[2])
+    assert first(op.reduce("mean", value_of(op), "cpu:0")) == np.float32(8 / 3)
+    large = [np.float16(40000)] * 2
+    large = cr.PerReplica(large) if module is cr else per_replica(large)
+    assert first(module.ReductionToOneDevice().reduce("mean", large, "cpu:0")) == 40000
+    for algorithm in ("nccl", "hierarchical_copy", "ring"):
+        op = module.AllReduceCrossDeviceOps(algorithm, 0, 100, 10)
+        assert first(op.reduce("sum", value_of(op), "cpu:0")) == 7.0
+    with pytest.raises(ValueError, match="there is no such algorithm"):
+        module.AllReduceCrossDeviceOps("bogus")
+    for kind in (kind for kind in KINDS if "num_packs" in inspect.signature(kind).parameters):
+        assert first(kind(num_packs=0).reduce("sum", value_of(kind()), "cpu:0")) == 7.0
+        for wrong in (-1, 1.5, "1", None):
+            with pytest.raises(ValueError, match="num_packs must be a whole number, 0 or more"):
+                kind(num_packs=wrong)
 
 
 @every_op
-def test_p7_reduce(op):
+def test_p7_p8_options(op):
     """The options may be given by position, as ``options`` or as ``experimental_hints``, but not by both names."""
-    assert parameters(op.reduce) == "reduce_op, per_replica_value, destinations, options=None"
     value, hints = value_of(op), cr.CollectiveHints(bytes_per_pack=4)
     given = {"reduce_op": "sum", "per_replica_value": value, "destinations": value}
-    for more in ({}, {"options": hints}, {"experimental_hints": hints}, {"options": None, "experimental_hints": hints}):
+    pairs = {"reduce_op": "sum", "value_destination_pairs": [(value, value), (value, "cpu:1")]}
+    for more in ({}, {"options": hints}, {"experimental_hints": hints}):
         assert first(op.reduce(**given, **more)) == 7.0
+        assert list(map(first, op.batch_reduce(**pairs, **more))) == [7.0] * 2
     assert first(op.reduce("sum", value, value, hints)) == 7.0
+    assert first(op.batch_reduce("sum", [(value, value)], hints)[0]) == 7.0
+    assert first(op.broadcast(tensor=3.0, destinations=value)) == 3.0
     with pytest.raises(ValueError, match="options and its older name experimental_hints cannot both be given"):
         op.reduce("sum", value, value, cr.CommunicationOptions(), experimental_hints=hints)
-    with pytest.raises(ValueError, match="options must be CommunicationOptions"):
-        op.reduce("sum", value, value, experimental_hints=8)
-
-
-@every_op
-def test_p8_batch_reduce(op):
-    """A batch takes the options in the same ways."""
-    assert parameters(op.batch_reduce) == "reduce_op, value_destination_pairs, options=None"
-    value, hints = value_of(op), cr.CollectiveHints(bytes_per_pack=4)
-    given = {"reduce_op": "mean", "value_destination_pairs": [(value, value), (value, "cpu:1")]}
-    for more in ({}, {"options": hints}, {"experimental_hints": hints}):
-        assert list(map(first, op.batch_reduce(**given, **more))) == [np.float32(7 / 3)] * 2
-    assert first(op.batch_reduce("sum", [(value, value)], hints)[0]) == 7.0
     with pytest.raises(ValueError, match="cannot both be given"):
         op.batch_reduce("sum", [(value, value)], hints, experimental_hints=hints)
-
-
-@every_op
-def test_p9_broadcast(op):
-    """``broadcast`` has the parameters of every version."""
-    assert parameters(op.broadcast) == "tensor, destinations"
-    assert first(op.broadcast(tensor=3.0, destinations=value_of(op))) == 3.0
+    with pytest.raises(ValueError, match="options must be CommunicationOptions"):
+        op.reduce("sum", value, value, experimental_hints=8)
 
 
 @every_op
@@ -150,7 +127,7 @@ def test_p10_reductions(op):
             op.reduce(wrong, value, value)
         with pytest.raises(ValueError, match="this is not a known reduction"):
             op.batch_reduce(wrong, [(value_of(op, [1.0]), "cpu:0")])
-    if isinstance(op, tf.distribute.CrossDeviceOps):
+    if is_plug_in(op):
         assert [first(op.reduce(kind, value, value)) for kind in (SUM, MEAN)] == [7.0, np.float32(7 / 3)]
     else:
         with pytest.raises(ValueError, match=r"crossreduce\.tensorflow's op of the same name"):
@@ -158,23 +135,18 @@ def test_p10_reductions(op):
 
 
 @every_op
-def test_p11_values(op):
-    """Distributed values, arrays and numbers are values; the plug-in also makes a tensor of a list."""
-    plug_in = isinstance(op, tf.distribute.CrossDeviceOps)
+def test_p11_p12_p14_values_destinations_and_results(op):
+    """Values may be arrays and numbers; destinations, names, tensors and variables, which are not written.
+
+    The plug-in returns a tensor for one device, else TensorFlow's ``Mirrored``; crossreduce always a ``Mirrored``.
+    """
     values = [value_of(op, [3.0]), on(0, 3.0), variable(1, 3.0), np.float32(3.0), 3.0]
-    values.append(per_replica([3.0], wrap=Mirrored) if plug_in else cr.Mirrored([np.float32(3)]))
+    values.append(per_replica([3.0], wrap=Mirrored) if is_plug_in(op) else cr.Mirrored([np.float32(3)]))
     for value in values:
         assert first(op.reduce("sum", value, "cpu:0")) == 3.0
-    for wrong in (None, {"a": 1.0}, *([] if plug_in else [[1.0, 2.0], (1.0,), "text"])):
+    for wrong in (None, {"a": 1.0}, *([] if is_plug_in(op) else [[1.0, 2.0], (1.0,), "text"])):
         with pytest.raises(ValueError, match=r"a value to reduce must be a PerReplica or an array|cannot be converted"):
             op.reduce("sum", wrong, "cpu:0")
-    if plug_in:
-        assert op.reduce("sum", [1.0, 2.0], "cpu:0").numpy().tolist() == [1.0, 2.0]
-
-
-@every_op
-def test_p12_destinations(op):
-    """Destinations are distributed values, a variable, a tensor or a name, and a variable is not written."""
     value, where = value_of(op), variable(0, 5.0)
     for destinations in (value, where, on(0, 1.0), "CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"):
         assert first(op.reduce("sum", value, destinations)) == 7.0
@@ -182,6 +154,15 @@ def test_p12_destinations(op):
     for wrong in (["cpu:0"], ("cpu:0",), [], None, 0, b"cpu:0", "", "foo"):
         with pytest.raises(ValueError, match=r"destinations must be|must not be empty|cannot be parsed"):
             op.reduce("sum", value, wrong)
+    one, several = op.reduce("sum", value, "cpu:1"), op.reduce("sum", value, value)
+    if is_plug_in(op):
+        assert op.reduce("sum", [1.0, 2.0], "cpu:0").numpy().tolist() == [1.0, 2.0]
+        assert tf.is_tensor(one)
+        assert place(one) == name(1)
+        assert type(several) is Mirrored
+    else:
+        assert type(one) is type(several) is cr.Mirrored
+        assert one.devices == ("cpu:1",)
 
 
 @every_op
@@ -198,20 +179,6 @@ def test_p13_pairs(op):
     for wrong in (value, (value,), (value, value, value)):
         with pytest.raises(ValueError, match="element 1 of value_destination_pairs is not a pair"):
             op.batch_reduce("sum", [pair, wrong])
-
-
-@every_op
-def test_p14_results(op):
-    """The plug-in returns a tensor for one device, else TensorFlow's ``Mirrored``; crossreduce a ``Mirrored``."""
-    value = value_of(op)
-    one, several = op.reduce("sum", value, "cpu:1"), op.reduce("sum", value, value)
-    if isinstance(op, tf.distribute.CrossDeviceOps):
-        assert tf.is_tensor(one)
-        assert place(one) == name(1)
-        assert type(several) is Mirrored
-    else:
-        assert type(one) is type(several) is cr.Mirrored
-        assert one.devices == ("cpu:1",)
 
 
 def test_p15_subclasses():
@@ -238,30 +205,26 @@ def test_p15_subclasses():
         cr.CrossDeviceOps().reduce("sum", value, value)
 
 
-def test_p16_collective_hints():
-    """``CollectiveHints`` are those of r2.4; the plug-in accepts TensorFlow's by both names."""
-    assert parameters(cr.CollectiveHints) == "bytes_per_pack=0, timeout_seconds=None"
-    with pytest.raises(ValueError, match="bytes_per_pack must be a whole number, 0 or more"):
-        cr.CollectiveHints(-1)
-    op = crt.HierarchicalCopyAllReduce()
-    for given in ({"options": HINTS(8)}, {"experimental_hints": HINTS(8, 2.0)}):
-        assert first(op.reduce(SUM, value_of(op), "CPU:0", **given)) == 7.0
+def test_p16_p17_hints_and_communication_options():
+    """``CollectiveHints`` are those of r2.4; ``implementation`` is an algorithm's name in any case.
 
-
-def test_p17_communication_options():
-    """``implementation`` is an algorithm's name in any case; a timeout of 0 is refused, or ignored if TensorFlow's."""
-    theirs = "bytes_per_pack=0, timeout_seconds=None, implementation='auto'"
-    assert parameters(cr.CommunicationOptions) == f"{theirs}, exact=False"
+    The plug-in accepts TensorFlow's by both names; a timeout of 0 is refused, or ignored if TensorFlow's.
+    """
+    for words, call in (
+        ("bytes_per_pack must be a whole number, 0 or more", lambda: cr.CollectiveHints(-1)),
+        ("there is no such algorithm", lambda: cr.CommunicationOptions(implementation="bogus")),
+        ("timeout_seconds must be a positive number", lambda: cr.CommunicationOptions(timeout_seconds=0)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     for implementation in ("AUTO", "RING", "NCCL"):
         assert cr.CommunicationOptions(implementation=implementation).implementation == implementation.lower()
-    with pytest.raises(ValueError, match="there is no such algorithm"):
-        cr.CommunicationOptions(implementation="bogus")
-    with pytest.raises(ValueError, match="timeout_seconds must be a positive number"):
-        cr.CommunicationOptions(timeout_seconds=0)
     op, kinds = crt.HierarchicalCopyAllReduce(), tf.distribute.experimental
-    for implementation in kinds.CommunicationImplementation:
-        options = kinds.CommunicationOptions(timeout_seconds=0, implementation=implementation)
-        assert first(op.reduce(SUM, value_of(op), "CPU:0", options)) == 7.0
+    options = [
+        kinds.CommunicationOptions(timeout_seconds=0, implementation=each) for each in kinds.CommunicationImplementation
+    ]
+    for given in (*({"options": each} for each in (HINTS(8), *options)), {"experimental_hints": HINTS(8, 2.0)}):
+        assert first(op.reduce(SUM, value_of(op), "CPU:0", **given)) == 7.0
 
 
 def test_p18_bytes_per_pack():
@@ -277,10 +240,3 @@ def test_p18_bytes_per_pack():
     given = HINTS(100), theirs, ours
     assert packs() == 1
     assert [packs(options=each) for each in given] == [packs(experimental_hints=given[0])] * 3 == [4] * 3
-
-
-def test_p19_several_processes():
-    """The ops of ``tf.contrib`` for several processes are not offered."""
-    for kind in ("MultiWorkerAllReduce", "CollectiveAllReduce"):
-        assert not hasattr(cr, kind)
-        assert not hasattr(crt, kind)

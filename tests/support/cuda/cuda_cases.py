@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -124,7 +125,8 @@ class Memory(DeviceMemory):
 
     def scratch(self, nbytes, device):
         made = self.array(nbytes, np.uint8, device)
-        owner = _Owner(self, made)
+        owner = set()  # when it is not used any more, the memory is freed
+        weakref.finalize(owner, self.release, made).atexit = False
         return owner, made.ctypes.data
 
     def writable_outputs(self, arrays, devices):
@@ -137,30 +139,16 @@ class Memory(DeviceMemory):
         pass
 
 
-class _Owner:
-    """Frees temporary memory when it is not used any more."""
-
-    def __init__(self, memory, array):
-        self.memory, self.array = memory, array
-
-    def __del__(self):
-        self.memory.release(self.array)
-
-
-def _renamed(program, devices, pieces):
-    """Return a program on devices of other names; of a generated program, with all its chunks."""
-    chunks, routes = tuple(program.chunks), program.routes
-    return Program(program.collective, program.algorithm, devices, chunks, program.round_count, pieces, routes)
-
-
 def _on(layout, names, pieces):
     """Return a layout on devices of other names, with programs of so many pieces."""
     buffers = []
     for buffer, ranges in layout.buffers:
         found = []
         for each in ranges:
-            devices = tuple(names[device] for device in each.program.devices)
-            found.append(each._replace(program=_renamed(each.program, devices, pieces)))
+            old = each.program
+            devices = tuple(names[device] for device in old.devices)
+            of_old = tuple(old.chunks), old.round_count, pieces, old.routes
+            found.append(each._replace(program=Program(old.collective, old.algorithm, devices, *of_old)))
         buffers.append(LoweredBuffer(buffer, tuple(found)))
     sources, destinations = (tuple(names[name] for name in ends) for ends in (layout.sources, layout.destinations))
     return replace(layout, buffers=tuple(buffers), sources=sources, destinations=destinations)
@@ -169,21 +157,8 @@ def _on(layout, names, pieces):
 class Case:
     """A layout with its executable and the arrays of a call."""
 
-    def __init__(
-        self,
-        memory,
-        algorithm,
-        places,
-        op,
-        dtype,
-        sizes,
-        packing,
-        inplace,
-        topology=None,
-        destinations=None,
-        pieces=1,
-        result=None,
-    ):
+    def __init__(self, memory, algorithm, places, op, dtype, sizes, packing, inplace, *, destinations=None, **options):
+        topology, result = options.get("topology"), options.get("result")
         self.memory, self.fake, self.inplace, self.dtype = memory, memory.fake, inplace, dtype
         copies, names = {}, []
         for place in places:
@@ -202,7 +177,7 @@ class Case:
             ends = self.destinations if topology is None else names
             made = layouts(NUMPY, algorithm, names, ends, specs, packing, topology, None)
         renamed = dict(zip(names, self.names, strict=True))
-        self.layouts = [_on(layout, renamed, pieces) for layout in made]
+        self.layouts = [_on(layout, renamed, options.get("pieces", 1)) for layout in made]
         self.engine = cuda.CudaEngine()
         assert all(self.engine.supports(layout) for layout in self.layouts)
         self.compile()
@@ -394,5 +369,5 @@ def drawn(memory, number, seed):
     result = choose.choice(["float64", "float32", "float16"]) if is_integer_mean else None
     if choose.random() < 0.1:
         sizes = [choose.choice([1, 5, 9]) for _ in range(45)]  # so many that tables are split
-    arguments = PLACES[where], op, dtype, sizes, packing, inplace, topology, destinations, pieces, result
-    return Case(memory, algorithm, *arguments)
+    options = {"topology": topology, "destinations": destinations, "pieces": pieces, "result": result}
+    return Case(memory, algorithm, PLACES[where], op, dtype, sizes, packing, inplace, **options)

@@ -54,11 +54,6 @@ def number(device):
     return 7 - device.id
 
 
-def jax_device(number):
-    """Return the JAX device with a number of the driver."""
-    return jax.devices()[7 - number]
-
-
 class Capsule:
     """A capsule of XLA. When that of an input is released, the memory is freed: the input was deleted before."""
 
@@ -104,7 +99,7 @@ class Xla:
         self.fake = FakeDriver(library, 8, peers, seed)
         self.compute = [self.fake.stream(k) for k in range(8)]
         self.ready = [[self.fake.stream(k) for _ in range(4)] for k in range(8)]
-        self.turns, self.contexts, self.retries = [0] * 8, [], 0
+        self.turns, self.contexts = [0] * 8, []
         for k in range(8):
             context = ctypes.c_void_p()
             assert self.fake.lib.cuInit(0) == 0
@@ -116,10 +111,8 @@ class Xla:
         jax.ffi.register_ffi_target(memory.EMPTY, handler, platform="cpu")
 
     def called(self, name, *arguments):
-        """Call the driver, again if a fault was meant for the engine."""
-        if getattr(self.fake.lib, name)(*arguments):
-            self.retries += 1
-            assert getattr(self.fake.lib, name)(*arguments) == 0, self.fake.report()
+        """Call the driver."""
+        assert getattr(self.fake.lib, name)(*arguments) == 0, self.fake.report()
 
     @contextmanager
     def on(self, device):
@@ -171,7 +164,7 @@ class Xla:
         def made():
             arrays = REAL["_empty"](number, shapes, dtype)()
             for x in arrays:
-                assert x.devices() == {jax_device(number)}
+                assert x.devices() == {jax.devices()[7 - number]}
                 if x.nbytes:
                     self.free(self.own(x), x.nbytes, number)  # the program before it still writes
                     self.made.add(x.unsafe_buffer_pointer())
@@ -195,7 +188,7 @@ class Xla:
             return REAL["from_dlpack"](exported)
         kind, device = exported.__dlpack_device__()
         assert kind == 2
-        stream = self.next_ready(jax_device(device))
+        stream = self.next_ready(jax.devices()[7 - device])
         capsule = exported.__dlpack__(stream=stream)
         capsule.is_used = True
         made = REAL["from_dlpack"](Exported(capsule))

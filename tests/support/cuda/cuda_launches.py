@@ -269,8 +269,10 @@ def check(
             return block, block[start : start + size * dtype.itemsize]
 
         ins = [memory(wide_kind if each else kind) for each in wide]
+        is_signs = numbers.op in ("min", "max") and draw.random() < 0.3  # zeros of both signs show the order
         for (_, part), each in zip(ins, wide, strict=True):
-            part[:] = values(draw, numbers.accumulator if each else numbers.dtype, size).view(np.uint8)
+            drawn = values(draw, numbers.accumulator if each else numbers.dtype, size)
+            part[:] = (draw.choice([0.0, -0.0], size).astype(kind) if is_signs else drawn).view(np.uint8)
         outs = [memory(out_kind) for _ in range(results)]
         given = [part.view(wide_kind if each else kind).copy() for (_, part), each in zip(ins, wide, strict=True)]
         if draw.random() < 0.4:  # in place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import struct
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def ptx() -> str:
     """Return the packed PTX."""
     (text,) = (code for name, code in unpacked()[1].items() if name.startswith("compute_"))
     return text.rstrip(b"\0").decode()
+
+
+def kernels(text: str) -> dict[str, str]:
+    """Return the body of each kernel in PTX."""
+    pattern = r"\.visible \.entry (\w+)\([^)]+\)[^{]+\{\n(.*?)\n\}\n"
+    return dict(re.findall(pattern, text, re.DOTALL))
 
 
 def resources(cubin: bytes) -> dict[str, dict[str, int]]:

@@ -9,7 +9,6 @@ float32 numbers to 0, and NaNs lose their payload. ``_machine`` has the memory, 
 import builtins
 import ctypes
 import inspect
-import math
 
 import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
@@ -22,77 +21,52 @@ _CHARS = "?bBhHiIlLqQeEfdFD"
 
 def _dtype(dtype):
     made = np.dtype(dtype)
-    if not made.isnative:
-        raise ValueError(f"Unsupported dtype {made} with big-endian byte-order")
-    if made.char not in _CHARS:
+    if made.char not in _CHARS or not made.isnative:
         raise ValueError(f"Unsupported dtype {made}")
     return made
 
 
-class _Flags:
-    def __init__(self, x):
-        host = x._layout()
-        self.c_contiguous, self.f_contiguous = host.flags.c_contiguous, host.flags.f_contiguous
-        self.owndata = x.base is None
-
-
 class ndarray:  # noqa: N801
-    """An array on a device."""
+    """An array on a device; ``_layout`` is NumPy's view of the memory, without waiting for the devices."""
 
     __array_priority__ = 100
     __hash__ = None
 
-    def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
-        self.shape = tuple(int(n) for n in shape) if np.iterable(shape) else (int(shape),)
-        self.dtype, self.base = _dtype(dtype), None
-        if strides is not None and memptr is None:
-            raise ValueError("memptr is required if strides is given.")
-        self.size = math.prod(self.shape)
-        self.nbytes = self.size * self.dtype.itemsize
-        self.data = cuda.alloc(self.nbytes) if memptr is None else memptr
-        self.strides = np.ndarray(self.shape, self.dtype, b"\0" * self.nbytes, order=order).strides
-        if strides is not None:
-            self.strides = tuple(strides)
-
-    def _layout(self):
-        """Return NumPy's view of the memory, without waiting for the devices."""
-        block = self.data.mem
-        if not self.size:
-            return np.empty(self.shape, self.dtype)
-        memory = (ctypes.c_char * block.nbytes).from_address(block.address)
-        return np.ndarray(self.shape, self.dtype, memory, self.data.ptr - block.address, self.strides)
+    def __init__(self, shape, dtype=float, order="C"):
+        plain = np.empty(shape, _dtype(dtype), order)
+        self.data, self.base, self._layout = cuda.alloc(plain.nbytes), None, plain
+        if plain.size:
+            memory = (ctypes.c_char * plain.nbytes).from_address(self.data.ptr)
+            self._layout = np.ndarray(plain.shape, plain.dtype, memory, 0, plain.strides)
 
     def _host(self):
         """Return NumPy's view of the memory when all work is done."""
         _machine.synchronize()
-        return self._layout()
+        return self._layout
 
-    def _view_of(self, host):
+    def _view_of(self, layout):
         """Return a view, given NumPy's view of the same memory."""
-        offset = host.__array_interface__["data"][0] - self.data.ptr if host.size and self.size else 0
-        made = type(self)(host.shape, host.dtype, self.data + offset, host.strides)
-        made.base = self if self.base is None else self.base
+        made = object.__new__(type(self))
+        first, own = (x.__array_interface__["data"][0] for x in (layout, self._layout))
+        made.data = self.data + (first - own if layout.size and self.size else 0)
+        made.base, made._layout = self if self.base is None else self.base, layout
         return made
 
-    flags = property(_Flags)
+    dtype = property(lambda self: self._layout.dtype)
+    shape = property(lambda self: self._layout.shape)
+    strides = property(lambda self: self._layout.strides)
+    size = property(lambda self: self._layout.size)
+    nbytes = property(lambda self: self._layout.nbytes)
+    ndim = property(lambda self: self._layout.ndim)
+    flags = property(lambda self: self._layout.flags)
     device = property(lambda self: self.data.device)
-    ndim = property(lambda self: len(self.shape))
-    itemsize = property(lambda self: self.dtype.itemsize)
-    T = property(lambda self: self._view_of(self._layout().T))
-    real = property(lambda self: self._view_of(self._layout().real))
-    imag = property(lambda self: self._view_of(self._layout().imag))
+    T = property(lambda self: self._view_of(self._layout.T))
+    real = property(lambda self: self._view_of(self._layout.real))
+    imag = property(lambda self: self._view_of(self._layout.imag))
 
-    @property
-    def __cuda_array_interface__(self):
-        strides = None if self.flags.c_contiguous else self.strides
-        made = {"shape": self.shape, "typestr": self.dtype.str, "descr": self.dtype.descr, "version": 3}
-        return made | {"strides": strides, "data": (self.data.ptr, False), "stream": 1}
-
-    def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
-        if casting is not None or subok is not None:
-            raise TypeError("casting is not supported yet" if casting is not None else "subok is not supported yet")
+    def astype(self, dtype, order="K", copy=True):
         dtype = _dtype(dtype)
-        layout = self._layout().astype(self.dtype, order=order, copy=False)  # has the order of the result
+        layout = self._layout.astype(self.dtype, order=order, copy=False)  # has the order of the result
         if dtype == self.dtype and not copy and (order == "K" or layout.strides == self.strides):
             return self
         made = ndarray(self.shape, dtype, order="F" if layout.flags.fnc else "C")
@@ -101,14 +75,12 @@ class ndarray:  # noqa: N801
         cuda._launch([self], [made])
         with np.errstate(all="ignore"):
             made._host()[...] = self._host() if dtype == self.dtype else _flush(self._host()).astype(dtype)
-        if dtype != self.dtype:
-            _finish(made)
-        return made
+        return made if dtype == self.dtype else _finish(made)
 
     def copy(self, order="C"):
         if not self.size or self.data.device_id == cuda.runtime.getDevice():
             return self.astype(self.dtype, order=order)
-        with cuda._using(self.data.device_id):  # queued on a stream that the copy does not wait for, as in CuPy
+        with cuda.Device(self.data.device_id):  # queued on a stream that the copy does not wait for, as in CuPy
             x = self.astype(self.dtype, order=order, copy=False)
         if not (x.flags.c_contiguous or x.flags.f_contiguous):
             raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
@@ -117,29 +89,22 @@ class ndarray:  # noqa: N801
         made._host()[...] = x._host()
         return made
 
-    def view(self, dtype=None, type=None):  # noqa: A002
-        if dtype is not None and inspect.isclass(dtype) and issubclass(dtype, ndarray):
-            dtype, type = None, dtype  # noqa: A001
-        made = self._view_of(self._layout() if dtype is None else self._layout().view(_dtype(dtype)))
-        if type is not None:
-            made.__class__ = type
+    def view(self, kind):
+        if not (inspect.isclass(kind) and issubclass(kind, ndarray)):
+            return self._view_of(self._layout.view(_dtype(kind)))
+        made = self._view_of(self._layout)
+        made.__class__ = kind
         return made
 
-    def reshape(self, *shape, order="C", copy=None):
-        assert (order, copy) == ("C", None), "not in the stand-in"
-        shape = shape[0] if len(shape) == 1 else shape
-        layout = self._layout()
-        if self.size and not np.shares_memory(layout.reshape(shape), layout):
-            return self.copy().reshape(shape)
-        return self._view_of(layout.reshape(shape))
+    def reshape(self, *shape):
+        layout = self._layout.reshape(shape[0] if len(shape) == 1 else shape)
+        if self.size and not np.shares_memory(layout, self._layout):
+            return self.copy().reshape(*shape)
+        return self._view_of(layout)
 
-    def fill(self, value):
-        self[...] = value
-
-    def get(self, stream=None, order="C", out=None, blocking=True):
-        assert (stream, order, out, blocking) == (None, "C", None, True), "not in the stand-in"
+    def get(self):
         stream = cuda.get_current_stream()
-        with cuda._using(self.data.device_id):
+        with cuda.Device(self.data.device_id):
             if not self.flags.c_contiguous:
                 with stream:
                     return self.copy().get()
@@ -148,13 +113,10 @@ class ndarray:  # noqa: N801
             return self._host().copy()
 
     def __len__(self):
-        return len(self._layout())
+        return len(self._layout)
 
     def __array__(self, dtype=None):
-        raise TypeError(
-            "Implicit conversion to a NumPy array is not allowed. "
-            "Please use `.get()` to construct a NumPy array explicitly."
-        )
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         if method != "__call__" or ufunc.__name__ not in _UFUNCS:
@@ -180,9 +142,9 @@ class ndarray:  # noqa: N801
     def __getitem__(self, slices):
         index, arrays = self._indices(slices)
         if not arrays:
-            found = self._layout()[index]
-            return self._view_of(found if isinstance(found, np.ndarray) else self._layout()[(*index, ...)])
-        layout = self._layout()[index]
+            found = self._layout[index]
+            return self._view_of(found if isinstance(found, np.ndarray) else self._layout[(*index, ...)])
+        layout = self._layout[index]
         made = ndarray(layout.shape, self.dtype)
         cuda._launch([self, *arrays], [made])
         made._host()[...] = self._host()[index]
@@ -207,32 +169,11 @@ class ndarray:  # noqa: N801
         (cuda._queue if whole else cuda._launch)([value, *arrays], [self])
         self._host()[index] = value._host()
 
-    def max(self, axis=None, out=None, keepdims=False):
-        return _reduced(np.max, self, axis, keepdims, self.dtype)
-
-    def min(self, axis=None, out=None, keepdims=False):
-        return _reduced(np.min, self, axis, keepdims, self.dtype)
-
-    def sum(self, axis=None, dtype=None, out=None, keepdims=False):
-        return _reduced(np.sum, self, axis, keepdims, dtype)
-
-    def prod(self, axis=None, dtype=None, out=None, keepdims=False):
-        return _reduced(np.prod, self, axis, keepdims, dtype)
-
     def __matmul__(self, other):
-        made = ndarray((self._layout() @ other._layout()).shape, self.dtype)
+        made = ndarray((self._layout @ other._layout).shape, self.dtype)
         cuda._launch([self, other], [made])
         made._host()[...] = self._host() @ other._host()
         return made
-
-
-def _reduced(function, x, axis, keepdims, dtype):
-    typed = {} if function in (np.max, np.min) or dtype is None else {"dtype": dtype}
-    found = np.asarray(function(_flush(x._host()), axis=axis, keepdims=keepdims, **typed))
-    made = ndarray(found.shape, found.dtype)
-    cuda._launch([x], [made])
-    made._host()[...] = found
-    return _finish(made)
 
 
 def _parts(host):
@@ -265,7 +206,6 @@ class ufunc:  # noqa: N801
 
     def __init__(self, name, types, function):
         self.name, self.types, self._function = f"cupy_{name}", types, function
-        self.nin = len(types[0].partition("->")[0])
 
     def _loop(self, args, dtype):
         # As in CuPy, division in a given dtype does not use the integers' function.
@@ -277,25 +217,17 @@ class ufunc:  # noqa: N801
 
     def __call__(self, *args, **kwargs):
         out, dtype = kwargs.pop("out", None), kwargs.pop("dtype", None)
-        casting = kwargs.pop("casting", "same_kind")
-        if kwargs:
-            raise TypeError(f"Wrong arguments {kwargs}")
-        if len(args) != self.nin:
-            raise TypeError(f"Wrong number of arguments for {self.name!r}.")
         out = out[0] if isinstance(out, tuple) else out
-        for x in args:
-            if isinstance(x, np.ndarray):
-                raise TypeError(f"Unsupported type {type(x)}")
+        if kwargs or any(isinstance(x, np.ndarray) for x in args):
+            raise TypeError(f"Wrong arguments of {self.name}: {args}, {kwargs}")
         given, result = self._loop(args, None if dtype is None else np.dtype(dtype))
         arrays = [x for x in args if isinstance(x, ndarray)]
         shape = np.broadcast_shapes(*(x.shape for x in arrays))
         if out is None:
             out = ndarray(shape, result)
             out.__class__ = next((type(x) for x in arrays if type(x) is not ndarray), ndarray)
-        elif not np.can_cast(result, out.dtype, casting):
-            raise TypeError(f"Cannot cast output from {result!r} to {out.dtype!r} according to the rule '{casting}'")
-        elif out.shape != shape:
-            raise ValueError("Out shape is mismatched")
+        elif not np.can_cast(result, out.dtype, "same_kind") or out.shape != shape:
+            raise TypeError(f"Cannot write {result!r} of shape {shape} into {out.dtype!r} of shape {out.shape}")
         cuda._launch(arrays, [out])
         with np.errstate(all="ignore"):
             inputs = [x._host() if isinstance(x, ndarray) else np.asarray(x) for x in args]
@@ -334,9 +266,24 @@ ndarray.__gt__ = lambda x, y: _UFUNCS["greater"](x, y)
 ndarray.__eq__ = lambda x, y: _UFUNCS["equal"](x, y)
 
 
-def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocking=False):
+def _reduction(function):
+    def reduced(a, axis=None, dtype=None, keepdims=False):
+        typed = {} if dtype is None else {"dtype": dtype}
+        found = np.asarray(function(_flush(a._host()), axis=axis, keepdims=keepdims, **typed))
+        made = ndarray(found.shape, found.dtype)
+        cuda._launch([a], [made])
+        made._host()[...] = found
+        return _finish(made)
+
+    return reduced
+
+
+sum, prod, amin, amax = map(_reduction, (np.sum, np.prod, np.min, np.max))  # noqa: A001
+ndarray.sum, ndarray.prod, ndarray.min, ndarray.max = sum, prod, amin, amax
+
+
+def array(obj, dtype=None, copy=True, order="K"):
     """Return an array on the current device."""
-    assert (subok, ndmin, blocking) == (False, 0, False), "not in the stand-in"
     if isinstance(obj, ndarray):
         dtype = obj.dtype if dtype is None else dtype
         if obj.data.device_id == cuda.runtime.getDevice():
@@ -350,14 +297,14 @@ def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocki
     return made
 
 
-def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
+def asarray(a, dtype=None, order=None, *, copy=None):
     """Return an array on the current device: the same one, if it is there."""
-    return array(a, dtype, copy, order or "K", blocking=blocking)
+    return array(a, dtype, copy, order or "K")
 
 
-def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
+def asnumpy(a):
     """Return an array as a NumPy array."""
-    return a.get(stream, order, out, blocking) if isinstance(a, ndarray) else np.asarray(a, order=order)
+    return a.get() if isinstance(a, ndarray) else np.asarray(a)
 
 
 def empty(shape, dtype=float, order="C"):
@@ -365,28 +312,17 @@ def empty(shape, dtype=float, order="C"):
     return ndarray(shape, dtype, order=order)
 
 
-def full(shape, fill_value, dtype=None, order="C"):
-    """Return a new array of one number."""
-    made = ndarray(shape, np.asarray(fill_value).dtype if dtype is None else dtype, order=order)
-    made.fill(fill_value)
+def zeros(shape, dtype=float, order="C"):
+    """Return a new array of zeros."""
+    made = ndarray(shape, dtype, order=order)
+    made[...] = 0
     return made
 
 
-def zeros(shape, dtype=float, order="C"):
-    """Return a new array of zeros."""
-    return full(shape, 0, dtype, order)
-
-
-def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
+def concatenate(tup, axis=0):
     """Join arrays of the current device along an axis."""
-    assert (out, dtype, casting) == (None, None, "same_kind"), "not in the stand-in"
-    if axis is None:
-        tup, axis = [x.reshape(-1) for x in tup], 0
-    for x in tup:
-        if not isinstance(x, ndarray):
-            raise TypeError("Only cupy arrays can be concatenated")
-        if not x.ndim:
-            raise TypeError("zero-dimensional arrays cannot be concatenated")
+    if not all(isinstance(x, ndarray) and x.ndim for x in tup):
+        raise TypeError("Only cupy arrays that are not zero-dimensional can be concatenated")
     found = np.concatenate([x._host() for x in tup], axis)
     made = ndarray(found.shape, found.dtype)
     cuda._launch(tup, [made])
@@ -400,27 +336,7 @@ def byte_bounds(a):
         return a.data.ptr, a.data.ptr
     reach = [(n - 1) * step for n, step in zip(a.shape, a.strides, strict=True)]
     low, high = (builtins.sum(pick(step, 0) for step in reach) for pick in (min, max))
-    return a.data.ptr + low, a.data.ptr + high + a.itemsize
-
-
-def sum(a, axis=None, dtype=None, out=None, keepdims=False):  # noqa: A001
-    """Return the sum along an axis."""
-    return a.sum(axis, dtype, out, keepdims)
-
-
-def prod(a, axis=None, dtype=None, out=None, keepdims=False):
-    """Return the product along an axis."""
-    return a.prod(axis, dtype, out, keepdims)
-
-
-def amin(a, axis=None, out=None, keepdims=False):
-    """Return the minimum along an axis."""
-    return a.min(axis, out, keepdims)
-
-
-def amax(a, axis=None, out=None, keepdims=False):
-    """Return the maximum along an axis."""
-    return a.max(axis, out, keepdims)
+    return a.data.ptr + low, a.data.ptr + high + a.dtype.itemsize
 
 
 def get_default_memory_pool():

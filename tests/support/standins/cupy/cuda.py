@@ -1,6 +1,5 @@
 """CuPy's devices, streams, events and pointers: see the package's docstring."""
 
-import contextlib
 import itertools
 import threading
 
@@ -46,9 +45,6 @@ class Device:
     def __init__(self, device=None):
         self.id = runtime.getDevice() if device is None else int(device)
 
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
-
     def __enter__(self):
         _state().stack.append(runtime.getDevice())
         runtime.setDevice(self.id)
@@ -66,13 +62,8 @@ class Device:
 class Event:
     """A point in the work of a stream of the device that was current when the event was made."""
 
-    def __init__(self, block=False, disable_timing=False, interprocess=False):
-        if interprocess and not disable_timing:
-            raise ValueError("Timing must be disabled for interprocess events")
+    def __init__(self, disable_timing=False):
         self.ptr, self._device, self._clock = next(_streams), runtime.getDevice(), {}
-
-    def record(self, stream=None):
-        (get_current_stream() if stream is None else stream).record(self)
 
 
 class Stream:
@@ -80,9 +71,7 @@ class Stream:
 
     null = None
 
-    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        assert not ptds
-        assert priority is None
+    def __init__(self, null=False, non_blocking=False):
         self.ptr = _machine.NULL if null else next(_streams)
         self.device_id = -1 if null else runtime.getDevice()
 
@@ -96,10 +85,7 @@ class Stream:
         current = runtime.getDevice()
         device = current if self.device_id == -1 else self.device_id
         if device != current:
-            raise RuntimeError(
-                f"The device that the stream is created on ({device}) does not match with the current device "
-                f"({current})"
-            )
+            raise RuntimeError(f"The stream is of device {device}, not of the current one, {current}")
         _state().streams[device].append(self)
         _state().stack.append(device)
         return self
@@ -171,10 +157,7 @@ def _launch(reads, writes):
     device = runtime.getDevice()
     for x in (*reads, *writes):
         if x.data.device_id != device:
-            raise ValueError(
-                f"The device where the array resides ({x.data.device_id}) is different from the current device "
-                f"({device}). Peer access is unavailable between these devices."
-            )
+            raise ValueError(f"An array of device {x.data.device_id} on device {device}: there is no peer access.")
     _queue(reads, writes)
 
 
@@ -185,14 +168,3 @@ def _queue(reads, writes):
         x.data.mem.access(stream, False)
     for x in writes:
         x.data.mem.access(stream, True)
-
-
-@contextlib.contextmanager
-def _using(device):
-    """Make a device the current one, as functions of CuPy do for themselves."""
-    before = runtime.getDevice()
-    runtime.setDevice(device)
-    try:
-        yield
-    finally:
-        runtime.setDevice(before)
