@@ -101,7 +101,7 @@ class Schedule:
     pieces: int = 1
     routes: tuple[Route, ...] = ()
 
-    # Makes a schedule from a base and the JSON of a symmetry. Set by ``generated_schedule.py``, which imports this file.
+    # Makes a schedule from a base and a symmetry's JSON. ``generated_schedule.py``, which imports this file, sets it.
     generated: ClassVar[Callable[[Schedule, Any], Schedule] | None] = None
 
     def __post_init__(self) -> None:

@@ -311,7 +311,7 @@ class _Timing:
         return self._fewest_pieces(self._fastest_pieces([best, *range(low, high + 1)]))
 
     def _fewest_pieces(self, best: int) -> int:
-        """Return the least of some numbers of pieces, from ``best / 2`` on, that take at most ``LONGER`` times as long."""
+        """Return the least tried number from ``best / 2`` to ``best`` that takes at most ``LONGER`` times as long."""
         longest = LONGER * self.seconds(best)
         tried = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
         return tried[bisect_left(tried, True, key=lambda pieces: self.seconds(pieces) <= longest)]
