@@ -1,8 +1,8 @@
 """Where each rank stores the values of a program: register allocation for the exporters.
 
-The program is in static single assignment, and buffers are not. An instruction may not write to memory that another
-instruction of its round still has to read. An exporter therefore reports each read when it writes the operation that
-performs it, and a new value gets only memory whose value has no reads left. Out of place, the inputs stay unchanged.
+The program is in static single assignment, but buffers are reused. An instruction must not write to memory that another
+instruction of the same round still has to read. So an exporter records each read when it writes the operation that
+reads, and a new value only gets memory whose old value has no reads left. Out of place, the inputs stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .collective import Collective, Location
 class MemoryPlacement:
     """The locations of the values of some blocks of a collective, for calls in place or out of place.
 
-    ``b`` is the number of a block, and values are numbered within their chunk, as in ``ChunkProgram``. A new value is
-    stored in the rank's output if the rank is a destination and the output is free, else in scratch memory.
+    ``b`` is the number of a block. Values are numbered within their chunk, as in ``ChunkProgram``. A new value is
+    stored in the rank's output if the rank is a destination and the output is free, and otherwise in scratch memory.
 
     >>> from crossreduce.planning import one_device
     >>> from crossreduce.export.formats.collective import collective
@@ -32,8 +32,8 @@ class MemoryPlacement:
         self.inplace: Final = inplace
         self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
         self.scratch: Final = [0] * made.ranks  # units of scratch memory, by rank
-        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result's never reach 0
-        self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the last value by rank, block and memory
+        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; never 0 for a result
+        self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the latest value by rank, block and memory
         self._spares: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
         for b in blocks:
             chunk = made.program.chunks[made.blocks[b].chunk]
@@ -47,7 +47,7 @@ class MemoryPlacement:
         self._reads_left[b, value] -= 1
 
     def store(self, rank: int, b: int, value: int) -> Location:
-        """Choose memory for a new value, where no other value has reads left, and return its location."""
+        """Choose memory for a new value, in which no other value has reads left, and return the location."""
         block = self.made.blocks[b]
         if rank in self.made.program.chunks[block.chunk].destinations:
             output = self.made.output(rank, block)
@@ -56,13 +56,13 @@ class MemoryPlacement:
         return self._put(rank, b, value, self.spare(rank, b))
 
     def move(self, rank: int, b: int, value: int, location: Location) -> None:
-        """Record that a value is stored at a location other than the one from ``store``: one from ``spare``."""
+        """Record that a value is stored at a location from ``spare`` instead of the one from ``store``."""
         self._put(rank, b, value, location)
 
     def spare(self, rank: int, b: int) -> Location:
         """Return scratch memory of a rank for a value of block ``b``.
 
-        This is memory that held values of the block before, if all reads of the last one are done; else new memory.
+        The memory may have stored other values of the block before, if these have no reads left.
         """
         spares = self._spares.setdefault((rank, b), [])
         for spare in spares:
@@ -77,7 +77,7 @@ class MemoryPlacement:
         return Location("s", self.scratch[rank] - self.made.blocks[b].size)
 
     def memory(self, rank: int, location: Location) -> Location:
-        """Return the location; if input and output share its memory, the same location for both."""
+        """Return a name for the memory at a location: the same name for input and output where they share memory."""
         return self.made.in_place(rank, location) if self.inplace else location
 
     def _free(self, rank: int, b: int, location: Location) -> bool:

@@ -146,7 +146,7 @@ def _pcie_links(
 
 
 def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
-    """Return the NVLinks of each group of joined devices; they lead to a switch if the sum of a row exceeds ``most``."""
+    """Return the NVLinks of each group of joined devices; they lead to a switch if a row's sum exceeds ``most``."""
     links: list[Link] = []
     switches = 0
     pairs = [pair for pair in combinations(range(len(devices)), 2) if number(*pair)]
