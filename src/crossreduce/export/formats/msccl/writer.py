@@ -127,8 +127,8 @@ def to_msccl_xml(
         raise _misfit(schedule, runtime, broken)
     head = (
         f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" '
-        f'ngpus="{collective.ranks}" coll="{collective.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
-        f'maxBytes="{max_bytes}"'
+        f'ngpus="{collective.ranks}" coll="{collective.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" '
+        f'minBytes="{min_bytes}" maxBytes="{max_bytes}"'
     )
     file = _File(head, channels or 1, inplace, outofplace, limits)
     if channels is not None or (wiring is None and schedule.pieces == 1):
