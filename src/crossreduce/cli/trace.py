@@ -207,21 +207,21 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
     """Print for each group who keeps the others waiting, and a table."""
     plans = dict(zip(((row.token, row.text) for row in rows), predicted, strict=True))
     console = terminal()
-    for own in _by_group(rows):
-        rank, share = straggler(own)
-        console.print(Text(printable(f'group "{own[0].group}" ({own[0].token})'), style="bold"))
+    for group_rows in _by_group(rows):
+        rank, share = straggler(group_rows)
+        console.print(Text(printable(f'group "{group_rows[0].group}" ({group_rows[0].token})'), style="bold"))
         named = share >= NOTEWORTHY
         sentence = f"{waiting_sentence(rank if named else None, share)} in collectives"
         console.print(Text(sentence, "bold red" if named else "green"))
-        shown = own[:_MOST_ROWS]
+        shown = group_rows[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
         console.print(fitted_table(columns_that_fit(columns, _LEFT_OUT, console.width, 0), console.width))
-        if own[_MOST_ROWS:]:
-            print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
+        if group_rows[_MOST_ROWS:]:
+            print_lines([f"and {len(group_rows) - _MOST_ROWS} more rows; --json has all of them"])
 
 
 def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[TableColumn]:
-    """Return the columns of a group's table; those of queues and plans only if there is one."""
+    """Return the columns of a group's table. Columns for queues and plans are left out if they would be empty."""
     columns = [
         TableColumn("call", [printable(row.text) for row in rows], left=True, fold=" "),
         TableColumn("bytes", ["-" if row.nbytes is None else short_size(row.nbytes) for row in rows]),
