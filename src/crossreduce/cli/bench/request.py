@@ -46,7 +46,7 @@ class Timing:
         return self.algbw * self.busbw_factor
 
     def per_iter(self) -> dict[str, Any]:
-        """Return statistics of the calls' times."""
+        """Return statistics of the times of the calls, with nccl-tests' keys."""
         times, n = np.sort(np.array(self.times_s)) * 1e6, len(self.times_s)
         p95, p99 = (float(times[min(n - 1, (n * percent + 99) // 100 - 1)]) for percent in (95, 99))
         return {

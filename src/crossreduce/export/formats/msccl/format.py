@@ -28,9 +28,7 @@ TYPES: Final = SENDS | RECEIVES | READS | WRITES | {"nop"}
 PROTOCOLS: Final = ("Simple", "LL", "LL128")
 
 LARGEST_COUNT: Final = 71  # MSCCL_MAX_COUNT is 72, and a step's cnt must be below it
-MOST_PEERS: Final = (
-    32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: limits the send peers and the receive peers of a channel
-)
+MOST_PEERS: Final = 32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: of the send peers, and receive peers, of a channel
 MOST_CHUNKS: Final = 32768  # an offset is an int16
 LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
 LONGEST_TEXT: Final = 1 << 26
