@@ -100,13 +100,7 @@ def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: flo
 
 
 def _write_file(
-    file: Path,
-    exporter: Exporter,
-    request: PlanRequest,
-    granularity: float,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
+    file: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
     """Write a file, and a map of ranks to devices if the format has rank numbers. Return what the command prints."""
     map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None

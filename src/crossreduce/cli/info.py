@@ -63,11 +63,7 @@ def framework_info(name: str) -> dict[str, Any]:
     """Return a framework's version, devices and error, each of which may be ``None``."""
     version = installed_version(name)
     if version is None:
-        return {
-            "version": None,
-            "devices": None,
-            "error": f"not installed  try: pip install 'crossreduce[{name}]'",
-        }
+        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
     command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:

@@ -37,13 +37,7 @@ from .support.output import atomic_file, print_lines, printable, progress, short
 from .support.tables import TableColumn, columns_that_fit, fitted_table
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
-_LEFT_OUT: Final = (
-    "GB/s",
-    "count",
-    "plan",
-    "queue",
-    "median",
-)  # columns that are left out, in this order, until it fits
+_LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # columns that narrow tables lack, in this order
 MOST_PHASES: Final = 1_000_000  # calls and phases in a file for a viewer, which needs about 250 bytes for each
 _MOST_SHOWN: Final = 3  # the most ranks that a row lists as those for which others waited
 _MOST_NOTES: Final = 20

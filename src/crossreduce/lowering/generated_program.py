@@ -37,14 +37,9 @@ class GeneratedProgram(Program):
 
     def __init__(self, schedule: GeneratedSchedule, base: Program) -> None:
         self.__dict__.update(
-            schedule=schedule,
-            base=base,
-            collective=base.collective,
-            algorithm=base.algorithm,
-            devices=base.devices,
-            round_count=base.round_count,
-            pieces=base.pieces,
-        )
+            schedule=schedule, base=base, collective=base.collective, algorithm=base.algorithm, devices=base.devices,
+            round_count=base.round_count, pieces=base.pieces,
+        )  # fmt: skip
 
     @cached_property
     def chunks(self) -> Sequence[ChunkProgram]:

@@ -52,10 +52,7 @@ def _queued_operations(schedule: Schedule) -> dict[str, tuple[QueuedOperation, .
 
 
 def operation_count(schedule: Schedule) -> int:
-    """Return the number of operations in all ticks.
-
-    In p pieces, round r is in progress in the p ticks from r to r + p - 1. The sum counts the union of these ticks.
-    """
+    """Return the number of operations in all ticks; with p pieces, round r is in progress in ticks r to r + p - 1."""
     pieces = schedule.pieces
     return sum(
         operation.number * (pieces + sum(min(after - r, pieces) for r, after in pairwise(operation.rounds)))

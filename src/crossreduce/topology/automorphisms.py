@@ -137,9 +137,7 @@ class _PermutationSearch:
             if count == previous_count:
                 return colours
             hashed = _hashes(colours.astype(np.uint64))
-            total = hashed * np.uint64(
-                3
-            )  # for each node, a hash of its colour, its links and the colours of their ends
+            total = hashed * np.uint64(3)  # hashes of the colour, the links and the colours of their ends
             for direction, (far, kind, starts) in enumerate(self.directions):
                 sums = np.zeros((2, len(far) + 1), np.uint64)
                 np.cumsum(_hashes(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
@@ -322,9 +320,7 @@ class _PermutationMatching:
         Each guess is a list of (node, image). A path is a sequence of nodes, each the image of the one before.
         """
         both = set(xs) & set(ys)  # nodes that no path contains
-        ends = [
-            x for x in xs if x not in both
-        ]  # the last nodes of paths; nodes only in ys are the first nodes of paths
+        ends = [x for x in xs if x not in both]  # the last nodes of paths; the first ones are only in ys
         period = self._period()
         x = next((x for x in xs if self.origin[x] >= 0), xs[0])
         shifted = x + self.target - self.first  # moved by as many numbers as the first node

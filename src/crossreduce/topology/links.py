@@ -73,11 +73,7 @@ def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple
 
 
 def read_switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
-    """Return the switches that a list of ``Switch``es and names stands for.
-
-    Raises:
-      ArgumentError: a switch is invalid or is listed twice.
-    """
+    """Return the switches in a list of ``Switch``es and names; ArgumentError if one is invalid or listed twice."""
     entry: Any = given
     switches = []
     try:

@@ -16,12 +16,7 @@ _FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia
 
 
 def read_file(path: Any) -> bytes:
-    """Return at most ``LARGEST`` + 1 bytes of a file.
-
-    Raises:
-      ArgumentError: the argument is not a path.
-      OSError: the file cannot be read.
-    """
+    """Return at most ``LARGEST`` + 1 bytes of a file; ArgumentError if this is not a path, OSError if it fails."""
     try:
         with Path(path).open("rb") as file:
             return file.read(LARGEST + 1)
@@ -33,10 +28,8 @@ def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
     The table of nvidia-smi has no speeds. Each NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe is taken as
-    PCIe 3. For other links use ``Topology(*read_nvidia_smi(text, ...))``.
-
-    Raises:
-      ArgumentError: the format is unknown, or the data are malformed or truncated.
+    PCIe 3. For other links use ``Topology(*read_nvidia_smi(text, ...))``. If the format is unknown, or the data are
+    malformed or truncated, an ArgumentError is raised.
     """
     if len(data) > LARGEST:
         given = f"a larger file, which begins with {shown(data[:40])}"

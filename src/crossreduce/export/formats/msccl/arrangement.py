@@ -161,9 +161,8 @@ def pipeline_arrangement(collective: Collective, parts: Sequence[int], pieces: i
     divided, of_part, of_piece = divide_chunks(collective, parts, pieces)
     used: defaultdict[Connection, set[int]] = defaultdict(set)
     channel_of: dict[Lane, int] = {}
-    for path in sorted(
-        paths, key=len, reverse=True
-    ):  # a path has one channel on all its connections: the longest first
+    # All connections of a path have the same channel, so the longest paths come first.
+    for path in sorted(paths, key=len, reverse=True):
         for part in range(parts[path[0][0].chunk]):
             taken = set().union(*(used[connection] for _, connection in path))
             channel = next(k for k in range(len(taken) + 1) if k not in taken)

@@ -52,9 +52,7 @@ class _XmlOp:
     dst: Location
     size: int  # the number of units
     waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
-    past: dict[
-        Threads, int
-    ]  # the number of operations of each threadblock of the GPU that are surely done before it ends
+    past: dict[Threads, int]  # the number of operations of each threadblock that are surely done when it is done
     order: int  # its position among all operations
     place: int  # its position in its threadblock
     number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too

@@ -176,11 +176,7 @@ def chunk_bytes(plan: MscclppPlan, nbytes: int) -> int:
 
 
 def typical_chunks(plan: MscclppPlan) -> list[int]:
-    """Return sizes of chunks, in bytes, that represent all messages: see ``verifier.py``.
-
-    Raises:
-      ScheduleError: no message fits.
-    """
+    """Return sizes of chunks that represent all messages (see ``verifier.py``); ScheduleError if no message fits."""
     step, count = math.lcm(plan.alignment, WORD), message_chunks(plan)
     least = max(step, -(-plan.min_bytes // (count * step)) * step, -(-least_divisible(plan) // step) * step)
     most = plan.max_bytes // count // step * step

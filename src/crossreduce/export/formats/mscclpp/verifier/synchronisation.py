@@ -29,16 +29,12 @@ class Channel:
     name: str
     is_port: bool
     notes: list[str]  # a list to which the channel adds notes
-    sent: list[tuple[Clock, int, bool]] = field(
-        default_factory=list
-    )  # for each signal: clock, visible at start, relaxed
+    sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # by signal: clock, visible at start, relaxed
     received: int = 0
     last_signal: AccessRecord | None = None
     last_wait: AccessRecord | None = None
     done: Clock = NOTHING  # for a port channel, the clock after its transfers
-    posts: list[tuple[AccessRecord, Clock]] = field(
-        default_factory=list
-    )  # transfers that ``done`` does not contain yet
+    posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not in ``done`` yet
 
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
         """Send a signal."""

@@ -267,11 +267,8 @@ def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
     for same_round, most_merged in product((True, False), range(2, MOST_CHANNELS + 1)):
         groups: list[list[_Worker]] = []
         for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
-            fits = (
-                bool(groups)
-                and len(groups[-1]) < most_merged
-                and _may_merge([*groups[-1], worker], same_round=same_round)
-            )
+            merged = [*groups[-1], worker] if groups else []
+            fits = 0 < len(merged) <= most_merged and _may_merge(merged, same_round=same_round)
             if fits and len(workers) - sum(len(group) - 1 for group in groups) > most:
                 groups[-1].append(worker)
             else:
