@@ -86,8 +86,8 @@ def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> tupl
     _, content, network = _find(name)
     wires = list(_wires(_network(content, hosts, nics or network).get("links", ())))
     rates = [read_data()["links.json"]["kinds"][wire.kind].get("messages_per_s") for wire in wires]
-    known = [rate for rate in rates if rate is not None]
-    return content.get("memory_gb_per_s"), min(known) if known else None
+    stated = [rate for rate in rates if rate is not None]
+    return content.get("memory_gb_per_s"), min(stated) if stated else None
 
 
 def _contents() -> tuple[dict[str, Any], ...]:

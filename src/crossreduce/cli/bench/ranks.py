@@ -350,9 +350,9 @@ def mpi_environment(peer: str) -> dict[str, str]:
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    own = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    _, found = launcher(peer) or ("", {})
-    return settings | own | found
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    _, for_mpi4py = launcher(peer) or ("", {})
+    return settings | inherited | for_mpi4py
 
 
 def _rows_of_mpi(request: BenchRequest, peer: str) -> Iterator[Row]:

@@ -76,19 +76,19 @@ def compare(before: GroupView | None, after: GroupView) -> GroupRates:
     A group whose ranks differ from those before counts as new, too.
     """
     elapsed = 0.0 if before is None else after.now_s - before.now_s
-    if before is None or elapsed <= 0 or [one.rank for one in before.ranks] != [one.rank for one in after.ranks]:
+    if before is None or elapsed <= 0 or [view.rank for view in before.ranks] != [view.rank for view in after.ranks]:
         return GroupRates((None,) * len(after.ranks), None)
     pairs = [*zip(before.ranks, after.ranks, strict=True)]
-    rates = tuple(_rank_rates(earlier, one, elapsed) for earlier, one in pairs)
-    caused = {one.rank: 0.0 for one in after.ranks}  # the seconds that others waited for a rank
-    for earlier, one in pairs:
-        for other, seconds in _waits(earlier, one).items():
+    rates = tuple(_rank_rates(earlier, later, elapsed) for earlier, later in pairs)
+    caused = {later.rank: 0.0 for later in after.ranks}  # the seconds that others waited for a rank
+    for earlier, later in pairs:
+        for other, seconds in _waits(earlier, later).items():
             caused[other] += seconds
     rank = max(caused, key=lambda each: caused[each])
     # Ranks that have left or died do not wait, and would make the share too small.
-    waiting = sum(one.rank != rank and one.state not in ("dead", "left") for one in after.ranks)
+    waiting = sum(later.rank != rank and later.state not in ("dead", "left") for later in after.ranks)
     share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
-    exchanges = {one.rank: each.between_hosts for one, each in zip(after.ranks, rates, strict=True)}
+    exchanges = {later.rank: each.between_hosts for later, each in zip(after.ranks, rates, strict=True)}
     leader = max(exchanges, key=lambda each: exchanges[each])
     if exchanges[leader] <= share and exchanges[rank] > share / 2:  # it is late since it waits for other hosts
         leader = rank

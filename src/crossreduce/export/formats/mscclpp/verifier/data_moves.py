@@ -48,13 +48,13 @@ class MoveMaker:
         """Yield the moves that the threads make, one after the other."""
         if op.name in ("put", "pws", "pwsf"):
             for src, dst in zip(op.srcs, op.dsts, strict=True):
-                own = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, offset))
-                yield Move((own,), (self._remote(op, dst, offset),), self._size(op, dst, offset, unit), WORD)
+                near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, offset))
+                yield Move((near,), (self._remote(op, dst, offset),), self._size(op, dst, offset, unit), WORD)
         elif op.name == "get":
             for src, dst in zip(op.srcs, op.dsts, strict=True):
                 far = self.layout.remote(self.rank, *self._target(op, src), self._start(op, dst, offset))
-                own = self.layout.local(self.rank, dst.buffer, self._start(op, src, offset))
-                yield Move((far,), (own,), self._size(op, src, offset, unit), WORD)
+                near = self.layout.local(self.rank, dst.buffer, self._start(op, src, offset))
+                yield Move((far,), (near,), self._size(op, src, offset, unit), WORD)
         elif op.name in ("glres", "gstore"):  # 4 bytes, since the switch adds some dtypes one by one
             srcs = (
                 self._switch(op, op.srcs[0], offset) if op.name == "glres" else (self._local(op, op.srcs[0], offset),)
@@ -76,8 +76,8 @@ class MoveMaker:
         size = self._bytes(op, op.srcs[0])
         if op.name == "ppkt":
             for src, dst in zip(op.srcs, op.dsts, strict=True):
-                own = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, 0))
-                yield Move((own,), (self._remote(op, dst, 0, 2),), self._bytes(op, src), WORD // 2)
+                near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, 0))
+                yield Move((near,), (self._remote(op, dst, 0, 2),), self._bytes(op, src), WORD // 2)
             return
         if op.name in ("rppkt", "upkt"):
             srcs = [self.packets(op, 0)]
