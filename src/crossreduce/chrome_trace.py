@@ -18,8 +18,7 @@ Event: TypeAlias = dict[str, Any]
 class TraceRow(NamedTuple):
     """A row of the viewer: the numbers of its process and its thread.
 
-    All threads' numbers must differ, since a viewer may treat threads of one number as one, even in different
-    processes.
+    Thread numbers must differ even between processes, since a viewer may treat threads with the same number as one.
     """
 
     pid: int
@@ -39,8 +38,8 @@ class TraceRow(NamedTuple):
         """Return an event with a begin and a duration, which the format calls a complete event.
 
         Args:
-          details: what the viewer shows of the event when it is selected.
-          colour: a name of a colour of chrome://tracing; Perfetto chooses its own.
+          details: the data that the viewer shows when the event is selected.
+          colour: a colour name of chrome://tracing; Perfetto ignores it.
         """
         event = {"ph": "X", "name": name, "cat": category, **self._asdict(), "ts": begin_us, "dur": duration_us}
         return {**event, "args": details} | ({} if colour is None else {"cname": colour})
@@ -48,9 +47,9 @@ class TraceRow(NamedTuple):
     def overlapping(
         self, name: str, category: str, number: str, begin_us: float, end_us: float, details: Event
     ) -> list[Event]:
-        """Return the two events of a slice that may overlap others of its row: the format calls them asynchronous.
+        """Return the two events of a slice that may overlap others of its row (an asynchronous event in the format).
 
-        ``number`` differs from that of every other such slice.
+        ``number`` identifies the slice, and must differ from the numbers of all other such slices.
         """
         event = {"name": name, "cat": category, "id": number, **self._asdict()}
         return [{"ph": "b", **event, "ts": begin_us, "args": details}, {"ph": "e", **event, "ts": end_us}]
@@ -58,9 +57,9 @@ class TraceRow(NamedTuple):
     def arrow(
         self, name: str, category: str, number: int, begin_us: float, end: TraceRow, end_us: float, details: Event
     ) -> list[Event]:
-        """Return the two events of an arrow from this row to another: the format calls them flow events.
+        """Return the two events of an arrow from this row to the row ``end`` (flow events in the format).
 
-        Each time lies within a slice of its row. ``number`` differs from that of every other arrow.
+        Each time must lie within a slice of its row. ``number`` identifies the arrow, and must be unique among arrows.
         """
         event = {"name": name, "cat": category, "id": number}
         return [

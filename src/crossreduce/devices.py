@@ -1,8 +1,8 @@
 """Device names: this library accepts all usual spellings and converts them to one canonical spelling.
 
 Input: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``, ``cuda:0#2`` (the third
-logical device on one physical GPU). Output: the canonical string. Whether a device exists is not checked here; the
-frameworks do that.
+logical device on one physical GPU). Output: the canonical string. The frameworks, and not this module, check whether a
+device exists.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def canonical(name: str) -> str:
 
 
 def _tensorflow_host(name: str, parts: list[str]) -> str:
+    """Return the host of TensorFlow's fields, such as "job:worker" and "task:1"; ``name`` is for errors."""
     fields: dict[str, str] = {}
     for part in parts:
         key, colon, value = part.partition(":")

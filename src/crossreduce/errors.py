@@ -8,7 +8,7 @@
     ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
     ├── PlanError          (ValueError)   a schedule, its simulation or its export is not possible
     ├── ScheduleError      (ValueError)   a schedule does not compute its collective, or is malformed
-    ├── ContextError       (RuntimeError) a call in a wrong replica context, thread or process, or of a closed group
+    ├── ContextError       (RuntimeError) a call in the wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
@@ -30,7 +30,7 @@ class ReductionError(Exception):
     """The base class of all errors of this library."""
 
     pair: int | None = None
-    """The number of the pair of a batch that caused the error; ``None``: no single pair caused it."""
+    """The number of the pair of a batch that caused the error, or ``None`` if no single pair did."""
 
     @classmethod
     def of(cls, problem: str, given: str = "", remedy: str = "") -> Self:
@@ -38,14 +38,14 @@ class ReductionError(Exception):
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Put a position in front of the text, unless it is empty; it replaces ``pair k:`` if the text starts so."""
+        """Store the pair, and write ``where`` in front of the text; the prefix of an earlier pair is removed."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}" if where else text,)
         self.pair = pair
 
 
-# AutoGraph re-raises errors that leave a tf.function. It keeps the class of those whose ``__init__`` is that of
-# Exception; others become a StagingError.
+# AutoGraph re-raises errors that leave a tf.function. It keeps the class of an error only if its ``__init__`` is that
+# of Exception. Other errors become a StagingError.
 ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
@@ -78,7 +78,7 @@ class ScheduleError(ReductionError, ValueError):
 
 
 class ContextError(ReductionError, RuntimeError):
-    """A call in a wrong replica context, thread or process, or of a closed group."""
+    """A call was made in the wrong replica context, thread or process, or of a closed group."""
 
 
 class StalledError(ReductionError, TimeoutError):
@@ -105,19 +105,19 @@ class PeerLostError(_RanksError, ConnectionError):
 
 
 class ExcludedError(ReductionError, RuntimeError):
-    """The other ranks of the group have gone on without this rank, or may do so; it can never come back into the group.
+    """The other ranks of the group have continued, or may continue, without this rank, which can never come back.
 
-    It can join a later form of the group as a new rank; see ``crossreduce.torch.join`` and
+    This process can join a later form of the group as a new rank: see ``crossreduce.torch.join`` and
     ``crossreduce.processes.join_invited``.
     """
 
 
 class DriverError(ReductionError, RuntimeError):
-    """A call of the CUDA driver failed: ``call`` and ``code`` are the driver's; ``device`` is a number, -1: unknown."""
+    """A call of the CUDA driver failed."""
 
-    call: str = ""
-    device: int = -1
-    code: int = 0
+    call: str = ""  # the name of the driver's function
+    device: int = -1  # the number of the GPU, or -1 if unknown
+    code: int = 0  # the driver's CUresult
 
 
 class BackendError(ReductionError, ImportError):
@@ -132,9 +132,9 @@ def encoded(error: ReductionError, limit: int = 2040) -> bytes:
     """
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     ranks, text = list(getattr(error, "ranks", ())), str(error)
-    while len(made := json.dumps([kind, ranks, text]).encode()) > limit:
+    while len(data := json.dumps([kind, ranks, text]).encode()) > limit:
         ranks, text = ranks[:64], text[: max(0, len(text) - 64)]
-    return made
+    return data
 
 
 def decoded(data: bytes) -> ReductionError:
@@ -161,7 +161,7 @@ def message(problem: str, given: str = "", remedy: str = "") -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return ranks as text, with consecutive ones joined.
+    """Return ranks as text; three or more consecutive ranks become a range.
 
     >>> rank_list([2]), rank_list([6, 0, 1, 2, 3]), rank_list([0, 1])
     ('rank 2', 'ranks 0-3, 6', 'ranks 0, 1')
@@ -180,7 +180,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """Return ``repr(value)``, on one line and cut to ``limit`` characters, and then its type.
+    """Return ``repr(value)`` on one line and cut to ``limit`` characters, followed by the name of the type.
 
     >>> shown([1, 2])
     '[1, 2] (list)'

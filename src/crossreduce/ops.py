@@ -32,9 +32,9 @@ class ReduceOp(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
         if isinstance(value, str):
-            found = cls.__members__.get(value.upper())
-            if found is not None:
-                return found
+            op = cls.__members__.get(value.upper())
+            if op is not None:
+                return op
         remedy = "one of " + ", ".join(f'"{name.lower()}"' for name in cls.__members__) + ", or a ReduceOp"
         if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its ReduceOp to cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
@@ -55,26 +55,23 @@ _MANTISSA_BITS: Final = {"float32": 24, "float64": 53}
 
 
 class Numbers(NamedTuple):
-    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none).
-
-    ``exact``: the result is the real sum or mean of the components, rounded once; the accumulator is not used.
-    """
+    """How a reduction computes: its op, and the names of its dtypes."""
 
     op: ReduceOp
-    dtype: str
-    accumulator: str
-    result: str
-    divisor: int
-    exact: bool = False
+    dtype: str  # of the components
+    accumulator: str  # the dtype of partial results
+    result: str  # the dtype of the result
+    divisor: int  # of a mean, else 1
+    exact: bool = False  # whether the result is the real sum or mean, rounded once; then the accumulator is not used
 
     def exactly(self) -> Numbers:
-        """Return how the same reduction is computed with ``exact=True``.
+        """Return the same reduction with ``exact=True``.
 
-        Minima, maxima, and sums and products of integers do not depend on the order of the components anyway, and a
-        mean of integers does not if the accumulator holds every sum.
+        Some reductions are returned unchanged, because they never depend on the order of the components: minima,
+        maxima, sums and products of integers, and means of integers whose sums always fit the accumulator.
 
         Raises:
-          UnsupportedError: a product of floats, or a mean of integers of which the accumulator cannot hold every sum.
+          UnsupportedError: this is a product of floats, or a mean of integers whose sums may not fit the accumulator.
         """
         given = f"op {self.op.value}, dtype {self.dtype}, exact=True"
         if self.dtype in INTEGERS and self.op is ReduceOp.MEAN:
@@ -95,7 +92,7 @@ KERNEL_OPS: Final = {
     for op in ReduceOp
     for exact in (False, True)
 }
-"""For an op and whether it is exact, the kernels' name of the op: a mean is a sum that is divided at the end."""
+"""The kernels' name of an op, by the op and whether it is exact. A mean is a sum that is divided at the end."""
 
 ELEMENTWISE: Final = {
     ReduceOp.SUM: "add",
@@ -104,13 +101,13 @@ ELEMENTWISE: Final = {
     ReduceOp.MAX: "maximum",
     ReduceOp.PRODUCT: "multiply",
 }
-"""For each op, the name of the function of NumPy, torch and jax.numpy that combines two arrays; all propagate NaN."""
+"""For each op, the name of the function that combines two arrays in NumPy, torch and jax.numpy. All propagate NaN."""
 
 OF_ALL_RANKS: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
-"""The collectives that move an array for each rank. Sizes count all of them together, as those of nccl-tests do."""
+"""The collectives that move one array per rank. Their sizes count the arrays of all ranks, as in nccl-tests."""
 
 ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multiply": "prod"}
-"""For the name of each elementwise function, that of the function that combines an array along an axis."""
+"""For each elementwise function, the function that combines an array along an axis in the same way."""
 
 
 def copy_numbers(dtype: str) -> Numbers:
@@ -126,6 +123,8 @@ def require_dtype(dtype: str) -> None:
 
 
 class _Accumulators(dict[tuple[ReduceOp, str], str]):
+    """The values of ``ACCUMULATORS``. A missing pair raises an error that states why it is not defined."""
+
     def __missing__(self, key: tuple[ReduceOp, str]) -> str:
         op, dtype = key
         require_dtype(dtype)
@@ -152,12 +151,12 @@ def _is_defined(op: ReduceOp, dtype: str) -> bool:
 ACCUMULATORS: Final = _Accumulators(
     {(op, dtype): _accumulator(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES) if _is_defined(op, dtype)}
 )
-"""The dtype in which an op over components of a dtype is accumulated: ``ACCUMULATORS[op, dtype]``.
+"""The dtype in which an op accumulates components of a dtype: ``ACCUMULATORS[op, dtype]``.
 
 Sums, means and products of half types accumulate in float32 and are rounded once at the end. The mean of integers
-accumulates in float64, so that it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its
-widest float. Everything else accumulates in its own dtype: integer sums and products wrap around, as in every
-framework. A pair that is not defined raises ``UnsupportedError``.
+accumulates in float64, so that it cannot overflow; sums up to 2**53 are exact. A framework without float64 uses its
+widest float. All other pairs accumulate in the dtype of the components, so integer sums and products wrap around, as in
+every framework. A pair that is not defined raises ``UnsupportedError``.
 
 >>> ACCUMULATORS[ReduceOp.MEAN, "float16"], ACCUMULATORS[ReduceOp.SUM, "int8"]
 ('float32', 'int8')

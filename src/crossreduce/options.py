@@ -1,4 +1,4 @@
-"""The options of one call: packing, timeout and algorithm.
+"""The options of one call: packing, timeout, algorithm and exactness.
 
 Input: the caller's arguments. Output: a validated, immutable ``CommunicationOptions``. Nothing here reduces or plans.
 """
@@ -40,18 +40,18 @@ class CommunicationOptions:
     """Hints for one call of ``reduce``, ``batch_reduce``, ``gather`` or ``all_reduce``.
 
     Args:
-      bytes_per_pack: the largest pack, in bytes of one replica; tensors are joined and cut into packs of this size.
-        0: the op's own ``num_packs`` decides.
-      timeout_seconds: how long replicas of a ``MirroredStrategy`` wait for each other at most; ``None``: 600 s for
-        ``run``, and for a call inside it the timeout of ``run``. Other reductions do not use it.
-      implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
+      bytes_per_pack: the largest size of a pack, in bytes of one replica. Tensors are joined and cut into such packs.
+        With 0, the ``num_packs`` of the op applies instead.
+      timeout_seconds: the longest time that replicas of a ``MirroredStrategy`` wait for each other. The default is 600
+        s for ``run``, and the timeout of ``run`` for a call inside it. Other reductions do not use it.
+      implementation: the algorithm for ops with the algorithm "auto" or "nccl"; other ops ignore it.
       exact: whether sums and means of floats are correctly rounded: the result is the real sum or mean of the
         components, rounded once, to nearest even. It is the same for every order of the replicas, algorithm, packing
         and number of threads (see docs/explanation/exactness.md). Products of floats and means of 64-bit integers are
         refused.
     Raises:
-      ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
-        unknown algorithm, ``exact`` that is not a bool.
+      ArgumentError: the number of bytes is negative or not an integer, the timeout is not a positive number, the
+        algorithm is unknown, or ``exact`` is not a bool.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
     1048576
@@ -77,7 +77,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class CollectiveHints(CommunicationOptions):
-    """The older form of ``CommunicationOptions``, without its last fields; accepted wherever that class is.
+    """The older form of ``CommunicationOptions``, without its last two fields. It is accepted everywhere instead of it.
 
     >>> CollectiveHints(bytes_per_pack=1024)
     CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)

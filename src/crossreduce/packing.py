@@ -1,13 +1,13 @@
-"""Pack tensors into flat buffers, and return the parts of a buffer that belong to each tensor.
+"""Lay out tensors in flat buffers, and find the parts of a buffer that belong to each tensor.
 
-Input: the specs of a batch, and the packing options. Output: ``Buffer``s, which give the position of each tensor; the
-frameworks join and cut arrays accordingly. Layouts do not depend on values, so they are made once per kind of batch.
+Input: the specs of a batch, and the packing options. Output: ``Buffer``s with the position of each tensor, according to
+which the frameworks join and cut arrays. Layouts do not depend on values, so they are computed once per kind of batch.
 
 A batch is packed in one of two ways, and dtypes never mix:
 
 * ``bytes_per_pack`` > 0, or ``num_packs`` > 0: all tensors of a dtype are in one buffer, in order, and the buffer is
   cut into packs whose sizes differ by at most one element. A pack's boundary may be inside a tensor.
-* ``num_packs`` = 0: each tensor has its own buffer, except that runs of small tensors share one
+* ``num_packs`` = 0: each tensor has its own buffer, except that neighbouring small tensors share one
   (``agg_small_grads_max_bytes``, ``agg_small_grads_max_group``).
 """
 
@@ -49,19 +49,16 @@ class Span(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A flat buffer of one dtype: its tensors, its number of packs, and where the rotation of their roots starts.
-
-    ``size`` is ``None`` for a tensor whose shape tracing leaves unknown; it is not packed and not cut.
-    """
+    """A flat buffer of one dtype. A tensor whose shape tracing leaves unknown has its own buffer, which is not cut."""
 
     dtype: str
-    size: int | None
+    size: int | None  # in elements; None: unknown while tracing
     spans: tuple[Span, ...]
-    packs: int
-    first: int
+    packs: int  # the number of packs that the buffer is cut into
+    first: int  # the replica that is the root of the first pack; the next packs have the next replicas
 
 
-Cut = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+Cut = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]  # a tensor's shape and pieces: see ``cuts``
 
 
 def itemsize(dtype: str) -> int:
@@ -94,20 +91,20 @@ def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...
 
 @lru_cache(maxsize=4096)
 def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
-    """Return the ranges of the buffer's parts that each tensor consists of.
+    """Return how to assemble each tensor of a buffer from the buffer's parts.
 
     Args:
       spans: the tensors of one buffer.
       bounds: the elements ``(start, stop)`` of the buffer that each part contains, in order.
     Returns:
-      For each tensor its shape and its pieces ``(part, start, stop)``, counted within the part. An empty tensor is an
+      For each tensor its shape and its pieces ``(part, start, stop)``, in elements of the part. An empty tensor is an
       empty piece of the first part.
 
     >>> cuts((Span(0, 0, 3, (3,)), Span(1, 3, 2, (2,))), ((0, 2), (2, 5)))
     (((3,), ((0, 0, 2), (1, 0, 1))), ((2,), ((1, 1, 3),)))
     """
     ends = [high for _, high in bounds]
-    found = []
+    tensors = []
     for span in spans:
         stop = span.start + span.size
         pieces = []
@@ -117,19 +114,19 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
             if low < high:
                 pieces.append((part, max(span.start, low) - low, min(stop, high) - low))
             part += 1
-        found.append((span.shape, tuple(pieces) if span.size else ((0, 0, 0),)))
-    return tuple(found)
+        tensors.append((span.shape, tuple(pieces) if span.size else ((0, 0, 0),)))
+    return tuple(tensors)
 
 
 def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
-    """Split the batch into runs: at most ``small_group`` neighbours that are small and of one dtype are joined."""
+    """Return the tensors of each buffer: up to ``small_group`` small neighbours of one dtype share a buffer."""
     runs: list[list[int]] = []
     for tensor, spec in enumerate(specs):
         if (
             runs
             and len(runs[-1]) < packing.small_group
             and specs[runs[-1][-1]].dtype == spec.dtype
-            and all(_small(specs[member], packing) for member in (runs[-1][-1], tensor))
+            and all(_is_small(specs[member], packing) for member in (runs[-1][-1], tensor))
         ):
             runs[-1].append(tensor)
         else:
@@ -137,13 +134,14 @@ def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[in
     return runs
 
 
-def _small(spec: TensorSpec, packing: Packing) -> bool:
+def _is_small(spec: TensorSpec, packing: Packing) -> bool:
     if None in spec.shape:
         return False
     return math.prod(spec.shape) * itemsize(spec.dtype) <= packing.small_bytes  # type: ignore[arg-type]
 
 
 def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing, first: int) -> Buffer:
+    """Return the buffer of some tensors of a batch, which all have the same dtype."""
     dtype = specs[tensors[0]].dtype
     spans: list[Span] = []
     start = 0

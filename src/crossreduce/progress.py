@@ -1,7 +1,7 @@
 """Progress of long computations, for a caller that wants to show it.
 
-A computation reports steps; nothing happens unless a caller watches. This module does no I/O and reads no clock, so
-pure modules may report, and results do not depend on it.
+A computation reports steps. Nothing happens unless a caller has registered a watcher. This module does no I/O and reads
+no clock, so pure modules may report steps, and results do not depend on this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-Watcher = Callable[[str, int, int], None]  # is called with a text, the number of completed steps, and that of all steps
+Watcher = Callable[[str, int, int], None]  # called with a text, the number of completed steps, and the number of steps
 
 _watcher: ContextVar[Watcher | None] = ContextVar("crossreduce_progress", default=None)
 
@@ -42,7 +42,7 @@ def report(text: str, done: int, total: int) -> None:
 
 
 def steps(items: Sequence[T], text: str | Callable[[T], str]) -> Iterator[T]:
-    """Yield the items, and report each as a step. ``text`` is the description, or returns that of an item."""
+    """Yield the items, and report each as a step. ``text`` describes every step, or returns an item's description."""
     for k, item in enumerate(items):
         report(text if isinstance(text, str) else text(item), k, len(items))
         yield item

@@ -1,7 +1,7 @@
 """Distributed values: one component per replica, each on its device.
 
 Input: arrays of any framework. Output: ``PerReplica`` and ``Mirrored`` values, and ``IndexedSlices`` for sparse arrays.
-They store references and never read an element.
+These store references to arrays and never read their elements.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class DistributedValues:
 
     @classmethod
     def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
-        """Return a value made of valid parts; nothing is checked."""
-        made = cls.__new__(cls)
-        made._values = values
-        made._devices = devices
-        return made
+        """Return a distributed value without checking its parts."""
+        value = cls.__new__(cls)
+        value._values = values
+        value._devices = devices
+        return value
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -144,11 +144,12 @@ class PerReplica(DistributedValues):
 
     Args:
       values: the components, in the order of the replicas: arrays or sparse arrays of one framework.
-      devices: one device name per component. ``None``: each component stays on the device that its framework reports;
-        arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component that is not on the
-        named device is copied there when it is reduced.
+      devices: one device name per component. By default each component stays on the device that its framework reports,
+        and arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component that is not on
+        the named device is copied there when it is reduced.
     Raises:
-      ArgumentError: ``values`` is empty or no list of arrays, the number of devices differs, or one is listed twice.
+      ArgumentError: ``values`` is empty or not a list of arrays, there are more or fewer devices than components, or a
+        device is listed twice.
       DeviceError: a device's name cannot be parsed.
 
     >>> import numpy as np
@@ -198,32 +199,32 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
 def locate(array: object) -> str | None:
     """Return the device that an array reports, or ``None`` if it reports none (a tracer of jit, a list).
 
-    This reads the ``device`` attribute of the array API standard: NumPy's and torch's "cpu" without an index is all of
-    host memory; torch's and TensorFlow's other names are single devices; JAX's is an object with a platform and an id;
-    CuPy's is a CUDA device with an id.
+    This reads the ``device`` attribute of the array API standard. In NumPy and torch, "cpu" without an index is all of
+    host memory. Other names in torch and TensorFlow are single devices. JAX has an object with a platform and an id,
+    and CuPy a CUDA device with an id.
     """
     if type(array) in (bool, int, float, complex):
         return "cpu"
     try:
-        place = array.device  # type: ignore[attr-defined]
+        device: Any = array.device  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001 - JAX's tracers raise their own kind of error
         if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 have no such attribute
             return "cpu"
         # Tracers of grad and vmap, and JAX's sparse arrays, contain an array that has a device.
         inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
         return None if inner is None else locate(inner)
-    if type(place) is str:
-        return place or None
-    if str(place) == "meta":  # torch's tensors without data; frameworks/torch/arrays.py refuses them
+    if type(device) is str:
+        return device or None
+    if str(device) == "meta":  # torch's tensors without data; frameworks/torch/arrays.py refuses them
         return None
-    if hasattr(place, "id"):
-        return f"{getattr(place, 'platform', 'cuda')}:{place.id}"
-    if hasattr(place, "device_set"):
+    if hasattr(device, "id"):
+        return f"{getattr(device, 'platform', 'cuda')}:{device.id}"
+    if hasattr(device, "device_set"):
         problem = "a replica's array must be on one device, and this one is spread over several."
         raise DeviceError.of(
-            problem, shown(place), "[shard.data for shard in x.addressable_shards], one component per replica"
+            problem, shown(device), "[shard.data for shard in x.addressable_shards], one component per replica"
         )
-    return str(place) or None
+    return str(device) or None
 
 
 @lru_cache(maxsize=1024)
@@ -233,10 +234,10 @@ def host_devices(n: int) -> tuple[str, ...]:
 
 
 def default_devices(places: list[str | None]) -> tuple[str, ...]:
-    """Return a device name for each of several arrays, given the device that each of them reports.
+    """Return a different device name for each of several arrays, given the device that each array reports.
 
     Array number k is on ``cpu:k`` if it reports host memory (``"cpu"``). Arrays on the same accelerator get different
-    logical devices of it, so that one GPU can emulate several. An array without a device counts as on ``cpu:0``.
+    logical devices on it, so that one GPU can emulate several. An array without a device counts as on ``cpu:0``.
 
     >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
     (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
@@ -244,7 +245,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
     if all(place == "cpu" for place in places):
         return host_devices(len(places))
     names: dict[str, None] = {}
-    used: dict[Device, int] = {}  # how many logical devices of each device have a name so far
+    used: dict[Device, int] = {}  # the number of logical devices of each device that have a name so far
     for k, place in enumerate(places):
         device = parse(f"cpu:{k}" if place == "cpu" else place or "cpu:0")
         logical = used.get(device, 0)
@@ -256,7 +257,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
 
 
 def describe(value: Any) -> str:
-    """Return an array's dtype and shape as a short text; for any other object its repr, cut short, and type.
+    """Return an array's dtype and shape as a short text, or the shortened repr and the type of any other object.
 
     >>> describe(3)
     '3 (int)'

@@ -1,9 +1,9 @@
 """The command line of ``crossreduce``; ``app`` lists its commands.
 
-Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
-differ, a wrong schedule), ``doctor`` can read no dump, or ``top --once`` finds no group; 2: it could not finish (a
-wrong argument, a missing module); 129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The
-import needs no typer or framework.
+Input: arguments. Output: text, files, and an exit code. The code is 0 for success. It is 1 if a fault was found (a
+wrong sum, replicas that differ, a wrong schedule), if ``doctor`` can read no dump, or if ``top --once`` finds no group.
+It is 2 if the command could not finish (a wrong argument, a missing module), and 129, 130 or 143 after SIGHUP, Ctrl-C
+or SIGTERM, which leave no half-written files. Importing this module needs no typer and no framework.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXTRA = ("typer", "rich", "sklearn")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit. ``args``: arguments after ``crossreduce``, by default those of the process."""
+    """Run the command line with the arguments after ``crossreduce``, by default those of the process, and exit."""
     with ending_signals():
         try:
             from .app import app
@@ -53,10 +53,11 @@ def _stop(text: str) -> NoReturn:
     sys.exit(2)
 
 
-# Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python in callbacks of
-# weak references, of which every import has one, and in ``__del__``; Cython while it initialises a module. Without a
-# remedy, 1 in 70 runs that were terminated during their imports continued. So a weak reference to the exception reports
-# when it is freed; if the block of ``ending_signals`` has not ended by then, a new one is raised after this time.
+# Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python drops them in
+# ``__del__`` and in callbacks of weak references, which every import has, and Cython while it initialises a module.
+# Without a remedy, 1 in 70 runs that were terminated during their imports continued. So a weak reference to the
+# exception reports when the exception is freed. If the block of ``ending_signals`` has not ended by then, a new
+# exception is raised after this time.
 _AGAIN_S: Final = 0.01
 
 
@@ -70,9 +71,10 @@ class _Terminated(SystemExit):
 
 @contextmanager
 def ending_signals() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP raise exceptions in the block: KeyboardInterrupt, or SystemExit(128 + its number).
+    """Let Ctrl-C raise KeyboardInterrupt in the block, and SIGTERM and SIGHUP SystemExit(128 + the signal's number).
 
-    An orderly exit removes temporary files. In a thread other than the main thread, and on Windows, this does nothing.
+    So blocks and functions that remove temporary files still do so. Outside the main thread, and on Windows, this does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -92,7 +94,7 @@ def ending_signals() -> Iterator[None]:
         finally:
             del error  # the traceback refers to this frame, which must not refer to the exception
 
-    def report(dropped: sys.UnraisableHookArgs) -> None:
+    def report(dropped: sys.UnraisableHookArgs) -> None:  # of exceptions that Python drops
         if not isinstance(dropped.exc_value, (_Interrupted, _Terminated)):
             hook(dropped)
 

@@ -46,7 +46,7 @@ MOVED: Final = {
         "--measured-algorithm": "crossreduce calibrate MACHINE RESULTS --assume",
     },
 }
-"""Options of earlier versions, by command: what to write instead."""
+"""For each command, the options of earlier versions, and what to write instead."""
 
 
 class Command(TyperCommand):

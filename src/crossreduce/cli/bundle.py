@@ -1,4 +1,4 @@
-"""``crossreduce bundle``: the files of a collective for all sizes, in a new folder.
+"""``crossreduce bundle``: write the files of a collective for all sizes into a new folder.
 
 Input: a topology and a collective. Output: a folder with files for MSCCL, RCCL and MSCCL++, a README and
 ``ranks.json``; see ``export/bundle.py``.

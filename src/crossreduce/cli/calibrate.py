@@ -1,7 +1,8 @@
 """``crossreduce calibrate``: fit the speeds of links to results, and plan with the fitted links.
 
-Input: the topology of the machine, and files with results. Output: the fitted speeds, what the results do not
-identify, the residuals, and a plan with the interval of its time; on request the fitted topology as a file.
+Input: the topology of the machine, and files with results. Output: the fitted speeds, the speeds that the results do
+not identify, the residuals, and a plan with an interval for its time. On request, the fitted topology is written to a
+file.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def fit_links(paths: list[Path], topology: Topology, assumed: str) -> Calibratio
 
 
 def plan_lines(fit: Calibration, seconds: float) -> dict[str, str]:
-    """Return lines about a plan that is predicted to take ``seconds``, by their labels.
+    """Return lines, by their labels, about a plan that is predicted to take ``seconds``.
 
-    The first one has the limits of the time that the residuals of the fit imply.
+    The first line has the interval of the time that follows from the residuals of the fit.
     """
     low, high = map(duration, fit.interval(seconds))
     overhead = f" with {duration(float(fit.overhead.value))} per call" if fit.overhead.value else ""
@@ -92,25 +93,26 @@ def plan_lines(fit: Calibration, seconds: float) -> dict[str, str]:
 
 
 def calibration_lines(fit: Calibration, assumed: str) -> list[str]:
-    """Return the fitted speeds, what the results do not identify, and the residuals as lines of text."""
+    """Return lines with the fitted speeds, the speeds that the results do not identify, and the residuals."""
     rms = f"rms of the residuals {percent_of(fit.rms)}"
     head = f"speeds fitted to {many(len(fit.measurements), 'result')}, {rms}; +-: standard errors"
     classes = [("links", "number", "GB/s given", "fitted", "+-", "us given", "fitted", "+-")]
-    for one in fit.classes:
-        cells = *_cells(one.links.bandwidth, one.bandwidth, 1), *_cells(one.links.latency_s, one.latency, 1e6)
-        classes.append((str(one.links), str(one.number), *cells))
+    for fitted in fit.classes:
+        bandwidth = _cells(fitted.links.bandwidth, fitted.bandwidth, 1)
+        latency = _cells(fitted.links.latency_s, fitted.latency, 1e6)
+        classes.append((str(fitted.links), str(fitted.number), *bandwidth, *latency))
     lines = [head, *_columns(classes), *(f"as given, since the results do not identify it: {x}" for x in fit.assumed)]
-    known = fit.overhead.error is not None
+    is_identified = fit.overhead.error is not None
     overhead = f"{duration(float(fit.overhead.value))} +- {duration(fit.overhead.error or 0)}"
-    lines.append(f"overhead of a call: {overhead if known else '0, since the results do not identify it'}")
-    unnamed = sum(algorithm_of(one, "") == "" for one in fit.measurements)
+    lines.append(f"overhead of a call: {overhead if is_identified else '0, since the results do not identify it'}")
+    unnamed = sum(algorithm_of(measured, "") == "" for measured in fit.measurements)
     if unnamed:
         lines.append(f"predicted as {assumed}, since they name no algorithm of this library: {many(unnamed, 'result')}")
     rows = [("collective", "devices", "algorithm", "size", "measured", "predicted", "difference")]
     for measured, seconds, residual in zip(fit.measurements, fit.predicted, fit.residuals, strict=True):
         times = duration(measured.seconds), duration(seconds), f"{100 * residual:+.1f} %"
-        what = measured.collective, str(len(measured.devices)), algorithm_of(measured, assumed), size(measured.nbytes)
-        rows.append((*what, *times))
+        algorithm = algorithm_of(measured, assumed)
+        rows.append((measured.collective, str(len(measured.devices)), algorithm, size(measured.nbytes), *times))
     return [*lines, *_columns(rows)]
 
 
@@ -121,7 +123,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def percent_of(ratio: float) -> str:
-    """Return a part as a percentage with two significant digits.
+    """Return a ratio as a percentage with two significant digits.
 
     >>> percent_of(0.01234), percent_of(0)
     ('1.2 %', '0 %')
@@ -165,7 +167,7 @@ def calibration_json(fit: Calibration, assumed: str) -> dict[str, Any]:
 
 
 def _cells(given: Any, estimate: Estimate, scale: float) -> tuple[str, str, str]:
-    """Return a given number, the fitted one and its standard error as text."""
+    """Return a given number, the fitted number and the standard error of the fit as text."""
     if estimate.error is None:
         return f"{float(given) * scale:.4g}", "as given", ""
     return f"{float(given) * scale:.4g}", f"{float(estimate.value) * scale:.4g}", f"{estimate.error * scale:.2g}"

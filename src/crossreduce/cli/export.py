@@ -100,15 +100,9 @@ def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: flo
 
 
 def _write_file(
-    file: Path,
-    exporter: Exporter,
-    request: PlanRequest,
-    granularity: float,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
+    file: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
-    """Write a file, and the map of its ranks if it has numbers of ranks; return what the command prints."""
+    """Write a file, and a map of ranks to devices if the format has rank numbers. Return what the command prints."""
     map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None
     facts: dict[str, Any] = {}
     with (
@@ -147,7 +141,7 @@ def _write_folder(
     *,
     as_json: bool,
 ) -> str:
-    """Write the files of a folder and the map of ranks, and return what the command prints."""
+    """Write the files of a folder and a map of ranks to devices, and return what the command prints."""
     check_folder("DIR", folder)
     with progress("planning", 3) as advance:
         plan = request.plan(granularity=granularity)
@@ -165,12 +159,12 @@ def _write_folder(
 
 
 def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:
-    """Return the line of the ranks' devices, if files have numbers of ranks."""
+    """Return the line with the device of each rank, if the format has rank numbers."""
     return (
         {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(plan.ranks))} if exporter.by_rank else {}
     )
 
 
 def _report(machine: str, plan: Plan, facts: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
-    """Return the plan as text with further lines, or as JSON with further facts."""
+    """Return the plan as text, followed by ``lines``, or as JSON, with ``facts`` added."""
     return json_module.dumps(plan_json(machine, plan) | facts, indent=2) if as_json else plan_text(plan, lines)

@@ -1,7 +1,7 @@
-"""``crossreduce groups``: plan several groups that run at the same time, on the links that they share.
+"""``crossreduce groups``: plan collectives of several groups that run at the same time on shared links.
 
-Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, and what separate plans
-would lose.
+Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, and the loss with separate
+plans.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def groups(
 
 
 def read_groups(text: str, topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Return the listed groups, or those of a mesh.
+    """Return the groups in a list such as "0-1;2,3", or the groups of a mesh such as "2x2".
 
     >>> read_groups("0-1;2,3", Topology.ring(4))
     (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
@@ -58,7 +58,7 @@ def read_groups(text: str, topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def read_weights(text: str | None, count: int) -> list[Fraction] | None:
-    """Return a weight per group.
+    """Return the weights in a list with one per group, or ``None`` without a list.
 
     >>> read_weights("1,2.5", 2)
     [Fraction(1, 1), Fraction(5, 2)]
@@ -73,8 +73,8 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
     return [Fraction(part) for part in parts]
 
 
-def _json(request: PlanRequest, found: GroupsPlan) -> dict[str, Any]:
-    separate, own = found.separate, found.separate_without_helpers
+def _json(request: PlanRequest, together: GroupsPlan) -> dict[str, Any]:
+    separate, without_helpers = together.separate, together.separate_without_helpers
     groups = [
         {
             "devices": plan.request.members,
@@ -87,13 +87,13 @@ def _json(request: PlanRequest, found: GroupsPlan) -> dict[str, Any]:
             "rounds": plan.schedule.round_count,
             "steps": plan.schedule.steps,
             "pieces": plan.schedule.pieces,
-            "alone": rate_json(alone.rate),
-            "separate": rate_json(apart),
+            "alone": rate_json(separate.plans[k].rate),
+            "separate": rate_json(separate.rates[k]),
             "loss": {"exact": str(loss), "value": float(loss)},
-            "separate_without_helpers": None if own is None else rate_json(own.rates[k]),
+            "separate_without_helpers": None if without_helpers is None else rate_json(without_helpers.rates[k]),
         }
-        for k, (plan, weight, rate, alone, apart, loss) in enumerate(
-            zip(found.plans, found.weights, found.rates, separate.plans, separate.rates, found.losses, strict=True)
+        for k, (plan, weight, rate, loss) in enumerate(
+            zip(together.plans, together.weights, together.rates, together.losses, strict=True)
         )
     ]
     levels = [
@@ -103,14 +103,14 @@ def _json(request: PlanRequest, found: GroupsPlan) -> dict[str, Any]:
             "groups": level.groups,
             "prices": [{"src": src, "dst": dst, "price": str(price)} for src, dst, price in level.prices],
         }
-        for level in found.bound.levels
+        for level in together.bound.levels
     ]
     return {
         "crossreduce": __version__,
         "machine": request.machine,
         "collective": request.collective,
         "nbytes": request.nbytes,
-        "ratio": {"exact": str(found.ratio), "value": float(found.ratio)},
+        "ratio": {"exact": str(together.ratio), "value": float(together.ratio)},
         "groups": groups,
         "levels": levels,
     }

@@ -1,7 +1,7 @@
 """``crossreduce info``: list the frameworks, installed or not, and the devices that are available to them.
 
-Output: a table or JSON. Versions are read without imports. Each installed framework is then imported in a process of
-its own, all in parallel, so that a framework that is broken, or crashes its process, is reported like any other.
+Output: a table or JSON. Versions are read without imports. Each installed framework is then imported in a separate
+process, all in parallel. So a framework that is broken or crashes its process is reported like any other.
 """
 
 from __future__ import annotations
@@ -60,14 +60,10 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
 
 
 def framework_info(name: str) -> dict[str, Any]:
-    """Return a framework's version, its devices and its error; ``None`` for each that it does not have."""
+    """Return a framework's version, devices and error, each of which may be ``None``."""
     version = installed_version(name)
     if version is None:
-        return {
-            "version": None,
-            "devices": None,
-            "error": f"not installed  try: pip install 'crossreduce[{name}]'",
-        }
+        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
     command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
@@ -80,7 +76,7 @@ def framework_info(name: str) -> dict[str, Any]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return a framework's version, or "unknown", without importing it; ``None``: it is not installed."""
+    """Return a framework's version without importing it: "unknown" if it has none, ``None`` if it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
@@ -104,8 +100,8 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("algorithms", ", ".join(report["algorithms"]))
     console.print(about)
     table = Table("framework", "version", "devices")
-    for name, found in report["frameworks"].items():
-        state = found["devices"] or f"[red]{escape(found['error'])}[/red]"
-        table.add_row(name, found["version"] or "-", state)
+    for name, framework in report["frameworks"].items():
+        state = framework["devices"] or f"[red]{escape(framework['error'])}[/red]"
+        table.add_row(name, framework["version"] or "-", state)
     console.print()
     console.print(table)

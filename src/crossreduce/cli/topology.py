@@ -25,7 +25,7 @@ from .support.arguments import read_machine
 from .support.output import atomic_file, bound_json, draw, group_names, print_files, progress, terminal
 from .support.topologies import MACHINE, Devices, Hosts, InNetwork, Json, Picture, WithoutLink, check_picture, select
 
-MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
+MAX_LINES: Final = 200  # of the list of links; the JSON contains all links
 
 Speeds = Annotated[
     str, Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
@@ -153,7 +153,7 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
 
 
 def _matrix(topology: Topology, numbers: dict[str, str]) -> list[str]:
-    """Return the links as a matrix with one line per node; the column headers are the nodes' numbers."""
+    """Return the lines of a matrix of links, with one row and one column per node; columns are headed by numbers."""
     nodes = topology.nodes
     cells = [[_gb_per_s(link.bandwidth) if (link := topology.link(a, b)) else "." for b in nodes] for a in nodes]
     width = max(len(text) for row in [*cells, list(numbers.values())] for text in row)
@@ -165,15 +165,16 @@ def _matrix(topology: Topology, numbers: dict[str, str]) -> list[str]:
 
 def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
     """Return the links, one line per node; nodes with the same links share a line."""
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    nodes_of_text: defaultdict[str, list[str]] = defaultdict(list)
     for node in topology.nodes:
         speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
         for link in topology.out_links(node):
             speeds[link.bandwidth].append(link.dst)
         to = "; ".join(f"{_gb_per_s(speed)} to {group_names(speeds[speed])}" for speed in sorted(speeds, reverse=True))
-        alike[to or "nothing"].append(node)
+        nodes_of_text[to or "nothing"].append(node)
     lines = [
-        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {to}" for to, nodes in alike.items()
+        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {to}"
+        for to, nodes in nodes_of_text.items()
     ]
     more = len(lines) - MAX_LINES
     return lines[:MAX_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])

@@ -1,11 +1,11 @@
 """``crossreduce trace``: the collectives of all ranks on one clock, for Perfetto or as a table.
 
 Input: the directory of a trace (CROSSREDUCE_TRACE, ``crossreduce.trace``). Output: a table, JSON, or a file in Chrome's
-Trace Event Format, beside each call the time that its plan predicts.
+Trace Event Format, in which each call has the predicted time of its plan.
 
-There is a prediction for calls between hosts whose links were measured (``measure_topology``), or are given by
-``--topology``: the simulated time of the schedule between the hosts. It does not contain the work inside of the hosts.
-Calls on one host have no prediction.
+The prediction is the simulated time of the schedule between hosts. It requires that the links between the hosts were
+measured (``measure_topology``) or are given by ``--topology``. It does not contain the work inside the hosts, and calls
+on one host have no prediction.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .support.output import atomic_file, print_lines, printable, progress, short
 from .support.tables import TableColumn, columns_that_fit, fitted_table
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
-_LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # of a table that is too wide otherwise, in this order
-MOST_PHASES: Final = 1_000_000  # of a file for a viewer, with the calls: it has about 250 bytes for each
-_MOST_SHOWN: Final = 3  # ranks for which a row says that others waited
+_LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # columns that narrow tables lack, in this order
+MOST_PHASES: Final = 1_000_000  # calls and phases in a file for a viewer, which needs about 250 bytes for each
+_MOST_SHOWN: Final = 3  # the most ranks that a row lists as those for which others waited
 _MOST_NOTES: Final = 20
-_MOST_ROWS: Final = 100  # of a group: those with the most time
+_MOST_ROWS: Final = 100  # of each group, the rows with the most time
 
 
 def trace(
@@ -105,7 +105,7 @@ def trace(
 def _notes(
     groups: Sequence[GroupTrace], shifts: dict[str, ClockShift], runs: int, run: int, given: Topology | None
 ) -> list[str]:
-    """Return what a reader of the result must know."""
+    """Return sentences about missing files, missing predictions, and how well the clocks are aligned."""
     notes = []
     if runs > 1 and not run:
         notes.append(f"the directory has {runs} runs; this is the last, and --run 1 is the first.")
@@ -127,7 +127,7 @@ def _notes(
 
 
 def _prediction(given: Topology | None) -> Predict:
-    """Return the function that predicts the seconds of a call."""
+    """Return the function that predicts the seconds of a call; the topology ``given`` takes precedence."""
 
     @lru_cache(maxsize=4096)
     def seconds(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:
@@ -201,21 +201,21 @@ def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None
     """Print for each group who keeps the others waiting, and a table."""
     plans = dict(zip(((row.token, row.text) for row in rows), predicted, strict=True))
     console = terminal()
-    for own in _by_group(rows):
-        rank, share = straggler(own)
-        console.print(Text(printable(f'group "{own[0].group}" ({own[0].token})'), style="bold"))
+    for group_rows in _by_group(rows):
+        rank, share = straggler(group_rows)
+        console.print(Text(printable(f'group "{group_rows[0].group}" ({group_rows[0].token})'), style="bold"))
         named = share >= NOTEWORTHY
         sentence = f"{waiting_sentence(rank if named else None, share)} in collectives"
         console.print(Text(sentence, "bold red" if named else "green"))
-        shown = own[:_MOST_ROWS]
+        shown = group_rows[:_MOST_ROWS]
         columns = _columns(shown, [plans[row.token, row.text] for row in shown])
         console.print(fitted_table(columns_that_fit(columns, _LEFT_OUT, console.width, 0), console.width))
-        if own[_MOST_ROWS:]:
-            print_lines([f"and {len(own) - _MOST_ROWS} more rows; --json has all of them"])
+        if group_rows[_MOST_ROWS:]:
+            print_lines([f"and {len(group_rows) - _MOST_ROWS} more rows; --json has all of them"])
 
 
 def _columns(rows: Sequence[SummaryRow], plans: Sequence[float | None]) -> list[TableColumn]:
-    """Return the columns of a group's table; those of queues and plans only if there is one."""
+    """Return the columns of a group's table. Columns for queues and plans are left out if they would be empty."""
     columns = [
         TableColumn("call", [printable(row.text) for row in rows], left=True, fold=" "),
         TableColumn("bytes", ["-" if row.nbytes is None else short_size(row.nbytes) for row in rows]),

@@ -54,11 +54,11 @@ def verify(
 
 
 class _WrongFileError(Exception):
-    """A file can be read, but is wrong."""
+    """A file can be read, but its schedule is wrong."""
 
 
 def _prove_file(file: Path, read: Callable[[], None]) -> str:
-    """Return the proved facts about a file, and call ``read`` when it is read.
+    """Return the proved facts about a file. ``read`` is called after the file was read, before it is proved.
 
     Raises:
       _WrongFileError: the file is wrong.
@@ -80,14 +80,14 @@ def _prove_bundle(folder: Path) -> str:
     from ..export.bundle import SUFFIXES
 
     about = _read_list(folder / "ranks.json")
-    known = [entry["file"] for entry in about["files"]]
+    listed = [entry["file"] for entry in about["files"]]
     for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
-        if f"{path.parent.name}/{path.name}" not in known:
+        if f"{path.parent.name}/{path.name}" not in listed:
             problem = f"{path.parent.name}/{path.name} is not in ranks.json; runtimes would read it, too"
             raise ArgumentError(f"{folder}: {problem}.")
-    with progress("proving", len(known)) as advance:
+    with progress("proving", len(listed)) as advance:
         texts = _prove_files(folder, about, advance)
-    return "\n".join([*texts, f"{folder}: {len(known)} files are right, each for its own sizes."])
+    return "\n".join([*texts, f"{folder}: {len(listed)} files are right, each for its own sizes."])
 
 
 def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
@@ -95,7 +95,7 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
     from ..export.bundle import SUFFIXES, facts_of
 
     texts = []
-    least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no file before was for
+    least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
     for entry in about["files"]:
         name, path = entry["format"], folder / entry["file"]
         advance.detail(entry["file"], 0, 1)
@@ -120,7 +120,7 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
 
 
 def _read_list(file: Path) -> dict[str, Any]:
-    """Return the content of a bundle's ``ranks.json``, with at least one file."""
+    """Return the content of a bundle's ``ranks.json``, which must list at least one file."""
     from ..export.bundle import FORMAT, SUFFIXES
 
     try:

@@ -13,17 +13,17 @@ from ..planning import Plan
 
 
 class Exporter(NamedTuple):
-    """A format; ``write`` imports the module of its function at the first use."""
+    """A format. Functions are given as ``module:name``, and the module is imported when the function is called."""
 
-    function: str  # ``module:name`` of the function that returns the text, or the files of a folder
+    function: str  # returns the text of a file, or the contents of a folder's files
     arguments: tuple[str, ...]  # the attributes of a plan that the function takes
-    suffix: str = ""  # files with this suffix have this format by default; "": none
-    runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
-    by_rank: bool = False  # files have numbers of ranks instead of names of devices
-    one_rank: bool = False  # the function takes ``rank``, and then makes the part of this rank alone
-    multiple: str = ""  # ``module:name`` of a function: of what a message's size must be a multiple for a file's text
-    counts: str = "elements"  # of what the size is counted: elements or bytes
-    remarks: str = ""  # ``module:name`` of a function that returns remarks on the files of a folder, by label
+    suffix: str = ""  # files with this suffix have this format by default; "" for no suffix
+    runs_elsewhere: bool = False  # whether it is for programs that do not queue operations one by one
+    by_rank: bool = False  # whether files have rank numbers instead of device names
+    one_rank: bool = False  # whether the function takes ``rank`` to make only the part of one rank
+    multiple: str = ""  # a function that returns, for a file's text, the number that must divide a message's size
+    counts: str = "elements"  # the unit of this size: elements or bytes
+    remarks: str = ""  # a function that returns remarks on the files of a folder, by label
 
     @property
     def is_folder(self) -> bool:
@@ -31,32 +31,29 @@ class Exporter(NamedTuple):
         return bool(self.remarks)
 
     def write(self, plan: Plan, **options: Any) -> str | dict[str, bytes]:
-        """Return a plan in this format: the text of a file, or the contents of the files of a folder by their names.
+        """Return a plan in this format: the text of a file, or the contents of a folder's files by their names.
 
-        ``options`` are further arguments of the function.
+        ``options`` are further arguments of ``function``.
         """
         arguments = [getattr(plan, name) for name in self.arguments]
         content: str | dict[str, bytes] = resolve_name(self.function)(*arguments, **options)
         return content
 
     def text(self, plan: Plan, **options: Any) -> str:
-        """Return what ``write`` returns, for a format whose exports are single files."""
+        """Return what ``write`` returns, for a format with single files."""
         content = self.write(plan, **options)
         assert isinstance(content, str)
         return content
 
     def multiple_of(self, plan: Plan, text: str) -> int:
-        """Return a number: the file with this text works for messages whose size is a multiple of it.
-
-        The size is counted in elements or bytes, as ``counts`` says.
-        """
-        found: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units
-        return found
+        """Return the number that must divide the size of a message, in the unit ``counts``, if it uses this file."""
+        multiple: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units
+        return multiple
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
         """Return lines about a folder's files, by the label of each line."""
-        found: dict[str, str] = resolve_name(self.remarks)(plan, files)
-        return found
+        remarks: dict[str, str] = resolve_name(self.remarks)(plan, files)
+        return remarks
 
 
 EXPORTERS: Final = {
@@ -98,7 +95,7 @@ EXPORTERS: Final = {
 
 
 def format_of(filename: str) -> str | None:
-    """Return the name of the exporter for a file's suffix, in upper or lower case, or ``None``.
+    """Return the name of the exporter with a file's suffix, in upper or lower case, or ``None`` if there is none.
 
     >>> format_of("step.trace.json"), format_of("Plan.JSON"), format_of("plan.txt")
     ('trace', 'schedule', None)

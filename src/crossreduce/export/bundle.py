@@ -1,8 +1,7 @@
-"""Bundles: the files with which MSCCL, RCCL or MSCCL++ run the plans of a machine, one for each range of sizes.
+"""Bundles: files with which MSCCL, RCCL or MSCCL++ run the plans of a machine, one file for each range of sizes.
 
-Input: a topology and a collective. Output: the texts of files, by path: files in ``msccl/`` and ``mscclpp/``, and
-beside these folders a README and ``ranks.json``, the map of the ranks and the list of the files. Nothing is written
-here.
+Input: a topology and a collective. Output: the texts of files by path: files in ``msccl/`` and ``mscclpp/``, a README,
+and ``ranks.json`` with the device of each rank and the list of the files. Nothing is written here.
 
 The folder ``msccl/`` contains only the files that a runtime reads, since MSCCL and RCCL read every file of the folder
 that MSCCL_ALGO_DIR names (mscclInternalSchedulerInit in RCCL's src/misc/msccl/msccl_lifecycle.cc). They use the first
@@ -32,9 +31,9 @@ from .formats.mscclpp.format import read_mscclpp_json
 from .formats.mscclpp.layout import unit_bytes
 
 SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
-STAGES: Final = len(SIZES)  # of ``advance``
-MOST_OCTAVES: Final = 3  # of a range whose plan has pieces
-_STEP: Final = 64  # ranges begin at multiples of so many bytes
+STAGES: Final = len(SIZES)  # how often ``bundle`` calls ``advance``
+MOST_OCTAVES: Final = 3  # the most powers of two in a range whose plan has pieces
+_STEP: Final = 64  # ranges begin at multiples of this number of bytes
 FORMAT: Final = "crossreduce.bundle/1"
 ONE_KERNEL: Final = Costs(operation_s=0)  # an exported plan runs as one kernel, so no operations are queued
 NO_LIMIT: Final = 2**64 - 1  # in MSCCL++'s files
@@ -42,19 +41,19 @@ SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
 
 
 class Window(NamedTuple):
-    """A range of sizes, both ends inclusive, and the plan for it; ``most_bytes=0``: no limit."""
+    """A range of sizes, including both ends, and the plan for it."""
 
     least_bytes: int
-    most_bytes: int
+    most_bytes: int  # 0: no limit
     plan: Plan
 
 
 class Bundle(NamedTuple):
-    """The files of a bundle, and the ranges for which no plan fits a format."""
+    """The files of a bundle."""
 
     files: dict[str, str]  # texts by path
     windows: dict[str, tuple[Window, ...]]  # by format
-    left_out: tuple[str, ...]  # sentences
+    left_out: tuple[str, ...]  # for each format and range without a fitting plan, a sentence with the reason
 
 
 def bundle(
@@ -73,26 +72,25 @@ def bundle(
     Args:
       topology: rank k is its k-th device.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      root: of a reduce or broadcast. The formats do not store it, so the files are for calls with this root only.
+      root: the root of a reduce or broadcast. The formats do not store it, so files are only for calls with this root.
       formats: "msccl", "mscclpp" or both.
-      granularity: see ``plan``; also the part of the time that a plan may lose before the next range begins.
+      granularity: see ``plan``. A new range begins where the plan would exceed the best time by more than this part.
       costs: see ``plan``.
       machine: the name of the topology in the README.
-      advance: is called with a text after each of ``STAGES`` sizes is planned.
+      advance: called with a text after each of ``STAGES`` sizes is planned.
     Raises:
       PlanError: no plan of any range fits any format.
 
-    >>> made = bundle(Topology.machine("ncv4"), formats=["msccl"])
-    >>> sorted(made.files)[:3]
+    >>> sorted(bundle(Topology.machine("ncv4"), formats=["msccl"]).files)[:3]
     ['README.md', 'msccl/all_reduce_0.xml', 'msccl/all_reduce_1.xml']
     """
     files: dict[str, str] = {}
     windows: dict[str, tuple[Window, ...]] = {}
-    listed: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     left_out: list[str] = []
     planned: list[Window] = []
     for name in formats:
-        found: list[Window] = []
+        written: list[Window] = []
         try:
             check_exportable(name, topology, collective)
         except PlanError as error:
@@ -101,41 +99,41 @@ def bundle(
         planned = planned or _windows(topology, collective, root, granularity, costs, advance)
         for window in planned:
             try:
-                fit = fitting(window.plan, partial(_text, name, window, len(found)))
+                fit = fitting(window.plan, partial(_text, name, window, len(written)))
             except PlanError as error:
                 left_out.append(f"{name}, {_range(window)}: {str(error).partition(chr(10))[0]}")
                 continue
             window, text = window._replace(plan=fit.plan), fit.text
             facts = facts_of(name, text)
             window = window._replace(most_bytes=facts["most_bytes"])  # MSCCL++ limits the sizes of pipelines
-            path = f"{name}/{collective}_{len(found)}.{SUFFIXES[name]}"
-            found.append(window)
+            path = f"{name}/{collective}_{len(written)}.{SUFFIXES[name]}"
+            written.append(window)
             files[path] = text
             multiple = f"{EXPORTERS[name].counts}_multiple_of"
             replaced = {"replaced": fit.refused} if fit.refused else {}
-            listed.append(_entry(path, name, window) | {multiple: facts[multiple]} | replaced)
-        windows[name] = tuple(found)
+            entries.append(_entry(path, name, window) | {multiple: facts[multiple]} | replaced)
+        windows[name] = tuple(written)
     if not files:
         problem = "no plan of this collective fits the limits of the formats."
         raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
-    some = next(window.plan for found in windows.values() for window in found)
+    sample = next(window.plan for written in windows.values() for window in written)
     about = {
         "format": FORMAT,
         "machine": machine,
         "collective": collective,
-        "root": some.root,
-        "ranks": some.ranks,
+        "root": sample.root,
+        "ranks": sample.ranks,
         "costs": json.loads(costs.to_json()),
         "granularity": granularity,
-        "files": listed,
+        "files": entries,
     }
     files["ranks.json"] = json.dumps(about, indent=1) + "\n"
     fits = {
         entry["file"]: sizes_that_fit(entry[f"{exporter.counts}_multiple_of"], exporter.counts)
-        for entry in listed
+        for entry in entries
         for exporter in [EXPORTERS[entry["format"]]]
     }
-    files["README.md"] = _readme(machine, collective, some, windows, left_out, fits)
+    files["README.md"] = _readme(machine, collective, sample, windows, left_out, fits)
     return Bundle(files, windows, tuple(left_out))
 
 
@@ -149,42 +147,42 @@ def _windows(
 ) -> list[Window]:
     """Return the ranges of sizes, each with a plan.
 
-    At the powers of two of a range, its plan takes at most ``tolerance`` longer than the best one. Two ranges meet
-    where their plans are equally fast. The pieces of MSCCL's files do not depend on the size, so ranges with pieces are
-    short.
+    At the powers of two in a range, its plan exceeds the best time by at most the part ``tolerance``. Neighbouring
+    ranges meet where their plans are equally fast. The number of pieces in a file of MSCCL does not depend on the size
+    of the message, so ranges with pieces are short.
     """
     plans = []
     for nbytes in SIZES:
         plans.append(plan(topology, collective, nbytes, root=root, costs=costs, granularity=tolerance))
         advance(f"planned {size(nbytes)}")
-    starts = [0]
+    starts = [0]  # for each range, the first plan in it, which the whole range uses
     for k, best in enumerate(plans):
-        known = pipelined(plans[starts[-1]].schedule, topology, SIZES[k], costs=costs)
-        is_wide = known.schedule.pieces > 1 and k - starts[-1] >= MOST_OCTAVES
-        if known.seconds > best.seconds * (1 + tolerance) or is_wide:
+        current = pipelined(plans[starts[-1]].schedule, topology, SIZES[k], costs=costs)
+        is_wide = current.schedule.pieces > 1 and k - starts[-1] >= MOST_OCTAVES
+        if current.seconds > best.seconds * (1 + tolerance) or is_wide:
             starts.append(k)
     least = [0]
     for before, after in pairwise(starts):
         least.append(_crossing(plans[before], plans[after], SIZES[after] // 2, SIZES[after]))
-    found = []
+    windows = []
     for i, start in enumerate(starts):
         end = starts[i + 1] if i + 1 < len(starts) else len(SIZES)
         middle = SIZES[(start + end - 1) // 2]
         schedule, seconds = pipelined(plans[start].schedule, topology, middle, costs=costs)
         request = plans[start].request._replace(nbytes=middle)
-        chosen = replace(plans[start], request=request, schedule=schedule, seconds=seconds)
-        found.append(Window(least[i], least[i + 1] - 1 if i + 1 < len(starts) else 0, chosen))
-    return found
+        range_plan = replace(plans[start], request=request, schedule=schedule, seconds=seconds)
+        windows.append(Window(least[i], least[i + 1] - 1 if i + 1 < len(starts) else 0, range_plan))
+    return windows
 
 
 def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
     """Return the size, with an error of 1/64, from which on the second plan is as fast as the first one.
 
-    It is above ``low`` and at most ``high``, a size at which the second plan is faster.
+    The result is above ``low`` and at most ``high``. At ``high``, the second plan is faster.
     """
 
-    def seconds(made: Plan, nbytes: int) -> float:
-        return pipelined(made.schedule, made.topology, nbytes, costs=made.request.costs).seconds
+    def seconds(compared: Plan, nbytes: int) -> float:
+        return pipelined(compared.schedule, compared.topology, nbytes, costs=compared.request.costs).seconds
 
     while high - low > max(_STEP, low // 64):
         middle = (low + high) // 2 // _STEP * _STEP
@@ -195,12 +193,12 @@ def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
     return high
 
 
-def _text(name: str, window: Window, number: int, made: Plan) -> str:
-    """Return a plan as the text of a window's file; msccl writes 0 for no limit, MSCCL++ the greatest number."""
+def _text(name: str, window: Window, number: int, window_plan: Plan) -> str:
+    """Return the text of a window's file in a format, or raise PlanError if no message can use it."""
     most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
-    title = f"{made.collective}_{made.algorithm}_{number}"
-    text = EXPORTERS[name].text(made, name=title, min_bytes=window.least_bytes, max_bytes=most)
-    multiple = EXPORTERS[name].multiple_of(made, text)
+    title = f"{window_plan.collective}_{window_plan.algorithm}_{number}"
+    text = EXPORTERS[name].text(window_plan, name=title, min_bytes=window.least_bytes, max_bytes=most)
+    multiple = EXPORTERS[name].multiple_of(window_plan, text)
     if window.most_bytes and window.most_bytes // multiple * multiple < max(window.least_bytes, 1):
         problem = (
             f"the sizes of the file are multiples of {multiple} {EXPORTERS[name].counts}, none of them in its range."
@@ -210,7 +208,7 @@ def _text(name: str, window: Window, number: int, made: Plan) -> str:
 
 
 def facts_of(name: str, text: str) -> dict[str, Any]:
-    """Return the facts that ``ranks.json`` and a file of a format both state; ``most_bytes`` 0: unlimited.
+    """Return what a file of a format states that ``ranks.json`` also states. ``most_bytes`` is 0 if there is no limit.
 
     Raises:
       ScheduleError: the text is not of the format.
@@ -220,23 +218,23 @@ def facts_of(name: str, text: str) -> dict[str, Any]:
         kind, ranks, multiple = algo.coll, len(algo.gpus), {"elements_multiple_of": algo.chunks}
         least, most = algo.min_bytes, algo.max_bytes
     else:
-        made = read_mscclpp_json(text)
-        kind, ranks, multiple = made.collective, len(made.gpus), {"bytes_multiple_of": unit_bytes(made)}
-        least, most = made.min_bytes, 0 if made.max_bytes == NO_LIMIT else made.max_bytes
-    collective = next((known for known in COLLECTIVES if known.replace("_", "") == kind), kind)
+        content = read_mscclpp_json(text)
+        kind, ranks, multiple = content.collective, len(content.gpus), {"bytes_multiple_of": unit_bytes(content)}
+        least, most = content.min_bytes, 0 if content.max_bytes == NO_LIMIT else content.max_bytes
+    collective = next((name for name in COLLECTIVES if name.replace("_", "") == kind), kind)
     return {"collective": collective, "ranks": ranks, "least_bytes": least, "most_bytes": most, **multiple}
 
 
 def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
-    made = window.plan
+    """Return the entry of a file in ``ranks.json``."""
     return {
         "file": path,
         "format": name,
         "least_bytes": window.least_bytes,
         "most_bytes": window.most_bytes,
-        "algorithm": made.algorithm,
-        "gb_per_s": round(made.algbw, 3),
-        "at_bytes": made.nbytes,
+        "algorithm": window.plan.algorithm,
+        "gb_per_s": round(window.plan.algbw, 3),
+        "at_bytes": window.plan.nbytes,
     }
 
 
@@ -275,23 +273,23 @@ raises an error for other sizes.
 def _readme(
     machine: str,
     collective: str,
-    some: Plan,
+    sample: Plan,
     windows: dict[str, tuple[Window, ...]],
     left_out: list[str],
     fits: dict[str, str],
 ) -> str:
-    """Return the README: how to use the files, the ranks and sizes that they are for, and the sizes without a file.
+    """Return the README: how to use the files, for which ranks and sizes, and the sizes without a file.
 
-    ``fits``: by file, the sizes within its range for which it can be used.
+    ``fits`` describes for each file the sizes within its range that can use it.
     """
     lines = [f"# {collective} on {machine}", ""]
-    lines += [f"{len(some.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
-    lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(some.ranks)), ""]
-    if some.root is not None:
+    lines += [f"{len(sample.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
+    lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(sample.ranks)), ""]
+    if sample.root is not None:
         lines += [
-            f"The root is {some.root}, rank {some.ranks.index(some.root)}. The files do not store it: a runtime uses "
-            "them for all roots, and the results for others are wrong. Do not use them in programs that have other "
-            "roots.",
+            f"The root is {sample.root}, rank {sample.ranks.index(sample.root)}. The files do not store it: a runtime "
+            "uses them for all roots, and the results for others are wrong. Do not use them in programs that have "
+            "other roots.",
             "",
         ]
     lines += [
@@ -300,12 +298,12 @@ def _readme(
         "`ranks.json`, but not the start of a kernel.",
         "",
     ]
-    for name, found in windows.items():
-        if not found:
+    for name, format_windows in windows.items():
+        if not format_windows:
             continue
         lines += [f"## {name}", "", _HOW[name]]
         lines += ["| file | bytes | algorithm | predicted | sizes |", "|---|---|---|---|---|"]
-        for k, window in enumerate(found):
+        for k, window in enumerate(format_windows):
             rate = f"{window.plan.algbw:.2f} GB/s at {size(window.plan.nbytes)}"
             file = f"{name}/{collective}_{k}.{SUFFIXES[name]}"
             lines.append(f"| {file} | {_range(window)} | {window.plan.algorithm} | {rate} | {fits[file]} |")

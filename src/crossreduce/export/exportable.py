@@ -1,4 +1,4 @@
-"""Whether a format can hold the plans of a topology: checked before minutes are spent on planning.
+"""A check before minutes are spent on planning: whether a format can hold the plans of a topology.
 
 Input: the name of a format, a topology and a collective. Output: nothing, or PlanError.
 """
@@ -13,13 +13,13 @@ from .formats.mscclpp.writer.switch_reductions import refusal_reason
 def check_exportable(format_name: str, topology: Topology, collective: str) -> None:
     """Raise a PlanError if a format cannot hold the in-network plans of a topology.
 
-    Other collectives are planned first, since their plans rarely use switches so. MSCCL XML has no operation in
-    switches. MSCCL++ has one for all-reduces, with one switch that reduces and joins all GPUs of a host.
+    Only all-reduces are checked, since plans of other collectives rarely use switches that reduce. MSCCL XML has no
+    operation in switches. MSCCL++ has one for an all-reduce with one reducing switch that joins all GPUs of a host.
 
     Args:
       format_name: a name of ``EXPORTERS``.
       topology: where the plan will run.
-      collective: its name, such as "all_reduce".
+      collective: the name of the collective, such as "all_reduce".
     Raises:
       PlanError: the plan could contain switches that reduce, and the format cannot express them.
 

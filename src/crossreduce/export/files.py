@@ -1,4 +1,4 @@
-"""Files that are replaced atomically: a reader never sees half of one, and a failure leaves the old one."""
+"""Files that are replaced atomically: a reader never sees a part of the new file, and a failure leaves the old one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def writable_target(path: str | os.PathLike[str]) -> Path:
-    """Return the file behind a path, which need not exist; raise ``FileNotFoundError`` if its folder does not."""
+    """Return the file that a path leads to, without symbolic links; FileNotFoundError if its folder does not exist."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
@@ -17,7 +17,7 @@ def writable_target(path: str | os.PathLike[str]) -> Path:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Replace a file atomically: an error leaves the old file unchanged."""
+    """Replace a file atomically. If an error occurs, the old file is unchanged."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         part = Path(folder) / target.name
         part.write_bytes(content)

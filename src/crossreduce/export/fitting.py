@@ -1,4 +1,4 @@
-"""The fastest plan that a format can hold: runtimes limit peers, steps and threadblocks, so some plans do not fit."""
+"""The fastest plan that a format can hold. Runtimes limit peers, steps and threadblocks, so some plans do not fit."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ..planning.plans import plan_request
 
 
 class Fitting(NamedTuple):
-    """A plan with its text in a format, and which faster plan does not fit and why ("": it is the fastest one)."""
+    """A plan and its text in a format."""
 
     plan: Plan
     text: str
-    refused: str
+    refused: str  # why the best plan does not fit; "" if this is the best plan
 
 
 def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
-    """Return a plan's text, or that of the fastest plan of another algorithm that can be written.
+    """Return a plan and its text, or, if ``write`` refuses it, the fastest plan by another algorithm that it accepts.
 
-    The other plans are for the same request. Algorithms that cannot plan it are left out, as are those that ``"auto"``
-    does not try for so many devices.
+    The other plans are for the same request. Algorithms that cannot plan it are left out, and so are those that
+    ``"auto"`` does not try for this number of devices.
 
     Raises:
-      PlanError: none can be written; the error is that of ``best``.
+      PlanError: no plan can be written. This is the error of ``best``.
 
     >>> from crossreduce import Topology, plan
     >>> from crossreduce.export import EXPORTERS
     >>> star = Topology.star(24, gb_per_s=450, latency_s=1e-6)
     >>> best = plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
-    >>> found = fitting(best, EXPORTERS["mscclpp"].text)
-    >>> print(f"{found.plan.algorithm}; {found.refused}")  # doctest: +ELLIPSIS
+    >>> fit = fitting(best, EXPORTERS["mscclpp"].text)
+    >>> print(f"{fit.plan.algorithm}; {fit.refused}")  # doctest: +ELLIPSIS
     halving_doubling; the plan of direct is faster, but does not fit: MSCCL++ allows ...
     """
     try:
@@ -44,8 +44,8 @@ def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
     for algorithm, entry in REGISTRY.items():
         if entry.most_devices is None or len(best.request.members) <= entry.most_devices:
             with suppress(PlanError):
-                made = plan_request(best.request._replace(algorithm=algorithm))
-                others.setdefault(made.schedule, made)
+                other = plan_request(best.request._replace(algorithm=algorithm))
+                others.setdefault(other.schedule, other)
     others.pop(best.schedule, None)
     for other in sorted(others.values(), key=lambda other: other.seconds):
         with suppress(PlanError):

@@ -1,8 +1,8 @@
-"""The one lowering: a verified schedule becomes a ``Program``, which every engine and every exporter consumes.
+"""Lowering: a verified schedule becomes a ``Program``, which every engine and every exporter consumes.
 
 Input: a ``Schedule``. Output: a ``Program`` in static single assignment: each chunk has numbered values, and each
-instruction makes one value on one device. Instructions that no destination needs are removed, the combinations that
-produce the fully reduced chunk are marked as final, and the last use of every value is known.
+instruction makes one value on one device. Instructions that no destination needs are removed. Combinations that produce
+the fully reduced chunk are marked as final, and so is the last use of every value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 def lower(schedule: Schedule) -> Program:
     """Verify a schedule and return its program, which is cached.
 
-    The program of a ``GeneratedSchedule`` stores the chunks of the base, and makes the others when they are read.
+    The program of a ``GeneratedSchedule`` stores the chunks of the base, and makes other chunks when they are read.
 
     Raises:
       ScheduleError: ``verify`` rejects the schedule.
@@ -35,21 +35,22 @@ def lower(schedule: Schedule) -> Program:
     verify(schedule)
     if isinstance(schedule, GeneratedSchedule):  # verify has proved its base
         return GeneratedProgram(schedule, lower(schedule.base))
-    read: list[list[Read]] = [[] for _ in schedule.chunks]
+    reads: list[list[Read]] = [[] for _ in schedule.chunks]
+    # For each chunk, the value that each device stores now.
     current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
     count = [len(chunk.sources) for chunk in schedule.chunks]  # of the values so far
     for r, steps in enumerate(live_rounds(schedule)):
         for chunk, dst, srcs in steps:
             values = current[chunk]
-            read[chunk].append((r, dst, tuple([values[src] for src in srcs])))
+            reads[chunk].append((r, dst, tuple([values[src] for src in srcs])))
         for chunk, dst, _ in steps:
             current[chunk][dst] = count[chunk]
             count[chunk] += 1
     chunks = []
-    for (share, sources, destinations), instructions, cells in zip(schedule.chunks, read, current, strict=True):
-        results = tuple([cells[dst] for dst in destinations])
-        made_here = finish_instructions(len(sources), instructions, results)
-        chunks.append(ChunkProgram(share, sources, destinations, made_here, results))
+    for (share, sources, destinations), reads_of_chunk, values in zip(schedule.chunks, reads, current, strict=True):
+        results = tuple([values[dst] for dst in destinations])
+        instructions = finish_instructions(len(sources), reads_of_chunk, results)
+        chunks.append(ChunkProgram(share, sources, destinations, instructions, results))
     return Program(
         schedule.collective,
         schedule.algorithm,

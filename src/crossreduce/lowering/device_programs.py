@@ -10,10 +10,10 @@ from .instructions import ChunkProgram
 
 
 class LocalValue(NamedTuple):
-    """A value that one device stores. ``final``: fully reduced, in the result's dtype; else an input or partial sum."""
+    """A value that one device stores."""
 
     chunk: int
-    final: bool
+    final: bool  # fully reduced and in the result's dtype, rather than an input or a partial sum
 
 
 class Combination(NamedTuple):
@@ -28,7 +28,7 @@ class DeviceStage(NamedTuple):
     """The part of one device in a round: send, receive, then combine.
 
     Sends and receives are ``(local value, other device)``. Two devices list the messages between them in the same
-    order. A value that is sent was complete when the round began; a combination waits for its received operands.
+    order. A value that is sent is complete when the round begins. A combination waits for its received operands.
     """
 
     sends: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class DeviceProgram(NamedTuple):
       values: all values that the device stores, numbered in this order; the first are its inputs, one for each chunk
         (unused for chunks to which the device does not contribute).
       stages: one per round of the schedule.
-      results: for each chunk the local value that is its result here; -1: the device is not a destination.
+      results: for each chunk the local value that is its result, or -1 if the device is not a destination.
     """
 
     values: tuple[LocalValue, ...]
@@ -52,30 +52,27 @@ class DeviceProgram(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A value of a chunk that an instruction reads, and where it is."""
+    """A value of a chunk that an instruction reads."""
 
-    device: int
+    device: int  # that stores the value
     value: int
     final: bool
 
 
 class Event(NamedTuple):
-    """What an instruction is for one device that makes its value or sends operands.
-
-    ``operands``: all of them on the device that makes the value; elsewhere those that the device sends.
-    """
+    """The part of one device in an instruction: the device makes the value, or sends operands to the one that does."""
 
     round: int
     device: int  # that makes the value
     value: int
-    operands: tuple[Operand, ...]
+    operands: tuple[Operand, ...]  # all, if this device makes the value; otherwise those that it sends
     final: bool
 
 
 class ChunkEvents:
-    """The events of each device in one chunk, in the order of the instructions, and its values before and after.
+    """The events of each device in one chunk, in the order of the instructions, and the chunk's inputs and results.
 
-    Made once per chunk, so that the part of a device takes time only for the instructions in which it takes part.
+    They are computed once per chunk. So the program of a device takes time only for instructions that involve it.
     """
 
     def __init__(self, chunk: ChunkProgram) -> None:
@@ -83,7 +80,7 @@ class ChunkEvents:
         self.by_device: defaultdict[int, list[Event]] = defaultdict(list)
         self.inputs = {source: k for k, source in enumerate(chunk.sources)}
         self.results = dict(zip(chunk.destinations, chunk.results, strict=True))
-        self.is_final = kinds[0] == "final"  # its inputs: there is only one
+        self.is_final = kinds[0] == "final"  # whether the chunk has a single input, which is also its result
         for value, (device, operands, r, final, *_) in enumerate(chunk.instructions, start=len(chunk.sources)):
             read = tuple([Operand(places[operand], operand, kinds[operand] == "final") for operand in operands])
             self.by_device[device].append(Event(r, device, value, read, final))
@@ -93,11 +90,11 @@ class ChunkEvents:
 
 
 class PartInChunk(NamedTuple):
-    """The part of a device in one chunk: that of the device ``origin`` in ``events``, with all devices moved."""
+    """The part of a device in one chunk: the events of ``origin`` in ``events``, with all devices renumbered."""
 
     events: ChunkEvents
     origin: int
-    moved: Callable[[int], int]  # returns where a device is moved to
+    moved: Callable[[int], int]  # returns the new number of a device
 
 
 def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: bool = False) -> DeviceProgram:
@@ -106,10 +103,9 @@ def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: boo
     Every read of another device's value is a message, as in the simulation.
 
     Args:
-      round_count: of the program.
-      parts: of the device, one for each chunk.
-      in_order: whether the instructions of a round, and the operands of each, are sorted by the devices that they are
-        moved to.
+      round_count: the number of rounds of the program.
+      parts: the parts of the device, one for each chunk.
+      in_order: whether the instructions of a round, and the operands of each, are sorted by the new device numbers.
     """
     values: list[LocalValue] = []
     local: dict[tuple[int, int], int] = {}  # the local number of each value on this device
@@ -120,8 +116,8 @@ def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: boo
         values.append(LocalValue(c, events.is_final))
         if origin in events.inputs:
             local[c, events.inputs[origin]] = c
-        own = events.by_device.get(origin, [])
-        for event in sorted(own, key=lambda event: moved(event.device)) if in_order else own:
+        device_events = events.by_device.get(origin, [])
+        for event in sorted(device_events, key=lambda event: moved(event.device)) if in_order else device_events:
             rounds[event.round].append((c, part, event))
     stages = []
     for events_of_round in rounds:
@@ -144,6 +140,6 @@ def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: boo
                 combinations.append(Combination(len(values), tuple(operands), final))
                 values.append(LocalValue(c, final))
         stages.append(DeviceStage(tuple(sends), tuple(receives), tuple(combinations)))
-    kept = [part.events.results.get(part.origin) for part in listed]
-    results = tuple([-1 if result is None else local[c, result] for c, result in enumerate(kept)])
+    chunk_results = [part.events.results.get(part.origin) for part in listed]
+    results = tuple([-1 if result is None else local[c, result] for c, result in enumerate(chunk_results)])
     return DeviceProgram(tuple(values), tuple(stages), results)

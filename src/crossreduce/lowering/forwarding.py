@@ -1,4 +1,4 @@
-"""Programs for engines that cannot route messages: devices on the routes pass values on."""
+"""Programs for engines that cannot route messages: devices on a route receive the value and send it on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .program import Program
 
 @lru_cache(maxsize=256)
 def forward_through_devices(program: Program, topology: Topology) -> Program:
-    """Return the program in which values move only between devices that links, or links and switches, join.
+    """Return the program in which no route between two devices passes through a third device.
 
-    If the route of a transfer passes through other devices, these receive the value and send it on, each in a round of
-    its own. This is for engines that cannot route messages.
+    Devices on a route receive the value and send it on, each in a separate round. This is for engines that cannot route
+    messages.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot
@@ -33,36 +33,36 @@ def forward_through_devices(program: Program, topology: Topology) -> Program:
             route = topology.route(program.devices[src], program.devices[dst]) or ()
         return tuple(numbers[node] for node in route if node in numbers and numbers[node] not in (src, dst))
 
-    longest = [
-        max((len(between(each.chunk, each.src, each.dst, r)) for each in transfers), default=0)
+    extra_rounds = [
+        max((len(between(transfer.chunk, transfer.src, transfer.dst, r)) for transfer in transfers), default=0)
         for r, transfers in enumerate(program.transfers)
     ]
-    if not any(longest):
+    if not any(extra_rounds):
         return program
-    starts = [r + sum(longest[:r]) for r in range(program.round_count)]
+    starts = [r + sum(extra_rounds[:r]) for r in range(program.round_count)]
     chunks = []
     for c, chunk in enumerate(program.chunks):
         inputs, places = len(chunk.sources), chunk.devices
         numbered = list(range(inputs))  # for each value of the chunk, its number in the new chunk
         read: list[Read] = []
-        copies: dict[tuple[int, int], tuple[int, int]] = {}  # value and device: the copy there, and its round
+        copies: dict[tuple[int, int], tuple[int, int]] = {}  # by value and device: the copy there, and its round
 
         for instruction in chunk.instructions:
             operands, r = [], instruction.round
             for operand in instruction.operands:
                 value = numbered[operand]
                 for hop, device in enumerate(between(c, places[operand], instruction.device, r)):
-                    known = copies.get((operand, device))
-                    if known is None or known[1] > starts[r] + hop:
-                        known = copies[operand, device] = inputs + len(read), starts[r] + hop
+                    copy = copies.get((operand, device))
+                    if copy is None or copy[1] > starts[r] + hop:
+                        copy = copies[operand, device] = inputs + len(read), starts[r] + hop
                         read.append((starts[r] + hop, device, (value,)))
-                    value = known[0]
+                    value = copy[0]
                 operands.append(value)
             numbered.append(inputs + len(read))
-            read.append((starts[r] + longest[r], instruction.device, tuple(operands)))
+            read.append((starts[r] + extra_rounds[r], instruction.device, tuple(operands)))
         results = tuple(numbered[value] for value in chunk.results)
         chunks.append(chunk._replace(instructions=finish_instructions(inputs, read, results), results=results))
-    round_count = program.round_count + sum(longest)
+    round_count = program.round_count + sum(extra_rounds)
     return Program(
         program.collective, program.algorithm, program.devices, tuple(chunks), round_count, program.pieces, ()
     )

@@ -1,4 +1,4 @@
-"""The fused program of a chunk, for devices that share memory: no copies, and chains of combinations in one pass."""
+"""The fused program of a chunk, for devices that share memory: without copies, and with merged combinations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .instructions import ChunkProgram
 
 @lru_cache(maxsize=4096)
 def fuse(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
-    """Return how to compute a chunk's results for the first ``results`` destinations (``None``: all) in shared memory.
+    """Return the fused program that makes the results of all destinations of a chunk, or of the first ``results``.
 
     Copies are removed. Equal combinations are computed once. A combination that is read only once, as the first operand
-    of another, becomes part of that one. The order of combination does not change, and so neither do the results' bits.
+    of another, becomes part of that one. The order of combination does not change, so the results keep the same bits.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import direct, hierarchical_copy
@@ -29,21 +29,21 @@ def fuse(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
 
 
 def distinct_combinations(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the different combinations of a chunk, and for each of its values the number of an input or combination.
+    """Return the distinct combinations of a chunk, and for each of its values the input or combination that it equals.
 
-    The inputs are numbered first, then the combinations, whose operands are such numbers. A copy has the number of the
-    original.
+    Both are numbered: first the inputs, then the combinations. Operands of combinations are such numbers. A copy has
+    the number of the original.
     """
     inputs = len(chunk.sources)
     number = list(range(inputs))
-    known: dict[tuple[int, ...], int] = {}
+    distinct: dict[tuple[int, ...], int] = {}
     for instruction in chunk.instructions:
         operands = tuple([number[operand] for operand in instruction.operands])
         if len(operands) == 1:
             number.append(operands[0])
         else:
-            number.append(known.setdefault(operands, inputs + len(known)))
-    return tuple(known), number
+            number.append(distinct.setdefault(operands, inputs + len(distinct)))
+    return tuple(distinct), number
 
 
 def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> FusedProgram:
@@ -64,7 +64,10 @@ def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], want
 
 
 def _assign_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedProgram:
-    """Assign a slot to each value; slots of values that are not read any more are used again."""
+    """Return the program with a slot for each value; a slot is used again after the last read of its value.
+
+    In the program, an operand or result k >= 0 is input k, and ~k is slot k.
+    """
     last_read = {operand: value for value, operands in folds.items() for operand in operands}
     kept = {*results}
     slot_of: dict[int, int] = {}
@@ -72,16 +75,16 @@ def _assign_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedP
     slots = 0
     written = []
     for value, operands in folds.items():
-        dying = [x for x in dict.fromkeys(operands) if x in folds and last_read[x] == value and x not in kept]
+        unused = [x for x in dict.fromkeys(operands) if x in folds and last_read[x] == value and x not in kept]
         read = [~slot_of[x] if x in folds else x for x in operands]
-        if operands[0] in dying and operands.count(operands[0]) == 1:
-            slot_of[value] = slot_of[operands[0]]
-            dying.remove(operands[0])
+        if operands[0] in unused and operands.count(operands[0]) == 1:
+            slot_of[value] = slot_of[operands[0]]  # the combination replaces its first operand
+            unused.remove(operands[0])
         elif free:
             slot_of[value] = free.pop()
         else:
             slot_of[value] = slots
             slots += 1
-        free.extend(slot_of[x] for x in dying)
+        free.extend(slot_of[x] for x in unused)
         written.append((slot_of[value], *read))
     return FusedProgram(slots, tuple(written), tuple([~slot_of[x] if x in folds else x for x in results]))

@@ -1,7 +1,7 @@
 """``GeneratedProgram``: the program of a ``GeneratedSchedule``, stored as a few chunks and the symmetry.
 
-Its views are those of the program with all chunks, and come from the few by renumbering: the fused program of a chunk,
-and the part of one device, which takes time only for the messages of this device.
+It offers everything that a ``Program`` with all chunks offers. The fused program of a chunk and the program of a device
+are computed from the stored chunks by renumbering. That of a device takes time only for the messages of this device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from ..kernels import FusedProgram
 from ..schedule import GeneratedSchedule, Route
@@ -37,14 +37,9 @@ class GeneratedProgram(Program):
 
     def __init__(self, schedule: GeneratedSchedule, base: Program) -> None:
         self.__dict__.update(
-            schedule=schedule,
-            base=base,
-            collective=base.collective,
-            algorithm=base.algorithm,
-            devices=base.devices,
-            round_count=base.round_count,
-            pieces=base.pieces,
-        )
+            schedule=schedule, base=base, collective=base.collective, algorithm=base.algorithm, devices=base.devices,
+            round_count=base.round_count, pieces=base.pieces,
+        )  # fmt: skip
 
     @cached_property
     def chunks(self) -> Sequence[ChunkProgram]:
@@ -57,11 +52,11 @@ class GeneratedProgram(Program):
         return self.schedule.routes
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""
+        """Return the nodes that a transfer passes in round ``r``, or ``None`` if it takes the topology's own route."""
         return self.schedule.through(r, chunk, src, dst)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has a transfer of the schedule; it omits those that no destination needs."""
+        """Return whether the program has this transfer of the schedule; it omits those that no destination needs."""
         element, number = self.schedule.numbering[chunk]
         return self.base.moves(r, number, *(self.schedule.symmetry.origin(element, node) for node in (src, dst)))
 
@@ -73,7 +68,7 @@ class GeneratedProgram(Program):
 
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The sources and destinations that all chunks have; ``None``: they differ."""
+        """The sources and destinations of every chunk, or ``None`` if chunks differ in them."""
         ends = self.base.ends
         return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
 
@@ -92,7 +87,7 @@ class GeneratedProgram(Program):
 
     @property
     def alike(self) -> dict[int, int]:
-        """One device of each group whose parts are equal up to the numbers of devices, and the size of the group."""
+        """The sizes of groups of devices whose programs differ only in device numbers, by one device of each group."""
         count = len(self.devices)
         return {orbit: size for orbit, size in self.schedule.symmetry.sizes.items() if orbit < count}
 
@@ -102,10 +97,10 @@ class GeneratedProgram(Program):
 
     @cached_property
     def _bases(self) -> list[_Base]:
-        made = _SortedBase if self.schedule.in_order else _Base
+        kind = _SortedBase if self.schedule.in_order else _Base
         kept = {devices: self.schedule.keeps(devices) for chunk in self.base.chunks for devices in chunk[1:3]}
-        known: dict[Any, FusedProgram] = {}
-        return [made(chunk, kept[chunk.sources], kept[chunk.destinations], known) for chunk in self.base.chunks]
+        folded: dict[Any, FusedProgram] = {}
+        return [kind(chunk, kept[chunk.sources], kept[chunk.destinations], folded) for chunk in self.base.chunks]
 
     def part(self, device: int) -> DeviceProgram:
         """Compute the program of one device."""
@@ -147,30 +142,31 @@ class _Images(Sequence[ChunkProgram]):
 
 
 class _Base:
-    """A chunk of the base, whose images have its instructions in the same order.
+    """A chunk of the base. Its images have the instructions in the same order.
 
     Args:
-      chunk: of the base.
-      keeps_sources: whether the images have the same sources, in the same order; else these are moved, too.
+      chunk: the chunk's program.
+      keeps_sources: whether all images list the same sources in the same order. If not, sources are moved like devices.
       keeps_destinations: the same for the destinations.
-      known: the results of ``fold_combinations`` by its arguments, shared by all chunks of the base.
+      folded: a cache of ``fold_combinations`` by its arguments, shared by all chunks of the base.
     """
 
     def __init__(
-        self, chunk: ChunkProgram, keeps_sources: bool, keeps_destinations: bool, known: dict[Any, FusedProgram]
+        self, chunk: ChunkProgram, keeps_sources: bool, keeps_destinations: bool, folded: dict[Any, FusedProgram]
     ) -> None:
         self.chunk, self.inputs = chunk, len(chunk.sources)
         self._source_at = {source: k for k, source in enumerate(chunk.sources)} if keeps_sources else None
         self._result_at = {dst: k for k, dst in enumerate(chunk.destinations)} if keeps_destinations else None
-        self._folded = known
+        self._folded = folded
 
     @cached_property
     def _combined(self) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+        """The distinct combinations, and for each destination the number of its result among inputs and these."""
         combinations, number = distinct_combinations(self.chunk)
         return combinations, [number[result] for result in self.chunk.results]
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
-        """Return the fused program of the image: that of the chunk, with other numbers of the inputs."""
+        """Return the fused program of an image: the chunk's program with other input numbers."""
         combinations, values = self._combined
         wanted = self._by_destination(moves, values)[:results]
         distinct = tuple(sorted({*wanted}))
@@ -178,19 +174,19 @@ class _Base:
         image = [*self._positions(moves), *range(-program.slots, 0)]  # slots keep their numbers
         folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in program.folds])
         operand = {value: image[result] for value, result in zip(distinct, program.results, strict=True)}
-        same = len(distinct) == 1
-        operands = (operand[distinct[0]],) * len(wanted) if same else tuple([operand[value] for value in wanted])
-        return FusedProgram(program.slots, folds, operands)
+        if len(distinct) == 1:  # as in an all-reduce, without a look-up for each destination
+            return FusedProgram(program.slots, folds, (operand[distinct[0]],) * len(wanted))
+        return FusedProgram(program.slots, folds, tuple([operand[value] for value in wanted]))
 
     def _shared(self, combinations: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> FusedProgram:
-        """Return what ``fold_combinations`` returns; it is computed once for all chunks with the same combinations."""
+        """Return the cached result of ``fold_combinations``, which all chunks with the same combinations share."""
         key = self.inputs, combinations, wanted
         if key not in self._folded:
             self._folded[key] = fold_combinations(*key)
         return self._folded[key]
 
     def image(self, moves: Sequence[int], share: Fraction) -> ChunkProgram:
-        """Return the image of the chunk."""
+        """Return the image of the chunk under an element of the group, given as the new position of each device."""
         _, sources, destinations, _, results = self.chunk
         if self._source_at is None:
             sources = tuple([moves[k] for k in sources])
@@ -201,7 +197,7 @@ class _Base:
         return ChunkProgram(share, sources, destinations, self._instructions(moves, number), image_results)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
-        """Return for each value of the chunk its number in an image."""
+        """Return the number in an image of each value of the chunk."""
         return [*self._positions(moves), *range(self.inputs, self.inputs + len(self.chunk.instructions))]
 
     def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
@@ -213,64 +209,68 @@ class _Base:
         return tuple(instructions)
 
     def _positions(self, moves: Sequence[int]) -> list[int]:
-        """Return for each input its number in an image."""
-        at = self._source_at
-        return list(range(self.inputs)) if at is None else [at[moves[source]] for source in self.chunk.sources]
+        """Return the number in an image of each input."""
+        number = self._source_at
+        return list(range(self.inputs)) if number is None else [number[moves[source]] for source in self.chunk.sources]
 
     def _by_destination(self, moves: Sequence[int], values: list[int]) -> list[int]:
-        """Return values, one for each destination, in the order of the image's destinations."""
+        """Return ``values``, one for each destination of the chunk, in the order of the image's destinations."""
         if self._result_at is None:
             return values
-        found = list(values)
+        sorted_values = list(values)
         for dst, value in zip(self.chunk.destinations, values, strict=True):
-            found[self._result_at[moves[dst]]] = value
-        return found
+            sorted_values[self._result_at[moves[dst]]] = value
+        return sorted_values
 
 
-# A combination of a chunk: the device that makes it; its value; for each operand the device from which it is read; and
-# its operands, as inputs and combinations: a copy has the number of the original.
-_Made = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+class _MadeValue(NamedTuple):
+    """A combination of a chunk; operands that are copies are replaced by the originals."""
+
+    device: int
+    value: int
+    holders: tuple[int, ...]  # for each operand the device from which it is read
+    operands: tuple[int, ...]
 
 
 class _SortedBase(_Base):
-    """A chunk of the base; the instructions of a round, and the operands of each, are sorted by devices in its images.
+    """A chunk of the base whose images have the instructions of a round, and the operands of each, sorted by device.
 
-    Here an image can have other combinations than the chunk, in another order. They differ in few images, so fused
-    programs are made once for all images with the same combinations.
+    So an image can have other combinations than the chunk, in another order. Most images have the same ones, and share
+    a fused program.
     """
 
     @cached_property
-    def _rounds(self) -> tuple[list[list[_Made]], list[int]]:
-        """The combinations of each round; and each result, as an input or a combination."""
+    def _rounds(self) -> tuple[list[list[_MadeValue]], list[int]]:
+        """The combinations of each round, and the value of each result; copies are replaced by the originals."""
         origin, places = list(range(self.inputs)), self.chunk.devices
-        rounds: dict[int, list[_Made]] = {}
+        rounds: dict[int, list[_MadeValue]] = {}
         for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
             if len(operands) == 1:
                 origin.append(origin[operands[0]])
             else:
                 origin.append(value)
                 read = tuple([origin[operand] for operand in operands])
-                made = device, value, tuple([places[operand] for operand in operands]), read
-                rounds.setdefault(r, []).append(made)
+                holders = tuple([places[operand] for operand in operands])
+                rounds.setdefault(r, []).append(_MadeValue(device, value, holders, read))
         return list(rounds.values()), [origin[result] for result in self.chunk.results]
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
         rounds, values = self._rounds
         number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]
-        known: dict[tuple[int, ...], int] = {}
+        distinct: dict[tuple[int, ...], int] = {}
         for combinations in rounds:
-            devices = [moves[made[0]] for made in combinations]
+            devices = [moves[made.device] for made in combinations]
             for k in sorted(range(len(devices)), key=devices.__getitem__):
                 _, value, holders, read = combinations[k]
-                if len(read) == 2:
+                if len(read) == 2:  # the usual case, without the cost of sorted()
                     a, b = read if moves[holders[0]] < moves[holders[1]] else read[::-1]
                     operands: tuple[int, ...] = (number[a], number[b])
                 else:
-                    at = sorted(zip([moves[holder] for holder in holders], read, strict=True))
-                    operands = tuple([number[operand] for _, operand in at])
-                number[value] = known.setdefault(operands, self.inputs + len(known))
+                    by_holder = sorted(zip([moves[holder] for holder in holders], read, strict=True))
+                    operands = tuple([number[operand] for _, operand in by_holder])
+                number[value] = distinct.setdefault(operands, self.inputs + len(distinct))
         wanted = tuple([number[value] for value in self._by_destination(moves, values)[:results]])
-        return self._shared(tuple(known), wanted)
+        return self._shared(tuple(distinct), wanted)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
         instructions = self.chunk.instructions

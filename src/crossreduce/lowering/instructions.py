@@ -14,11 +14,11 @@ class Instruction(NamedTuple):
       device: the number of the device that makes the value.
       operands: values, combined in this order. Those of other devices have to be sent.
       round: the schedule's round.
-      final: the combination contains every contribution once: divide and round here, and only here.
+      final: whether the combination contains every contribution once. Means are divided and rounded only there.
       last_uses: the operands that no later instruction reads and that are not results.
-      donated: the position, 0 or 1, of an operand whose memory the result may take over; -1: none. Such an operand
-        is a combination that is not final, or a copy of one; no later instruction reads it or another value that may
-        share its memory.
+      donated: the position, 0 or 1, of an operand whose memory the result may take over, or -1. Such an operand is a
+        combination that is not final, or a copy of one. No later instruction reads it, or a value that may share its
+        memory.
     """
 
     device: int
@@ -70,13 +70,16 @@ Read = tuple[int, int, tuple[int, ...]]  # the round and the device of an instru
 
 
 def finish_instructions(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
-    """Return the instructions of a chunk with so many inputs, with final flags and liveness."""
+    """Return the instructions of a chunk with final flags and liveness, given its number of inputs.
+
+    The chunk must come from a verified schedule: then a value is final if it has as many contributions as inputs exist.
+    """
     kept = {*results}
-    contributions = [1] * inputs  # how many a value has: in a verified schedule none occurs twice
-    # A copy may share memory with its operand: ``origin`` is the input or combination behind each value.
+    contributions = [1] * inputs  # for each value, their number
+    # A copy may share memory with its operand: ``origin`` is the input or combination that each value is or copies.
     origin = list(range(inputs))
     last_read: dict[int, int] = {}  # for each value, the last value that is computed from it
-    last_read_origin: dict[int, int] = {}
+    last_read_origin: dict[int, int] = {}  # the same for each origin and all its copies
     for value, (_, _, operands) in enumerate(read, start=inputs):
         for operand in operands:
             last_read[operand] = last_read_origin[origin[operand]] = value

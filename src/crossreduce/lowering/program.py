@@ -1,8 +1,8 @@
 """``Program``: a verified schedule in static single assignment, which every engine and every exporter consumes.
 
-It stores no sizes, dtypes or arrays, so one program serves every size. ``Program.fused`` is the view for engines whose
-devices share memory (no copies; chains of combinations are merged), and ``Program.on`` that for engines whose devices
-exchange messages (one device's sends, receives, combinations).
+It stores no sizes, dtypes or arrays, so one program serves every size. ``Program.fused`` is for engines whose devices
+share memory: it has no copies, and merges chains of combinations. ``Program.on`` is for engines whose devices exchange
+messages: it lists the sends, receives and combinations of one device.
 """
 
 from __future__ import annotations
@@ -23,20 +23,16 @@ from .instructions import ChunkProgram, Numbered
 
 
 class Transfer(NamedTuple):
-    """A value of a chunk that moves from ``src`` to ``dst``.
-
-    ``through``: the nodes that the schedule routes it through; ``None``: the topology's own route. ``final``: whether
-    the value is fully reduced.
-    """
+    """A value of a chunk that moves from ``src`` to ``dst``."""
 
     chunk: int
     src: int
     dst: int
-    through: tuple[str, ...] | None
-    final: bool
+    through: tuple[str, ...] | None  # the nodes that the schedule routes it through; None: the topology's own route
+    final: bool  # whether the value is fully reduced
 
 
-@dataclass(frozen=True, eq=False)  # lower() is cached, so identity is enough: a cheap cache key
+@dataclass(frozen=True, eq=False)  # lower() is cached, so programs are compared by identity: a cheap cache key
 class Program:
     """A verified schedule in static single assignment.
 
@@ -89,20 +85,22 @@ class Program:
         return {(route.chunk, route.src, route.dst, route.round): route.through for route in self.routes}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""
+        """Return the nodes that a transfer passes in round ``r``, or ``None`` if it takes the topology's own route."""
         return self._through.get((chunk, src, dst, r), self._through.get((chunk, src, dst, None)))
 
     @cached_property
     def _moved(self) -> frozenset[tuple[int, int, int, int]]:
-        return frozenset((r, one.chunk, one.src, one.dst) for r, sent in enumerate(self.transfers) for one in sent)
+        """The (round, chunk, src, dst) of every transfer."""
+        rounds = enumerate(self.transfers)
+        return frozenset((r, move.chunk, move.src, move.dst) for r, transfers in rounds for move in transfers)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has a transfer of the schedule; it omits those that no destination needs."""
+        """Return whether the program has this transfer of the schedule; it omits those that no destination needs."""
         return (r, chunk, src, dst) in self._moved
 
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The sources and destinations that all chunks have; ``None``: they differ."""
+        """The sources and destinations of every chunk, or ``None`` if chunks differ in them."""
         ends = {(chunk.sources, chunk.destinations) for chunk in self.chunks}
         return ends.pop() if len(ends) == 1 else None
 
@@ -127,12 +125,12 @@ class Program:
 
     @property
     def alike(self) -> dict[int, int]:
-        """One device of each group whose parts are equal up to the numbers of devices, and the size of the group."""
+        """The sizes of groups of devices whose programs differ only in device numbers, by one device of each group."""
         return dict.fromkeys(range(len(self.devices)), 1)
 
     @cached_property
     def chunk_events(self) -> list[ChunkEvents]:
-        """What happens to the values of each chunk, on every device."""
+        """The events of each chunk on every device."""
         return [ChunkEvents(chunk) for chunk in self.chunks]
 
     def part(self, device: int) -> DeviceProgram:
@@ -146,11 +144,7 @@ class Program:
         return [chunk.share for chunk in self.chunks]
 
     def require_uniform(self) -> None:
-        """Raise unless all chunks have the same sources and destinations, so that inputs and results are whole arrays.
-
-        Raises:
-          ScheduleError: they differ.
-        """
+        """Raise a ScheduleError unless all chunks have the same ends, so that inputs and results are whole arrays."""
         if self.ends is None:
             problem = "only schedules whose chunks all have the same sources and destinations can run on whole arrays."
             given = f"{self.collective} by {self.algorithm}, {len(self.chunks)} chunks"
@@ -194,7 +188,7 @@ def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], .
 
 @lru_cache(maxsize=4096)
 def part_of(program: Program, sources: tuple[int, ...], destinations: tuple[int, ...]) -> Program:
-    """Return the program of the chunks with these sources and destinations, as one of a buffer of only these chunks.
+    """Return the program of only the chunks with these sources and destinations; their shares then add up to 1.
 
     The rounds keep their numbers.
 
@@ -208,8 +202,8 @@ def part_of(program: Program, sources: tuple[int, ...], destinations: tuple[int,
     if program.ends is not None and (set(program.ends[0]), set(program.ends[1])) == wanted:
         return program
     chunks = [chunk for chunk in program.chunks if (set(chunk.sources), set(chunk.destinations)) == wanted]
-    whole = sum(chunk.share for chunk in chunks)
-    parts = tuple(chunk._replace(share=chunk.share / whole) for chunk in chunks)
+    total = sum(chunk.share for chunk in chunks)
+    parts = tuple(chunk._replace(share=chunk.share / total) for chunk in chunks)
     return Program(
         program.collective, program.algorithm, program.devices, parts, program.round_count, program.pieces, routes=()
     )

@@ -2,16 +2,17 @@
 
 Piece j of a schedule does round r in tick t = r + j. A resource serves its reads tick by tick, in the order of the
 ticks. In a tick, a read has a fixed part of each of its resources: the part that lets all reads of the tick on its
-busiest resource end together, if they start together. So it takes the latency of its route, and as long as the busiest
-of its resources needs for all its reads of this tick; but it waits only for its own operand, and for the reads of
-earlier ticks on its own resources. A resource is occupied until all its reads of the tick have arrived, latency
+busiest resource end together, if they start together. So a read takes the latency of its route, plus the longest time
+that one of its resources needs for all reads of this tick. It waits only for its own operand, and for the reads of
+earlier ticks on the same resources. A resource is occupied until all its reads of the tick have arrived, latency
 included, as in Hockney's model.
 
-This is never slower than the lock-step clock, by induction: at the end of a lock-step tick all reads of this tick and
-of earlier ones have ended here too, so those of the next tick can start at once, and none takes longer than that tick.
+This is never slower than the lock-step clock, by induction: at the end of a lock-step tick, all reads of this tick and
+of earlier ones have ended here too. So the reads of the next tick can start at once, and none takes longer than that
+tick.
 
-A host queues operations without a pause, so those of tick t are queued after all of the earlier ticks. A read of a
-device whose operations are queued does not end before this.
+A host queues operations without a pause: first all operations of tick 0, then those of tick 1, and so on. If a device's
+operations are queued, its reads of a tick do not end before the host has queued the operations of this tick.
 
 Source: Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994; Baccelli, Cohen, Olsder & Quadrat,
 Synchronization and Linearity, 1992 (systems of maxima and sums, which grow periodically).
@@ -26,10 +27,10 @@ from typing import Any, Final, NamedTuple
 
 from .lock_step import Loads
 
-# Times that differ by less than this part of the period are equal: it is far above the rounding errors of sums.
+# Times that differ by less than this part of the longest period are equal. It is far above the rounding errors of sums.
 _EQUAL: Final = 1e-9
 
-# With at most so many reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
+# Up to this number of reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
 _MOST_PLAIN: Final = 1_500
 
 
@@ -54,33 +55,34 @@ class EventClock:
     def run(self, pieces: int) -> list[tuple[float, int]]:
         """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
         if self._is_small(pieces):
-            return [(after - before, 1) for before, after in pairwise([0.0, *(end for *_, end in self._plain(pieces))])]
-        return _Run(_arrays(self.loads), self.nbytes, pieces).steps()
+            ends = [0.0, *(end for *_, end in self._plain_ticks(pieces))]
+            return [(after - before, 1) for before, after in pairwise(ends)]
+        return _Run(_arrays(self.loads), self.nbytes, pieces).tick_lengths()
 
     def total(self, pieces: int) -> float:
         """Return the seconds from the start of the first read to the end of the last one."""
         if self._is_small(pieces):
-            return max((end for *_, end in self._plain(pieces)), default=0.0)
+            return max((end for *_, end in self._plain_ticks(pieces)), default=0.0)
         run = _Run(_arrays(self.loads), self.nbytes, pieces)
-        run.steps()
+        run.tick_lengths()
         return run.end
 
     def intervals(self, pieces: int) -> Iterator[tuple[int, int, float, float]]:
-        """Yield for each tick and read their numbers, and the seconds at which the read starts and ends."""
-        for t, reads, _ in self._plain(pieces):
+        """Yield (tick, number of the read, start, end) for each read of each tick, in seconds."""
+        for t, reads, _ in self._plain_ticks(pieces):
             for k, start, end in reads:
                 yield t, k, start, end
 
     def served(self, pieces: int) -> Iterator[Served]:
         """Yield the reads of all ticks, with many equal ticks at once. Unlike ``intervals``, this needs NumPy."""
-        return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).parts())
+        return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks())
 
     def _is_small(self, pieces: int) -> bool:
         uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
         return uses <= _MOST_PLAIN or not _has_numpy()
 
-    def _plain(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
-        """Yield for each tick its number, the number, start and end of each of its reads, and the time at its end."""
+    def _plain_ticks(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
+        """Yield for each tick its number, (number, start, end) of each of its reads, and the latest end so far."""
         loads, rounds, nbytes = self.loads, self.rounds, self.nbytes / pieces
         reads, first = loads.traffic.reads, [0] * (rounds + 1)
         for read in reads:
@@ -88,14 +90,16 @@ class EventClock:
         first = list(accumulate(first))
         queues = list(loads.queues.values())
         queueing = [loads.queued(queue, min(pieces, rounds)) for queue in queues]
-        waits = [next((q for q, queue in enumerate(queues) if host in queue.steps), -1) for host in loads.traffic.hosts]
-        queued = [0.0] * len(queues)
-        free = [0.0] * len(loads.per_message)
+        queue_of_step = [
+            next((q for q, queue in enumerate(queues) if host in queue.steps), None) for host in loads.traffic.hosts
+        ]
+        queued = [0.0] * len(queues)  # when each host has queued the operations of all ticks up to this one
+        free = [0.0] * len(loads.per_message)  # when each resource has served the reads of the earlier ticks
         ready: dict[tuple[int, int], float] = {}  # by step and piece
         time = 0.0
         for t in range(rounds + pieces - 1):
-            row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
-            queued = [before + seconds[row] for before, seconds in zip(queued, queueing, strict=True)]
+            window = _window(t, rounds, pieces)
+            queued = [before + seconds[window] for before, seconds in zip(queued, queueing, strict=True)]
             active = range(first[max(0, t - pieces + 1)], first[min(t, rounds - 1) + 1])
             load = [0.0] * len(free)
             for number in active:
@@ -110,17 +114,23 @@ class EventClock:
                 for k, _ in loads.uses[number]:
                     start, served = max(start, free[k]), max(served, load[k])
                 end = start + served
-                if waits[read.step] >= 0:
-                    end = max(end, queued[waits[read.step]])
+                queue_number = queue_of_step[read.step]
+                if queue_number is not None:
+                    end = max(end, queued[queue_number])
                 end += read.latency_s
                 for k, _ in loads.uses[number]:
                     occupied[k] = max(occupied[k], end)
-                place = read.step, piece
-                ready[place] = max(ready.get(place, 0.0), end)
+                value = read.step, piece
+                ready[value] = max(ready.get(value, 0.0), end)
                 time = max(time, end)
                 served_reads.append((number, start, end))
             free = occupied
             yield t, served_reads, time
+
+
+def _window(t: int, rounds: int, pieces: int) -> int:
+    """Return the number of the window (see ``Loads``) of tick t; that with all rounds occurs in several ticks."""
+    return t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
 
 
 @lru_cache(maxsize=1)
@@ -138,7 +148,7 @@ def _arrays(loads: Loads) -> _Arrays:
 
 
 class _Arrays:
-    """The reads of a schedule as arrays."""
+    """The reads and loads of a schedule as arrays."""
 
     def __init__(self, loads: Loads) -> None:
         import numpy as np
@@ -165,21 +175,21 @@ class _Arrays:
         self.round_of_step = self.round_of_read[self.read_start[:-1]]
         self.queue = np.zeros(len(reads), dtype=np.intp)
         for number, queue in enumerate(loads.queues.values(), start=1):
-            mine = [traffic.hosts[read.step] in queue.steps for read in reads]
-            self.queue[np.array(mine)] = number
+            is_queued = [traffic.hosts[read.step] in queue.steps for read in reads]
+            self.queue[np.array(is_queued)] = number
 
     def load(self, first: int, last: int, nbytes: float) -> Any:
-        """Return the seconds of each resource for so many bytes in each of the rounds from ``first`` to ``last``."""
+        """Return the seconds that each resource needs for rounds ``first`` to ``last`` of a buffer of ``nbytes``."""
         seconds = (self.transfers[last + 1] - self.transfers[first]) * nbytes
         return seconds + self.messages[last + 1] - self.messages[first]
 
     @cached_property
     def bounds(self) -> tuple[Any, Any]:
-        """For each round, the first of its reads and the first of its steps; and one more entry for the end."""
+        """The numbers of the first read and of the first step of each round; the last entry is the end."""
         import numpy as np
 
-        every = np.arange(self.rounds + 1)
-        return np.searchsorted(self.round_of_read, every), np.searchsorted(self.round_of_step, every)
+        rounds = np.arange(self.rounds + 1)
+        return np.searchsorted(self.round_of_read, rounds), np.searchsorted(self.round_of_step, rounds)
 
 
 class _Part:
@@ -188,26 +198,25 @@ class _Part:
     def __init__(self, arrays: _Arrays, first: int, last: int, nbytes: float) -> None:
         import numpy as np
 
-        by_read, by_step = arrays.bounds
-        a, b = by_read[first], by_read[last + 1]
-        s, e = by_step[first], by_step[last + 1]
-        u, v = arrays.use_start[a], arrays.use_start[b]
-        self.first = int(a)
-        self.rows = np.arange(s + 1, e + 1)
-        self.operand, self.latency, self.queue = arrays.operand[a:b], arrays.latency[a:b], arrays.queue[a:b]
-        self.age = arrays.round_of_read[a:b]
-        self.step_age = arrays.round_of_step[s:e]
-        self.resource, self.count = arrays.resource[u:v], arrays.count[a:b]
-        self.use_start, self.read_start = arrays.use_start[a:b] - u, arrays.read_start[s:e] - a
+        read_bounds, step_bounds = arrays.bounds
+        self.first = int(read_bounds[first])
+        first_step = step_bounds[first]
+        reads, steps = slice(self.first, read_bounds[last + 1]), slice(first_step, step_bounds[last + 1])
+        first_use, end_of_uses = arrays.use_start[reads.start], arrays.use_start[reads.stop]
+        self.rows = np.arange(first_step + 1, steps.stop + 1)  # of the steps in ``_Run.ready``
+        self.operand, self.latency, self.queue = arrays.operand[reads], arrays.latency[reads], arrays.queue[reads]
+        self.round_of_read, self.round_of_step = arrays.round_of_read[reads], arrays.round_of_step[steps]
+        self.resource, self.count = arrays.resource[first_use:end_of_uses], arrays.count[reads]
+        self.use_start, self.read_start = arrays.use_start[reads] - first_use, arrays.read_start[steps] - self.first
         load = np.concatenate([[0.0], arrays.load(first, last, nbytes)])
-        self.seconds = np.maximum.reduceat(load[self.resource], self.use_start) if b > a else self.latency
+        self.seconds = np.maximum.reduceat(load[self.resource], self.use_start) if len(self.operand) else self.latency
 
 
 class _Run:
-    """One run of the arrays.
+    """One simulation with arrays.
 
-    ``ready[s, j % width]``: when step s has made its value of piece j; row 0: the inputs. No more than ``width`` pieces
-    are in progress.
+    ``ready[s + 1, j % width]`` is the time at which step s has made its value of piece j; row 0 stands for the inputs.
+    At most ``width`` pieces are in progress at the same time.
     """
 
     def __init__(self, arrays: _Arrays, nbytes: int, pieces: int) -> None:
@@ -218,24 +227,24 @@ class _Run:
         self.free = np.zeros(len(arrays.loads.traffic.resources) + 1)
         self.width = width = min(pieces, self.rounds)
         self.ready = np.zeros((len(arrays.round_of_step) + 1, width))
-        # Row t: when the operations of tick t are queued after those of tick t - 1; queue 0 is always empty.
+        # Row w: the seconds in which the operations of window w are queued; queue 0 is always empty.
         queued = [arrays.loads.queued(queue, width) for queue in arrays.loads.queues.values()]
         self.queueing = np.array([[0.0] * (self.rounds + width - 1), *queued]).T
         self.queued = np.zeros(1 + len(queued))
 
-    def steps(self) -> list[tuple[float, int]]:
+    def tick_lengths(self) -> list[tuple[float, int]]:
         """Run all ticks, see ``EventClock.run``."""
-        return [(seconds, count) for seconds, count, _ in self.parts()]
+        return [(seconds, count) for seconds, count, _ in self.equal_ticks()]
 
-    def parts(self) -> Iterator[tuple[float, int, Served]]:
-        """Run all ticks; yield for each or for several equal ones the seconds of each, their number, and the reads."""
+    def equal_ticks(self) -> Iterator[tuple[float, int, Served]]:
+        """Run all ticks. Yield one or several equal ones at once: the seconds of one, their number, and the reads."""
         rounds, pieces = self.rounds, self.pieces
-        t, part, known = 0, None, (-1, -1)
+        t, part, rounds_of_part = 0, None, (-1, -1)
         steady = _Steady(self)
         while t < rounds + pieces - 1:
-            window = max(0, t - pieces + 1), min(t, rounds - 1)
-            if window != known:
-                part, known = _Part(self.arrays, *window, self.nbytes), window
+            in_progress = max(0, t - pieces + 1), min(t, rounds - 1)
+            if in_progress != rounds_of_part:
+                part, rounds_of_part = _Part(self.arrays, *in_progress, self.nbytes), in_progress
             assert part is not None
             before = self.end
             self.tick(part, t)
@@ -252,13 +261,11 @@ class _Run:
         """Run the reads of tick t."""
         import numpy as np
 
-        pieces, rounds, width = self.pieces, self.rounds, self.width
-        row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
-        self.queued = self.queued + self.queueing[row]
+        self.queued = self.queued + self.queueing[_window(t, self.rounds, self.pieces)]
         if not len(part.operand):
             self.start = self.ends = part.latency
             return
-        self.operand_ready = self.ready[part.operand, (t - part.age) % width]
+        self.operand_ready = self.ready[part.operand, (t - part.round_of_read) % self.width]
         self.resource_free = self.free[part.resource]
         self.start = np.maximum(self.operand_ready, np.maximum.reduceat(self.resource_free, part.use_start))
         self.served = self.start + part.seconds
@@ -267,68 +274,83 @@ class _Run:
         np.maximum.at(self.free, part.resource, np.repeat(self.ends, part.count))
         self.free[0] = 0.0
         self.made = np.maximum.reduceat(self.ends, part.read_start)
-        self.ready[part.rows, (t - part.step_age) % width] = self.made
+        self.ready[part.rows, (t - part.round_of_step) % self.width] = self.made
         self.end = max(self.end, float(self.made.max()))
+
+
+class _Times(NamedTuple):
+    """The times after one tick, or by how much they grow from tick to tick. Every entry is an array."""
+
+    operand: Any  # for each read: when its operand is ready
+    resource: Any  # for each use of a resource by a read: when the resource is free
+    start: Any  # for each read: the maximum of the two
+    served: Any  # for each read: when its resources have served it
+    in_queue: Any  # for each read: when its operation is queued
+    ends: Any  # for each read: the maximum of the two, plus the latency
+    made: Any  # for each step: the maximum of ``ends`` over its reads
+    end: Any  # one number, the maximum of all ``made``
+    free: Any  # for each resource
+    queued: Any  # for each queue
 
 
 class _Steady:
     """Finds ticks in which every time grows by a constant, and runs many of them at once.
 
-    From a tick on in which all rounds are in progress, each tick applies the same maxima and sums. Once all times have
-    grown by constants for R ticks (each by its own), this continues until in some maximum another argument becomes
-    the greatest; the number of ticks until then follows from the differences and the growth.
+    From the first tick on in which all rounds are in progress, each tick applies the same maxima and sums. Once each
+    time has grown by its own constant for R ticks, this continues until another argument of some maximum becomes the
+    greatest. The number of ticks until then follows from the differences and the growth.
     """
 
     def __init__(self, run: _Run) -> None:
         self.run = run
-        self.last: tuple[Any, ...] | None = None
-        self.growth: tuple[Any, ...] | None = None
-        self.since = 0
+        self.previous: _Times | None = None
+        self.growth: _Times | None = None
+        self.equal_growths = 0  # how many ticks in succession had the same growth as the tick before
 
     def ticks_ahead(self, part: _Part) -> int:
-        """Return for how many ticks after the last one, which has just run, all times grow by constants."""
+        """Return for how many ticks, after the one that has just run, all times keep their constant growth."""
         import numpy as np
 
         run = self.run
-        now = (
+        now = _Times(
             run.operand_ready, run.resource_free, run.start, run.served, run.in_queue, run.ends, run.made,
             np.array([run.end]), run.free.copy(), run.queued,
         )  # fmt: skip
-        if self.last is None:
-            self.last, self.since = now, 0
+        if self.previous is None:
+            self.previous, self.equal_growths = now, 0
             return 0
-        growth = tuple(a - b for a, b in zip(now, self.last, strict=True))
-        self.last, before, self.growth = now, self.growth, growth
-        close = _EQUAL * max(float(growth[6].max(initial=0.0)), 0.0)
+        growth = _Times(*(a - b for a, b in zip(now, self.previous, strict=True)))
+        self.previous, before, self.growth = now, self.growth, growth
+        close = _EQUAL * max(float(growth.made.max(initial=0.0)), 0.0)
         same = before is not None and all((abs(a - b) <= close).all() for a, b in zip(growth, before, strict=True))
-        self.since = self.since + 1 if same else 0
-        if self.since < run.rounds + 1:
+        self.equal_growths = self.equal_growths + 1 if same else 0
+        if self.equal_growths < run.rounds + 1:
             return 0
-        operand, free, start, served, queue, ends, made, end, *_ = range(10)
-        starts, reads = (
-            np.repeat(np.arange(len(part.count)), part.count),
-            np.repeat(np.arange(len(part.read_start)), np.diff(np.append(part.read_start, len(part.operand)))),
+        read_of_use = np.repeat(np.arange(len(part.count)), part.count)
+        step_of_read = np.repeat(
+            np.arange(len(part.read_start)), np.diff(np.append(part.read_start, len(part.operand)))
         )
-        pairs = [  # in each maximum: the result, and an argument
-            (now[start], growth[start], now[operand], growth[operand]),
-            (now[start][starts], growth[start][starts], now[free], growth[free]),
-            (now[made][reads], growth[made][reads], now[ends], growth[ends]),
-            (now[end], growth[end], now[made], growth[made]),
+        before_latency = now.ends - part.latency
+        maxima = [  # for each maximum and argument: the result, its growth, the argument, and that one's growth
+            (now.start, growth.start, now.operand, growth.operand),
+            (now.start[read_of_use], growth.start[read_of_use], now.resource, growth.resource),
+            (now.made[step_of_read], growth.made[step_of_read], now.ends, growth.ends),
+            (now.end, growth.end, now.made, growth.made),
+            (before_latency, growth.ends, now.served, growth.served),
+            (before_latency, growth.ends, now.in_queue, growth.in_queue),
         ]
-        after, faster = now[ends] - part.latency, growth[ends]
-        pairs += [(after, faster, now[served], growth[served]), (after, faster, now[queue], growth[queue])]
         ahead = float(1 << 62)
-        for value, rate, argument, its_rate in pairs:
-            overtakes = its_rate > rate + close
+        for result, growth_of_result, argument, growth_of_argument in maxima:
+            overtakes = growth_of_argument > growth_of_result + close
             if overtakes.any():
-                gap = np.broadcast_to(value, its_rate.shape) - argument
-                ahead = min(ahead, float((gap[overtakes] / (its_rate - rate)[overtakes]).min()))
+                gap = (np.broadcast_to(result, argument.shape) - argument)[overtakes]
+                ahead = min(ahead, float((gap / (growth_of_argument - growth_of_result)[overtakes]).min()))
         return max(0, int(ahead) - 1)
 
     def times(self, ahead: int) -> tuple[Any, Any]:
         """Return when each read starts in the next tick, and when it ends in the last of the next ``ahead`` ticks."""
         assert self.growth is not None
-        return self.run.start + self.growth[2], self.run.ends + ahead * self.growth[5]
+        return self.run.start + self.growth.start, self.run.ends + ahead * self.growth.ends
 
     def jump(self, ahead: int) -> float:
         """Run ``ahead`` ticks at once, and return by how many seconds each extends the time."""
@@ -336,11 +358,11 @@ class _Steady:
 
         run, growth = self.run, self.growth
         assert growth is not None
-        made, end, free, queued = growth[6], float(growth[7][0]), growth[8], growth[9]
-        run.free = run.free + ahead * free
-        run.queued = run.queued + ahead * queued
+        seconds = float(growth.end[0])
+        run.free = run.free + ahead * growth.free
+        run.queued = run.queued + ahead * growth.queued
         run.ready = np.roll(run.ready, ahead % run.width, axis=1)
-        run.ready[1:] += ahead * made[:, None]
-        run.end += ahead * end
-        self.last, self.growth, self.since = None, None, 0
-        return end
+        run.ready[1:] += ahead * growth.made[:, None]
+        run.end += ahead * seconds
+        self.previous, self.growth, self.equal_growths = None, None, 0
+        return seconds

@@ -20,7 +20,7 @@ FORMAT: Final = "crossreduce.costs/1"
 # The seconds in which a host queues one operation of a CUDA device. Assumed, and not measured on any GPU.
 OPERATION_S: Final = 2e-6
 
-_LEAST, _MOST = 1e-12, 1e18  # of bandwidths and rates; times computed from others would not be finite
+_LEAST, _MOST = 1e-12, 1e18  # limits of bandwidths and rates; beyond them, computed times would not be finite
 
 Pair = tuple[str, str]
 
@@ -37,14 +37,14 @@ class Costs:
     """Costs of a simulation besides the links. A cost that is ``None`` is not counted, except for ``operation_s``.
 
     Args:
-      operation_s: the seconds in which a host queues one operation; ``None``: ``OPERATION_S`` for those of CUDA
-        devices, 0 for those of other devices.
+      operation_s: the seconds in which a host queues one operation. ``None`` stands for ``OPERATION_S`` for CUDA
+        devices and for 0 for other devices.
       reduction_gb_per_s: the GB/s with which a device reads operands and writes results while it combines values.
         Combining k values of b bytes moves (k + 1) b bytes.
       messages_per_s: the transfers that a link between two hosts (a network card) carries per second.
       shared: bandwidths that several links share: ``SharedLimit``s or tuples of the same fields.
     Raises:
-      ArgumentError: a number that is not positive (``operation_s``: not from 0 to 1), or no links.
+      ArgumentError: ``operation_s`` is not from 0 to 1, another number is not positive, or a shared limit has no links.
 
     >>> Costs(messages_per_s=2e8).messages_per_s
     200000000.0
@@ -126,24 +126,24 @@ class Costs:
 def both_directions(
     topology: TopologyLike, gb_per_s: float, kinds: Iterable[Pair] | None = None
 ) -> tuple[SharedLimit, ...]:
-    """Return a limit for each two opposite links between hosts (network cards), or for each of the given links.
+    """Return for each link between hosts (a network card) a limit that it shares with the link in the other direction.
 
     Args:
       topology: as for ``plan``.
       gb_per_s: the bandwidth that the two directions share.
-      kinds: the links, by (src, dst); ``None``: all between hosts.
+      kinds: the links, by (src, dst), instead of all links between hosts.
 
     >>> from crossreduce import Topology
     >>> len(both_directions(Topology.machine("hgx-h100", 2), 60))
     16
     """
     chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
-    by_ends = {frozenset(pair): pair for pair in chosen}
-    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in by_ends.values())
+    one_direction = {frozenset(pair): pair for pair in chosen}
+    return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in one_direction.values())
 
 
 def between_hosts(src: str, dst: str) -> bool:
-    """Return whether a link leads out of a host: its ends are on different hosts, or one is a switch of the network.
+    """Return whether a link leaves a host: its ends are on different hosts, or one end is a switch of the network.
 
     >>> between_hosts("host0/cuda:1", "rail1"), between_hosts("host0/cuda:1", "host0/nvswitch")
     (True, False)
@@ -152,10 +152,10 @@ def between_hosts(src: str, dst: str) -> bool:
 
 
 def seconds_of(given: object) -> float | None:
-    """Return the seconds of an operation, a number from 0 to 1, or ``None``.
+    """Return ``given`` if it is a valid ``operation_s``: a number of seconds from 0 to 1, or ``None``.
 
     Raises:
-      ArgumentError: it is something else.
+      ArgumentError: it is anything else.
     """
     if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
         return given
@@ -164,10 +164,10 @@ def seconds_of(given: object) -> float | None:
 
 
 def costs_of(costs: object, operation_s: object = None) -> Costs:
-    """Return the costs of a call: ``costs``, or only those of operations.
+    """Return the ``Costs`` of a call with these two arguments, of which either may be ``None``.
 
     Raises:
-      ArgumentError: not ``Costs``, or both are given.
+      ArgumentError: ``costs`` is not ``Costs``, or both arguments state ``operation_s``.
     """
     if costs is None:
         return Costs(operation_s=operation_s)  # type: ignore[arg-type] # it is checked there

@@ -1,9 +1,9 @@
 """``GeneratedSchedule``: a schedule of many chunks, stored as a few of them and a symmetry.
 
 A schedule for n devices has about n chunks with n steps each. On a symmetric machine, most chunks are images of a few:
-the same steps, with every device and switch moved by a permutation that changes no link. This stores those few, the
-base, and the permutations that generate the others. So its memory grows with n, and so does the time of its proof and
-of its simulation. All chunks and steps can be listed, and then it is a schedule like any other.
+the same steps, with every device and switch moved by a permutation that changes no link. This class stores those few,
+the base, and the permutations that generate the others. So memory grows with n instead of n**2, and so does the time of
+the proof and of the simulation. All chunks and steps are listed only when they are read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class GeneratedSchedule(Schedule):
     """The images of a few chunks under a symmetry, as one schedule.
 
     Args:
-      base: chunks, and their steps. Each stands for ``symmetry.order`` chunks, which have equal parts of its share.
+      base: the stored chunks and their steps. Each stands for ``symmetry.order`` chunks with equal parts of its share.
       symmetry: commuting permutations of the positions in ``nodes``. They move devices only to devices.
       nodes: the devices of the base, in order, and then the switches that its routes pass.
-      in_order: whether steps, and the operands of each, are in the order of the devices; else in that of the base.
+      in_order: whether the steps of a chunk in a round, and the operands of each, are sorted by device. If not, they
+        keep the order of the base.
     Raises:
-      ScheduleError: the permutations do not commute, have other orders, do not suit the nodes, or make more images of
-        a chunk than there are devices.
+      ScheduleError: the permutations do not commute, do not have the stated orders, do not suit the nodes, or make more
+        images of a chunk than there are devices.
 
     >>> from fractions import Fraction
     >>> whole = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
@@ -70,13 +71,14 @@ class GeneratedSchedule(Schedule):
             raise ScheduleError.of(f"this symmetry does not suit the schedule: {problem}.", shown(symmetry))
 
     def _fill(self, base: Schedule, symmetry: Symmetry, nodes: tuple[str, ...], in_order: bool) -> None:
+        """Set the fields without checks; the dataclass is frozen, so plain assignments would raise."""
         self.__dict__.update(
             base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
             algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,
         )  # fmt: skip
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")  # the dataclass protects only its own fields
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")  # ``Schedule`` protects only its own fields
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
@@ -118,7 +120,7 @@ class GeneratedSchedule(Schedule):
 
     @cached_property
     def explicit(self) -> Schedule:
-        """The same schedule with all its chunks and steps, about n**2 of them."""
+        """The same schedule as a plain ``Schedule`` that stores all chunks and about n**2 steps."""
         return Schedule(
             self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
         )
@@ -145,17 +147,16 @@ class GeneratedSchedule(Schedule):
 
     @cached_property
     def numbering(self) -> tuple[tuple[int, int], ...]:
-        """For each chunk the number of an element of the group and of the base's chunk whose image it is.
+        """For each chunk (element, base chunk): it is the image of this base chunk under this element of the group.
 
-        The chunks of an all-gather (a reduce-scatter) are in the order of their sources (destinations), like the parts
-        of its buffer; else all images of a chunk are together.
+        The chunks of an all-gather are in the order of their sources, and those of a reduce-scatter in the order of
+        their destinations, like the parts of the buffer. In other collectives, all images of a base chunk are together.
         """
-        bases = range(len(self.base.chunks))
-        pairs = [(element, chunk) for chunk in bases for element in range(self.symmetry.order)]
-        which = {"all_gather": 1, "reduce_scatter": 2}.get(self.collective)
-        if which is not None:
-            images = [list(self.symmetry.images(chunk[which][0])) for chunk in self.base.chunks]  # type: ignore[index]
-            pairs.sort(key=lambda pair: images[pair[1]][pair[0]])
+        pairs = [(element, chunk) for chunk in range(len(self.base.chunks)) for element in range(self.symmetry.order)]
+        field = {"all_gather": 1, "reduce_scatter": 2}.get(self.collective)  # of Chunk
+        if field is not None:
+            owners = [list(self.symmetry.images(chunk[field][0])) for chunk in self.base.chunks]  # type: ignore[index]
+            pairs.sort(key=lambda pair: owners[pair[1]][pair[0]])
         return tuple(pairs)
 
     @cached_property
@@ -175,7 +176,7 @@ class GeneratedSchedule(Schedule):
         )
 
     def keeps(self, devices: tuple[int, ...]) -> bool:
-        """Return whether the symmetry moves these devices only among each other."""
+        """Return whether the symmetry moves each of these devices to one of them."""
         inside = {*devices}
         return all(moves[k] in inside for moves, _ in self.symmetry.generators for k in devices)
 
@@ -190,13 +191,13 @@ class GeneratedSchedule(Schedule):
         rounds: list[list[Step]] = [[] for _ in self.base.rounds]
         for number, (element, chunk) in enumerate(self.numbering):
             moves = elements[element]
-            for r, mine in enumerate(by_chunk[chunk]):
-                images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in mine]
+            for r, base_steps in enumerate(by_chunk[chunk]):
+                images = [Step(number, moves[dst], self.operands(moves, srcs)) for _, dst, srcs in base_steps]
                 rounds[r] += sorted(images, key=lambda step: step.dst) if self.in_order else images
         return tuple(map(tuple, rounds))
 
     def operands(self, moves: Sequence[int], srcs: Sequence[int]) -> tuple[int, ...]:
-        """Return the operands of the image of a step, in their order."""
+        """Return the operands of the image of a step, sorted if ``in_order``."""
         images = [moves[k] for k in srcs]
         return tuple(sorted(images) if self.in_order else images)
 
@@ -205,7 +206,7 @@ class GeneratedSchedule(Schedule):
         return {name: k for k, name in enumerate(self.nodes)}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return the nodes that a transfer passes in round ``r``, without listing all routes."""
+        """Return what ``Schedule.through`` returns, without listing all routes."""
         if not self.base.routes:
             return None
         element, number = self.numbering[chunk]
@@ -235,12 +236,12 @@ class GeneratedSchedule(Schedule):
     @property
     def _json(self) -> dict[str, Any]:
         names = self.nodes[len(self.devices) :]
-        more = {"nodes": names, "generators": self.symmetry.generators, "in_order": self.in_order}
-        return self.base._json | {"format": GENERATED_FORMAT, "symmetry": more}
+        symmetry = {"nodes": names, "generators": self.symmetry.generators, "in_order": self.in_order}
+        return self.base._json | {"format": GENERATED_FORMAT, "symmetry": symmetry}
 
     @staticmethod
     def read(base: Schedule, given: Any) -> Schedule:
-        """Return the schedule of a base and of the part of its JSON text that describes the symmetry."""
+        """Return the schedule of a base and of the "symmetry" object of its JSON text."""
         names = check_list(str, given["nodes"])
         generators = [
             SymmetryGenerator(check_list(int, moves), check_type(int, order)) for moves, order in given["generators"]
@@ -255,7 +256,7 @@ Schedule.generated = GeneratedSchedule.read
 
 
 def rotations(orders: Sequence[int], count: int) -> Symmetry:
-    """Return the symmetry of a grid of devices whose rows in each dimension turn; the last dimension varies fastest.
+    """Return the cyclic shifts of a grid of ``count`` devices in each dimension; the last dimension varies fastest.
 
     >>> [generator.moves for generator in rotations([2, 2], 4).generators]
     [(2, 3, 0, 1), (1, 0, 3, 2)]

@@ -1,7 +1,7 @@
-"""The use of each link over time in a simulation: how much data it has carried at each of some moments.
+"""The use of each link over time in a simulation: how many bytes it has carried at each of several moments.
 
 Input: a ``Schedule``, a ``Topology``, bytes, ``Costs``. Output: one list of numbers per link. The moments divide the
-simulated time into equal parts, so the result has the same size for two transfers and for a million.
+simulated time into equal parts, so the size of the result does not depend on the number of transfers.
 
 In the simulation a transfer takes a fixed part of its links from the end of its latency to its end, so its bytes are
 spread evenly over this time. Ticks that the clock runs at once are spread evenly too.
@@ -32,11 +32,11 @@ def link_use(
     """Return the use of each link that carries data, by (src, dst).
 
     Args:
-      schedule: the schedule, in its number of pieces.
+      schedule: the schedule; its chunks are cut into its own number of pieces.
       topology: the topology on which it is simulated.
       nbytes: the bytes of the whole buffer.
       seconds: the simulated duration, ``Simulation.seconds``.
-      parts: into how many equal parts the duration is divided: there are ``parts + 1`` moments.
+      parts: the number of equal parts of the duration; their ends are ``parts + 1`` moments.
       costs: the costs of the simulation.
     Raises:
       PlanError: the topology has no route for a transfer.
@@ -52,7 +52,7 @@ def link_use(
     loads = loads_of(schedule.cut_into(1), topology, costs)
     traffic = loads.traffic
     pairs, pieces = list(traffic.links), schedule.pieces
-    # Of a generated schedule, a link carries its part of the transfers over all links of its orbit.
+    # In a generated schedule, each link of an orbit carries an equal part of all transfers over the orbit.
     order = traffic.orbits.order if traffic.orbits else 1
     counts = {
         pair: pieces * sum(map(len, by_round.values())) * order // traffic.copies(pair)
@@ -62,8 +62,8 @@ def link_use(
         return _use_of_all_links({pair: LinkUse((0.0,) * (parts + 1), counts[pair]) for pair in pairs}, traffic)
     number = {pair: k for k, pair in enumerate(pairs)}
     links = [[number[pair] for pair in read.pairs] for read in traffic.reads]
-    first = np.concatenate([[0], np.cumsum([len(each) for each in links])])
-    link = np.array([k for each in links for k in each], dtype=np.intp)
+    first = np.concatenate([[0], np.cumsum(list(map(len, links)))])  # for each read, the position of its links in link
+    link = np.array([k for links_of_read in links for k in links_of_read], dtype=np.intp)
     size = np.array([traffic.shares[read.chunk] for read in traffic.reads]) * nbytes / pieces
     latency = np.array([read.latency_s for read in traffic.reads])
     # Up to moment m, a link has carried the sum of rate * (m - time) over the changes of its rate until then.
@@ -75,11 +75,12 @@ def link_use(
         span = np.maximum(end - start, 1e-9 * seconds / parts)  # not 0: a rate is finite
         rate = np.where(moved > 0, moved / span, 0.0)
         uses = slice(first[reads.start], first[reads.stop])
-        times = np.diff(first[reads.start : reads.stop + 1])
-        for change, at in ((rate, start), (-rate, start + span)):
-            place = link[uses], np.repeat(np.ceil(at * (parts / seconds)).clip(0, parts + 1).astype(np.intp), times)
-            np.add.at(rates, place, np.repeat(change, times))
-            np.add.at(products, place, np.repeat(change * at, times))
+        link_counts = np.diff(first[reads.start : reads.stop + 1])
+        for change, time in ((rate, start), (-rate, start + span)):
+            next_moment = np.ceil(time * (parts / seconds)).clip(0, parts + 1).astype(np.intp)
+            cells = link[uses], np.repeat(next_moment, link_counts)
+            np.add.at(rates, cells, np.repeat(change, link_counts))
+            np.add.at(products, cells, np.repeat(change * time, link_counts))
     moments = np.linspace(0.0, seconds, parts + 1)
     carried = rates.cumsum(axis=1)[:, :-1] * moments - products.cumsum(axis=1)[:, :-1]
     carried = np.maximum.accumulate(carried.clip(0.0), axis=1)
@@ -90,5 +91,5 @@ def link_use(
 
 
 def _use_of_all_links(used: dict[Pair, LinkUse], traffic: Traffic) -> dict[Pair, LinkUse]:
-    """Return the use of all links that others stand for."""
-    return {pair: used[one] for pair, one in traffic.used.items()}
+    """Return the use of every link, given that of the links that stand for orbits: see ``Traffic``."""
+    return {pair: used[listed] for pair, listed in traffic.used.items()}

@@ -70,17 +70,17 @@ class Schedule:
     chunk on the same device (``verify`` checks it). So the steps of a round can run at the same time.
 
     Args:
-      collective: its name, for readers; the sources and destinations of the chunks define the collective.
+      collective: the collective's name, for readers. The sources and destinations of the chunks define the collective.
       algorithm: the planner's name.
       devices: canonical names; chunks, steps and routes contain positions in this tuple.
       chunks: shares that add up to 1.
       rounds: the steps of each round.
       pieces: the number of pipelined pieces that each chunk may be cut into; results do not depend on it.
-      routes: where a chunk takes another route between two devices than ``Topology.route`` returns; results do
-        not depend on them.
+      routes: for single chunks, routes between two devices that differ from ``Topology.route``. Results do not depend
+        on them.
     Raises:
-      ScheduleError: a device twice, a number out of range, a malformed chunk, step or route, shares that do not
-        add up to 1, or two routes for the same chunk, devices and round.
+      ScheduleError: a device is listed twice, a number is out of range, a chunk, step or route is malformed, the
+        shares do not add up to 1, or two routes have the same chunk, devices and round.
 
     >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
     >>> schedule = Schedule("all_reduce", "custom", ("cpu:0", "cpu:1"), (pair,),
@@ -101,7 +101,7 @@ class Schedule:
     pieces: int = 1
     routes: tuple[Route, ...] = ()
 
-    # Reads a schedule of a base and of the JSON of its symmetry; ``generated_schedule.py``, above this file, sets it.
+    # Makes a schedule from a base and a symmetry's JSON. ``generated_schedule.py``, which imports this file, sets it.
     generated: ClassVar[Callable[[Schedule, Any], Schedule] | None] = None
 
     def __post_init__(self) -> None:
@@ -136,10 +136,10 @@ class Schedule:
                     remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
                     raise _malformed_error(f"round {r}, step {s}", step, remedy, n)
         for route in self.routes:
-            known = route.round is None or 0 <= route.round < len(self.rounds)
+            has_round = route.round is None or 0 <= route.round < len(self.rounds)
             ends = (route.src, route.dst)
-            named = route.through and all(isinstance(node, str) for node in route.through)
-            if not (0 <= route.chunk < len(self.chunks) and _are_positions(ends, n) and named and known):
+            has_names = route.through and all(isinstance(node, str) for node in route.through)
+            if not (0 <= route.chunk < len(self.chunks) and _are_positions(ends, n) and has_names and has_round):
                 raise _malformed_error("a route", route, _ROUTE, n)
         seen: dict[tuple[int, int, int, int | None], Route] = {}
         for route in self.routes:
@@ -165,6 +165,7 @@ class Schedule:
 
     @property
     def _parts(self) -> tuple[Any, ...]:
+        """The arguments of ``__init__``."""
         return self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
 
     def cut_into(self, pieces: int) -> Schedule:
@@ -178,7 +179,7 @@ class Schedule:
         return other
 
     def ordered_by(self, names: Sequence[str]) -> Schedule:
-        """Return the same schedule with its devices in the order of ``names``, and then those that it does not list.
+        """Return the same schedule with its devices in the order of ``names``; devices that it does not list follow.
 
         >>> from crossreduce.planning import one_device
         >>> one_device(["cpu:2", "cpu:0", "cpu:1"]).ordered_by(["cpu:0", "cpu:1", "cpu:2"]).devices
@@ -188,14 +189,14 @@ class Schedule:
         devices = tuple(sorted(self.devices, key=lambda name: listed_first.get(name, len(listed_first))))
         if devices == self.devices:
             return self
-        at = [devices.index(name) for name in self.devices]
+        position = [devices.index(name) for name in self.devices]
 
-        def numbers(given: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple([at[k] for k in given])
+        def moved(positions: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([position[k] for k in positions])
 
-        chunks = [Chunk(share, numbers(sources), numbers(results)) for share, sources, results in self.chunks]
-        rounds = [tuple([Step(c, at[dst], numbers(srcs)) for c, dst, srcs in steps]) for steps in self.rounds]
-        routes = [route._replace(src=at[route.src], dst=at[route.dst]) for route in self.routes]
+        chunks = [Chunk(share, moved(sources), moved(results)) for share, sources, results in self.chunks]
+        rounds = [tuple([Step(c, position[dst], moved(srcs)) for c, dst, srcs in steps]) for steps in self.rounds]
+        routes = [route._replace(src=position[route.src], dst=position[route.dst]) for route in self.routes]
         return Schedule(
             self.collective, self.algorithm, devices, tuple(chunks), tuple(rounds), self.pieces, tuple(routes)
         )
@@ -256,8 +257,8 @@ class Schedule:
         """Read a schedule back from ``to_json``'s text.
 
         Raises:
-          ScheduleError: the text is not JSON, is of another format, lacks a part, or has an invalid one.
-          ArgumentError: it is not text.
+          ScheduleError: the text is not JSON, has another format, or a part of it is missing or invalid.
+          ArgumentError: the argument is not text.
         """
         if not isinstance(text, (str, bytes)):
             raise ArgumentError.of("a schedule in JSON must be text.", shown(text), "Path(...).read_text()")
@@ -277,11 +278,11 @@ class Schedule:
             ]
             collective, algorithm = check_type(str, read["collective"]), check_type(str, read["algorithm"])
             devices, pieces = check_list(str, read["devices"]), check_type(int, read["pieces"])
-            made = Schedule(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
+            schedule = Schedule(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
             if read["format"] == FORMAT:
-                return made
+                return schedule
             assert Schedule.generated is not None
-            return Schedule.generated(made, read["symmetry"])
+            return Schedule.generated(schedule, read["symmetry"])
         except ScheduleError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -299,7 +300,7 @@ class Schedule:
         return {(route.chunk, route.src, route.dst, route.round): route.through for route in self.routes}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return the nodes that a transfer passes in round ``r``; ``None``: the topology's own route."""
+        """Return the nodes that a transfer passes in round ``r``, or ``None`` if it takes the topology's own route."""
         return self._through.get((chunk, src, dst, r), self._through.get((chunk, src, dst, None)))
 
     @property
@@ -322,18 +323,18 @@ def spans(shares: Iterable[Fraction], size: int) -> tuple[tuple[int, int], ...]:
 
 
 def live_rounds(schedule: Schedule) -> list[list[Step]]:
-    """Return, for each round, the steps on which the result of some destination depends; rounds may be empty.
+    """Return for each round the steps on which the result of some destination depends; a round may have none.
 
-    Steps that copy a device's value to itself are dropped too.
+    Steps that copy a device's value to itself are left out, too.
 
     >>> from crossreduce.planning import direct
     >>> [len(steps) for steps in live_rounds(direct(["cpu:0", "cpu:1"]))]
     [2, 2]
     """
-    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk the devices whose values matter
+    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk, devices whose value a result needs
     rounds = []
     for steps in reversed(schedule.rounds):
-        kept = [step for step in steps if step[1] in live[step[0]] and step[2] != (step[1],)]
+        kept = [step for step in steps if step.dst in live[step.chunk] and step.srcs != (step.dst,)]
         for chunk, dst, _ in kept:
             live[chunk].discard(dst)
         for chunk, _, srcs in kept:
@@ -346,7 +347,7 @@ _ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]
 
 
 def _freeze(step: Step) -> Step:
-    """Return a step in tuples."""
+    """Return a step as a ``Step`` without lists."""
     if type(step) is Step and type(step[2]) is tuple:
         return step
     chunk, dst, srcs = step
@@ -354,7 +355,7 @@ def _freeze(step: Step) -> Step:
 
 
 def _are_positions(numbers: Iterable[int], n: int) -> bool:
-    """Return whether there are numbers, all different, and each the position of one of n devices."""
+    """Return whether ``numbers`` is not empty, and lists positions of n devices without repetition."""
     positions = tuple(numbers)
     return bool(positions) and len(set(positions)) == len(positions) and all(0 <= k < n for k in positions)
 
@@ -364,11 +365,10 @@ def _malformed_error(what: str, given: object, remedy: str, n: int) -> ScheduleE
 
 
 def _share(value: object) -> Fraction:
-    if not re.fullmatch(
-        r"[0-9]{1,100}(/[0-9]{1,100})?", check_type(str, value)
-    ):  # converting "1e99999999" takes minutes
+    text = check_type(str, value)
+    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", text):  # Fraction("1e99999999") would take minutes
         raise ValueError(f'{value!r} is not the share of a chunk, such as "1/3"')
-    return Fraction(check_type(str, value))
+    return Fraction(text)
 
 
 def many(count: int, noun: str) -> str:

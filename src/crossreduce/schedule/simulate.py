@@ -41,18 +41,18 @@ from .lock_step import Loads, LockStep
 from .schedule import Schedule
 from .traffic import shares_of_links, traffic
 
-# The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
+# The least bytes of a piece. Smaller ones would save little time: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
 
 # The greatest number of pieces p; more would save little time: apart from latencies, R rounds take at most
 # 1 + (R - 1) / p times as long as the busiest link needs for all its data.
 MOST_PIECES: Final = 1 << 16
 
-# How much longer than the least time a schedule may take whose operations are queued, if it has fewer pieces: near the
-# least time, each piece saves little, and its operations keep the host busy.
+# A schedule whose operations are queued may take this many times the least time if it then has fewer pieces: near the
+# least time, each further piece saves little time, and its operations keep the host busy.
 LONGER: Final = 1.005
 
-_FACTORS: Final = (1.5, 1.15)  # by which numbers of pieces that are tried one after another differ
+_FACTORS: Final = (1.5, 1.15)  # the search for the best number of pieces multiplies and divides by these
 _EQUAL: Final = 1e-9  # the relative error of seconds in floating point
 
 
@@ -64,8 +64,8 @@ class Simulation:
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
     bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements; see ``simulate``
     ticks: tuple[float, ...]  # by how many seconds each tick extends the time; in tick t piece j does round t - j
-    operations: int = 0  # in all ticks: one per tick, device and number of operands
-    # For each limit, by its name, the part of the time in which it is busy; the greatest first.
+    operations: int = 0  # queued operations: one per tick, device and number of operands
+    # The name of each resource or host that limits the speed, and its busy part of the time; the busiest first.
     limits: tuple[tuple[str, float], ...] = ()
 
 
@@ -86,9 +86,9 @@ def simulate(
       nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more, or text such as "64M".
       itemsize: bytes of an element; chunks are cut between elements.
       operation_s: short for ``costs=Costs(operation_s=...)``.
-      costs: what else takes time; ``None``: only operations of CUDA devices.
+      costs: what else takes time. By default, only operations of CUDA devices do.
     Raises:
-      ArgumentError: not a schedule, a topology or costs, or an invalid number of bytes or seconds.
+      ArgumentError: an argument has the wrong type, or a number of bytes or seconds is invalid.
       PlanError: the topology has no route for a transfer.
 
     >>> from crossreduce.planning import ring
@@ -104,28 +104,27 @@ def simulate(
     topology, nbytes = topology_of(topology), byte_count(nbytes)
     elements = _elements(nbytes, itemsize)
     timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
-    used_links = timing.loads.traffic
+    flows = timing.loads.traffic
     busy = timing.busy(schedule.pieces)
-    by_pair = {pair: busy[number] for pair, number in used_links.link_numbers.items()}
-    if used_links.orbits is not None:
-        shares = shares_of_links(schedule, used_links)
+    busy_links = {pair: busy[number] for pair, number in flows.link_numbers.items()}
+    if flows.orbits is not None:
+        shares = shares_of_links(schedule, flows)
         carried = {pair: itemsize * round(elements * share) for pair, share in shares.items()}
-        by_pair = {pair: by_pair[one] for pair, one in used_links.used.items()}
+        busy_links = {pair: busy_links[listed] for pair, listed in flows.used.items()}
     else:
         spans = schedule.spans(elements)
         carried = {
             pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
-            for pair, by_round in used_links.links.items()
+            for pair, by_round in flows.links.items()
         }
     if not nbytes or not schedule.round_count:
-        return Simulation(0.0, by_pair, carried, ())
+        return Simulation(0.0, busy_links, carried, ())
     ticks = timing.clock.run(schedule.pieces)
     seconds = timing.seconds(schedule.pieces)
     limits = [(name, load / (seconds or 1.0)) for name, load in zip(timing.names, busy, strict=True)]
-    listed = tuple(chain.from_iterable(repeat(tick, count) for tick, count in ticks))
-    return Simulation(
-        seconds, by_pair, carried, listed, operation_count(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
-    )
+    every_tick = tuple(chain.from_iterable(repeat(tick, count) for tick, count in ticks))
+    limits.sort(key=lambda limit: -limit[1])
+    return Simulation(seconds, busy_links, carried, every_tick, operation_count(schedule), tuple(limits))
 
 
 class Pieces(NamedTuple):
@@ -140,10 +139,10 @@ def pipelined(
 ) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    The best number for the lock-step clock is tried, and, where this clock is not exact, others with the event-driven
-    clock as long as the time becomes less: with at least as many pieces as rounds, the time is a convex function of the
-    number. If operations are queued, the time may be up to ``LONGER`` times the least, with fewer pieces. If an average
-    chunk is cut, its pieces have at least ``LEAST_PIECE`` bytes.
+    The search starts at the best number for the lock-step clock. Where this clock is not exact, the event-driven clock
+    then tries other numbers as long as the time becomes less: with at least as many pieces as rounds, the time is a
+    convex function of their number. If operations are queued, the result may take up to ``LONGER`` times the least time
+    in return for fewer pieces. Pieces of an average chunk have at least ``LEAST_PIECE`` bytes if the chunk is cut.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
@@ -157,11 +156,11 @@ def pipelined(
 def fastest_of(
     schedules: Iterable[Schedule], topology: Topology, nbytes: int, *, costs: Costs, known: Pieces | None = None
 ) -> Pieces:
-    """Return the fastest of some schedules, and of ``known``, each in the number of pieces that suits it.
+    """Return the fastest of some schedules and ``known``, each in the number of pieces that suits it.
 
-    The lock-step clock ranks them. A schedule is not run if its busiest device or resource, or its longest chain of
-    latencies, shows that it is no faster than the best one so far. Of equally fast ones, ``known`` is returned, or else
-    the one that ranks first.
+    The lock-step clock ranks the schedules. A schedule is not simulated if its busiest device or resource, or its
+    longest chain of latencies, shows that it is no faster than the best one so far. If several are equally fast,
+    ``known`` is returned, or else the one that ranks first.
 
     Raises:
       PlanError: the topology lacks a route for a transfer of each schedule.
@@ -169,7 +168,8 @@ def fastest_of(
     nbytes = byte_count(nbytes)
     listed = list(schedules)
     least = [_least_seconds(schedule, topology, nbytes) for schedule in listed] if len(listed) > 1 else [0.0]
-    # A schedule that takes longer than the limit is not the fastest. ``best_pieces`` may lose ``LONGER``.
+    # A schedule that takes longer than the limit is not the fastest, even though ``best_pieces`` may exceed the least
+    # time by ``LONGER``.
     limit = math.inf if known is None else known.seconds
     timings: dict[int, _Timing] = {}
     for k in sorted(range(len(listed)), key=least.__getitem__):
@@ -199,9 +199,9 @@ def fastest_of(
 
 
 def _least_seconds(schedule: Schedule, topology: Topology, nbytes: int) -> float:
-    """Return seconds in which a schedule cannot complete: those that some device needs to send or receive its data."""
+    """Return a lower bound of the time: the most seconds in which a device can just send, or receive, its data."""
     if isinstance(schedule, GeneratedSchedule):
-        return 0.0
+        return 0.0  # its steps would first have to be listed
     sent, received = [0.0] * len(schedule.devices), [0.0] * len(schedule.devices)
     shares = [float(share) for share, _, _ in schedule.chunks]
     for steps_of_round in schedule.rounds:
@@ -211,19 +211,19 @@ def _least_seconds(schedule: Schedule, topology: Topology, nbytes: int) -> float
                 if src != dst:
                     sent[src] += share
                     received[dst] += share
-    out, into = _widths(topology)
-    parts = [
-        amount / widths[device]
-        for widths, amounts in ((out, sent), (into, received))
-        for device, amount in zip(schedule.devices, amounts, strict=True)
-        if amount and widths.get(device)
+    out, into = _node_bandwidths(topology)
+    seconds_per_gb = [
+        share / bandwidths[device]
+        for bandwidths, shares_of_devices in ((out, sent), (into, received))
+        for device, share in zip(schedule.devices, shares_of_devices, strict=True)
+        if share and bandwidths.get(device)
     ]
-    return max(parts, default=0.0) * nbytes / 1e9
+    return max(seconds_per_gb, default=0.0) * nbytes / 1e9
 
 
 @lru_cache(maxsize=64)
-def _widths(topology: Topology) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bandwidth of all links out of each node together, and of those into it, in GB/s."""
+def _node_bandwidths(topology: Topology) -> tuple[dict[str, float], dict[str, float]]:
+    """Return for each node the sum of the bandwidths of all links out of it, and of all links into it, in GB/s."""
     out, into = defaultdict[str, float](float), defaultdict[str, float](float)
     for src, dst, bandwidth, _ in topology.links:
         out[src] += float(bandwidth)
@@ -274,13 +274,13 @@ class _Timing:
 
     @property
     def names(self) -> list[str]:
-        """The names of what ``busy`` lists."""
+        """The name of each entry of ``busy``."""
         resources = [resource.name for resource in self.loads.traffic.resources]
         return resources + [f"the operations of {host or 'the host'}" for host in self.loads.queues]
 
     @property
     def floor(self) -> float:
-        """Seconds that no number of pieces can go below."""
+        """A lower bound of the seconds for every number of pieces."""
         return max([*self.busy(1), self.loads.traffic.longest_s])
 
     @cached_property
@@ -289,7 +289,7 @@ class _Timing:
         return min((self.lock_step.total(pieces), pieces) for pieces in self.lock_step.candidates(self.most))
 
     def best_pieces(self) -> int:
-        """Return the number of pieces that takes the least time, see ``pipelined``."""
+        """Return the number of pieces that takes the least time: see ``pipelined``."""
         limit, best = self.lock_step_best
         if not self.loads.queues and self.seconds(best) > limit * (1 - _EQUAL):
             return best  # the closed form is exact
@@ -300,7 +300,7 @@ class _Timing:
                 best = self._fastest_pieces([best, math.ceil(best * factor), math.floor(best / factor)])
         if not self.loads.queues:
             return best
-        # Queues make the least time sharp.
+        # With queues, the time has a sharp minimum, so the last interval is searched to the end.
         low, high = math.floor(best / _FACTORS[-1]), min(math.ceil(best * _FACTORS[-1]), self.most)
         while high - low > 2:
             middle = (low + high) // 2
@@ -311,10 +311,10 @@ class _Timing:
         return self._fewest_pieces(self._fastest_pieces([best, *range(low, high + 1)]))
 
     def _fewest_pieces(self, best: int) -> int:
-        """Return the fewest of some numbers of pieces up to ``best`` that take at most ``LONGER`` times as long."""
+        """Return the least tried number from ``best / 2`` to ``best`` that takes at most ``LONGER`` times as long."""
         longest = LONGER * self.seconds(best)
-        fewer = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
-        return fewer[bisect_left(fewer, True, key=lambda pieces: self.seconds(pieces) <= longest)]
+        tried = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
+        return tried[bisect_left(tried, True, key=lambda pieces: self.seconds(pieces) <= longest)]
 
     def _fastest_pieces(self, tried: Iterable[int]) -> int:
         allowed = (pieces for pieces in tried if 1 <= pieces <= self.most)

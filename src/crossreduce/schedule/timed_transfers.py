@@ -1,7 +1,8 @@
 """The times of every transfer in a simulation.
 
-Input: a ``Schedule``, a ``Topology``, bytes, perhaps ``Costs``. Output: one ``TimedTransfer`` after another. Of a
-generated schedule whose symmetry the topology has, only the base is simulated: images of a transfer have its times.
+Input: a ``Schedule``, a ``Topology``, bytes, perhaps ``Costs``. Output: an iterator over ``TimedTransfer``. For a
+generated schedule whose symmetry the topology has, only the base is simulated: all images of a transfer have the times
+of this transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .traffic import Read
 
 
 class TimedTransfer(NamedTuple):
-    """A piece of a chunk that moves between two devices over links, and the seconds at which this starts and ends."""
+    """A piece of a chunk that moves between two devices over links, with its start and end in seconds."""
 
     round: int
     piece: int
@@ -44,7 +45,7 @@ def timeline(
 ) -> Iterator[TimedTransfer]:
     """Yield all transfers with their simulated times, tick by tick; see ``simulate`` for other arguments and errors.
 
-    ``node``: only transfers whose route has this device or switch, without work for the others; ``None``: all.
+    With ``node``, only transfers whose route has this device or switch are made; the others then cost no time.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.topology import Topology
@@ -74,36 +75,35 @@ _Moved = tuple[int, str, str, tuple[Pair, ...]]  # a chunk, its source and desti
 
 
 class _ReadImages:
-    """The images of the reads of the base of a generated schedule: all, or those whose route has one node."""
+    """The images of the reads in a generated schedule's base, or only those images whose route has a given node."""
 
     def __init__(self, schedule: GeneratedSchedule, node: str | None) -> None:
         self.schedule, self.node = schedule, node
         self.position = {name: k for k, name in enumerate(schedule.nodes)}
         self.number = {pair: number for number, pair in enumerate(schedule.numbering)}
-        self.elements = defaultdict[int, list[int]](list)  # that move a node to ``node``, by the moved node
+        self.elements = defaultdict[int, list[int]](list)  # for each node, the elements that move it to ``node``
         if node in self.position:
             for element, origin in enumerate(schedule.symmetry.origins(self.position[node])):
                 self.elements[origin].append(element)
-        self.known: dict[int, list[_Moved]] = {}
+        self.made: dict[int, list[_Moved]] = {}
 
     def images(self, number: int, read: Read) -> list[_Moved]:
         """Return the images of a read, given its number."""
-        if number not in self.known:
-            self.known[number] = self._make(read)
-        return self.known[number]
+        if number not in self.made:
+            self.made[number] = self._make(read)
+        return self.made[number]
 
     def _make(self, read: Read) -> list[_Moved]:
         base, names, symmetry = self.schedule.base, self.schedule.nodes, self.schedule.symmetry
         through = base.through(read.round, read.chunk, read.src, read.dst) or ()
         route = [read.src, *(self.position[name] for name in through), read.dst]
         if self.node is None:
-            moved = zip(*map(symmetry.images, route), strict=True)
-            nodes = dict(enumerate(moved))
+            images = dict(enumerate(zip(*map(symmetry.images, route), strict=True)))  # by element
         else:
             elements = (element for origin in dict.fromkeys(route) for element in self.elements[origin])
-            nodes = {element: tuple([symmetry.image(element, k) for k in route]) for element in elements}
+            images = {element: tuple([symmetry.image(element, k) for k in route]) for element in elements}
         moved_chunks = []
-        for element, passed in nodes.items():
-            path = [names[k] for k in passed]
+        for element, image in images.items():
+            path = [names[k] for k in image]
             moved_chunks.append((self.number[element, read.chunk], path[0], path[-1], tuple(pairwise(path))))
         return moved_chunks

@@ -3,9 +3,9 @@
 Input: a ``Schedule``, a ``Topology``, ``Costs``. Output: values that do not depend on the number of bytes or pieces;
 ``lock_step.py`` and ``clock.py`` compute times from them.
 
-A *read* is an operand of a step: a transfer over the links of its route if the operand is on another device. What
-limits reads is a *resource*: a link, its messages, a limit that several links share, or the memory of a device that
-combines.
+A *read* is an operand of a step. If the operand is on another device, the read is a transfer over the links of a route.
+A *resource* limits the speed of reads: a link, the messages of a link, a limit that several links share, or the memory
+of a device that combines values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Read(NamedTuple):
     chunk: int
     latency_s: float  # of all links of its route
     pairs: tuple[Pair, ...]  # the links of its route
-    uses: tuple[tuple[int, float], ...]  # the resources, and how often the resource carries each byte of the chunk
+    uses: tuple[tuple[int, float], ...]  # (number of a resource, how often this carries each byte of the chunk)
 
 
 class Resource(NamedTuple):
@@ -53,12 +53,12 @@ class Resource(NamedTuple):
 class Traffic(NamedTuple):
     """The reads of a schedule on a topology, round by round.
 
-    Of a generated schedule whose symmetry the topology has, these are the reads of its base alone, and one link stands
-    for all links of its orbit: each of them carries the same part of what the reads of all chunks send over the orbit,
-    in each round.
+    For a generated schedule whose symmetry the topology has, only the reads of the base are listed, and one link stands
+    for all links of its orbit. In each round, all links of an orbit carry equal parts of what the reads of all chunks
+    send over the orbit.
     """
 
-    shares: tuple[float, ...]  # of the chunks; of a generated schedule: of the base's chunks
+    shares: tuple[float, ...]  # of the listed chunks
     rounds: int
     reads: tuple[Read, ...]
     resources: tuple[Resource, ...]
@@ -66,8 +66,8 @@ class Traffic(NamedTuple):
     link_numbers: dict[Pair, int]  # the number of each of these links among the resources
     latency_s: tuple[float, ...]  # for each round the longest latency of its routes
     longest_s: float  # the longest sum of latencies of transfers that depend on each other
-    hosts: tuple[str, ...]  # of the device of each step; "": the step queues no operation
-    orbits: Orbits | None  # of a generated schedule; None: every link stands for itself
+    hosts: tuple[str, ...]  # for each step, the queue of its operation (see queue_name); "" if it queues none
+    orbits: Orbits | None  # None if every link stands only for itself
 
     def copies(self, pair: Pair) -> int:
         """Return the number of links for which a link of ``links`` stands."""
@@ -78,7 +78,7 @@ class Traffic(NamedTuple):
         """For each link that is used, the link of ``links`` that stands for it."""
         if self.orbits is None:
             return {pair: pair for pair in self.links}
-        return {pair: one for pair, one in self.orbits.link.items() if one in self.links}
+        return {pair: listed for pair, listed in self.orbits.link.items() if listed in self.links}
 
 
 class Orbits(NamedTuple):
@@ -86,19 +86,19 @@ class Orbits(NamedTuple):
 
     order: int  # the number of elements of the group
     link: dict[Pair, Pair]  # for each link the one that stands for its orbit
-    sizes: dict[Pair, int]  # of the orbits of links, by these
+    sizes: dict[Pair, int]  # for each link that stands for an orbit, the number of links in the orbit
     limit: list[int]  # for each shared limit the one that stands for its orbit
-    limit_sizes: list[int]
+    limit_sizes: list[int]  # for each shared limit, the number of limits in its orbit
     device: dict[str, str]  # for each device or switch the one that stands for its orbit
-    device_sizes: dict[str, int]
+    device_sizes: dict[str, int]  # like ``sizes``
 
 
 @lru_cache(maxsize=256)
 def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> Orbits | None:
-    """Return the orbits of links under a schedule's symmetry; ``None``: it is not one of the topology and the costs.
+    """Return the orbits of links under a schedule's symmetry, or ``None`` if the topology or the costs do not have it.
 
-    Also if a transfer takes the topology's own route, over several links: of equally good routes the topology takes one
-    by its name, so the routes of the images are not images of the route.
+    The result is also ``None`` if a transfer takes the topology's own route over several links. Among equally good
+    routes the topology chooses by names, so the routes of images need not be the images of the route.
     """
     names, symmetry, base = topology.nodes, schedule.symmetry, schedule.base
     if {*names} != {*schedule.nodes}:
@@ -117,32 +117,32 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
     least, counts = link_orbits
     pairs = [(link.src, link.dst) for link in topology.links]
     number = {name: k for k, name in enumerate(names)}
-    sets = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
-    at = {one: k for k, one in enumerate(sets)}
+    limits = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
+    number_of_limit = {limit: k for k, limit in enumerate(limits)}
     images = []
     for moves, _ in symmetry.generators:
-        moved_sets = [
-            (speed, frozenset((names[moves[number[a]]], names[moves[number[b]]]) for a, b in links))
-            for speed, links in sets
+        moved_limits = [
+            (speed, frozenset((names[moves[number[src]]], names[moves[number[dst]]]) for src, dst in links))
+            for speed, links in limits
         ]
-        if len(at) < len(sets) or any(one not in at for one in moved_sets):
+        if len(number_of_limit) < len(limits) or any(limit not in number_of_limit for limit in moved_limits):
             return None
-        images.append([at[one] for one in moved_sets])
-    limit = orbit_minima(images, len(sets))
-    limits = Counter(limit)
+        images.append([number_of_limit[limit] for limit in moved_limits])
+    limit_orbits = orbit_minima(images, len(limits))
+    limit_counts = Counter(limit_orbits)
     return Orbits(
         order=symmetry.order,
         link={pair: pairs[k] for pair, k in zip(pairs, least, strict=True)},
         sizes={pairs[k]: count for k, count in counts.items()},
-        limit=limit,
-        limit_sizes=[limits[k] for k in limit],
+        limit=limit_orbits,
+        limit_sizes=[limit_counts[k] for k in limit_orbits],
         device={names[k]: names[orbit] for k, orbit in enumerate(symmetry.orbits)},
         device_sizes={names[k]: count for k, count in symmetry.sizes.items()},
     )
 
 
 def traffic(schedule: Schedule, topology: Topology, costs: Costs = NO_COSTS) -> Traffic:
-    """Return the traffic of a schedule, for any number of pieces and bytes.
+    """Return the traffic of a schedule, which does not depend on the number of pieces and bytes.
 
     Raises:
       PlanError: the topology has no route for a transfer.
@@ -151,10 +151,12 @@ def traffic(schedule: Schedule, topology: Topology, costs: Costs = NO_COSTS) -> 
 
 
 class _Path(NamedTuple):
+    """The route of a read; the fields are those of ``Read``."""
+
     pairs: tuple[Pair, ...] = ()
     latency_s: float = 0.0
     uses: tuple[tuple[int, float], ...] = ()
-    links: tuple[dict[int, list[int]], ...] = ()  # the entries of ``Traffic.links``
+    links: tuple[dict[int, list[int]], ...] = ()  # the entries of ``Traffic.links`` for these links
 
 
 NO_PATH: Final = _Path()
@@ -168,30 +170,30 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         schedule = schedule.base
     devices, resources = schedule.devices, _Resources(topology, costs, orbits)
     paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
+    # For each chunk and device, the number of the step that made the value there.
     latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     reads: list[Read] = []
     latencies, step, through = [], 0, None
-    done: list[float] = []  # for each step, the longest sum of latencies up to its value
+    chain_s: list[float] = []  # for each step, the longest sum of latencies of transfers up to its value
     for r, steps in enumerate(schedule.rounds):
         longest, written = 0.0, {}
         for chunk, dst, srcs in steps:
-            done.append(0.0)
+            chain_s.append(0.0)
             combining = resources.combining(devices[dst], len(srcs))
             for src in srcs:
                 path, uses = NO_PATH, combining
                 if src != dst:
                     if schedule.routes:
                         through = schedule.through(r, chunk, src, dst)
-                    known = paths.get((src, dst, through))
-                    if known is None:
-                        known = paths[src, dst, through] = resources.path(devices[src], devices[dst], through)
-                    path = known
+                    if (src, dst, through) not in paths:
+                        paths[src, dst, through] = resources.path(devices[src], devices[dst], through)
+                    path = paths[src, dst, through]
                     uses = path.uses + combining if combining else path.uses
                     for by_round in path.links:
                         by_round.setdefault(r, []).append(chunk)
                     longest = max(longest, path.latency_s)
                 operand = latest.get((chunk, src), -1)
-                done[step] = max(done[step], path.latency_s + (done[operand] if operand >= 0 else 0.0))
+                chain_s[step] = max(chain_s[step], path.latency_s + (chain_s[operand] if operand >= 0 else 0.0))
                 reads.append(Read(src, dst, step, operand, r, chunk, path.latency_s, path.pairs, uses))
             written[chunk, dst] = step
             step += 1
@@ -209,34 +211,35 @@ def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
         links=resources.links,
         link_numbers=numbers,
         latency_s=tuple(latencies),
-        longest_s=max(done, default=0.0),
+        longest_s=max(chain_s, default=0.0),
         hosts=hosts,
         orbits=orbits,
     )
 
 
 class _Resources:
-    """Numbers the resources of the reads of a schedule."""
+    """Lists and numbers the resources that the reads of a schedule use."""
 
     def __init__(self, topology: Topology, costs: Costs, orbits: Orbits | None) -> None:
         self.topology, self.costs, self.orbits = topology, costs, orbits
         self.listed: list[Resource] = []
         self.links: dict[Pair, dict[int, list[int]]] = {}
         self.numbers: dict[object, int] = {}
-        self.of_link: dict[Pair, list[tuple[int, float]]] = {}
-        self.shared: defaultdict[Pair, list[int]] = defaultdict(list)
+        self.of_link: dict[Pair, list[tuple[int, float]]] = {}  # the results of ``uses``
+        self.shared: defaultdict[Pair, list[int]] = defaultdict(list)  # for each link, the shared limits that it is in
         for k, limit in enumerate(costs.shared):
             for pair in limit.links:
                 self.shared[pair].append(k)
 
     def number(self, key: object, resource: Resource) -> int:
+        """Return the number of the resource with this key; the first call for a key lists ``resource``."""
         if key not in self.numbers:
             self.numbers[key] = len(self.listed)
             self.listed.append(resource)
         return self.numbers[key]
 
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
-        """Return the path of a route, and number its resources."""
+        """Return the path of a route; its links are replaced by those that stand for their orbits."""
         pairs, latency = _route(self.topology, src, dst, through)
         if self.orbits is not None:
             pairs = tuple(self.orbits.link[pair] for pair in pairs)
@@ -244,7 +247,10 @@ class _Resources:
         return _Path(pairs, latency, uses, tuple(self.links.setdefault(pair, {}) for pair in pairs))
 
     def uses(self, pair: Pair) -> list[tuple[int, float]]:
-        """Return the resources of a link, each with how often it carries each byte that the link carries."""
+        """Return the resources of a link, each with how often it carries each byte that the link carries.
+
+        Each read of the base stands for one read in each image, and the images divide the link's orbit evenly.
+        """
         if pair in self.of_link:
             return self.of_link[pair]
         link = f"the link {pair[0]} -> {pair[1]}"
@@ -268,6 +274,7 @@ class _Resources:
         return uses
 
     def combining(self, device: str, operands: int) -> tuple[tuple[int, float], ...]:
+        """Return how an operand uses the memory of a device that combines: operands are read, the result is written."""
         speed = self.costs.reduction_gb_per_s
         if speed is None or operands < 2:
             return ()
@@ -280,31 +287,31 @@ class _Resources:
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
-    """Return the rate in GB/s that a schedule approaches as its buffer grows: that of its busiest link.
+    """Return the exact rate in GB/s that a schedule approaches as its buffer grows, which its busiest link determines.
 
-    The rate is exact. ``None``: no data moves.
+    If no data moves, the result is ``None``.
 
     >>> from crossreduce.planning import ring
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
     Fraction(50, 3)
     """
     flows = traffic(schedule, topology)
-    listed = counted_chunks(schedule, flows)
-    equal = len({chunk.share for chunk in listed}) == 1
+    chunks = counted_chunks(schedule, flows)
+    equal = len({chunk.share for chunk in chunks}) == 1
     shares: dict[int | tuple[int, ...], Fraction] = {}
     rates = []
     for pair, by_round in flows.links.items():
-        chunks = [chunk for chunks in by_round.values() for chunk in chunks]
-        amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
+        carried = [chunk for carried_in_round in by_round.values() for chunk in carried_in_round]
+        amount = len(carried) if equal else tuple(carried)  # equal shares only need to be counted
         if amount not in shares:
-            shares[amount] = sum((listed[chunk].share for chunk in chunks), Fraction(0))
+            shares[amount] = sum((chunks[chunk].share for chunk in carried), Fraction(0))
         if shares[amount]:
             rates.append((topology.by_ends[pair].bandwidth, shares[amount] / flows.copies(pair)))
     return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
 
 
 def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
-    """Return for each link that is used the part of the buffer that it carries; more than 1: some of it repeatedly.
+    """Return for each link that is used the part of the buffer that it carries; this can exceed 1.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(3, gb_per_s=25)
@@ -316,16 +323,16 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
 
 def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
     """Return what ``link_shares`` does, given the traffic of the schedule."""
-    listed = counted_chunks(schedule, flows)
+    chunks = counted_chunks(schedule, flows)
     shares = {
-        pair: sum((listed[chunk].share for chunks in by_round.values() for chunk in chunks), Fraction(0))
+        pair: sum((chunks[chunk].share for carried in by_round.values() for chunk in carried), Fraction(0))
         for pair, by_round in flows.links.items()
     }
-    return {pair: shares[one] / flows.copies(one) for pair, one in flows.used.items()}
+    return {pair: shares[listed] / flows.copies(listed) for pair, listed in flows.used.items()}
 
 
 def counted_chunks(schedule: Schedule, flows: Traffic) -> tuple[Chunk, ...]:
-    """Return the chunks that the traffic of a schedule counts: all, or those of its base."""
+    """Return the chunks to which the numbers in a schedule's traffic refer: all, or only those of its base."""
     return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and flows.orbits else schedule.chunks
 
 
@@ -347,7 +354,11 @@ def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fractio
 
 
 def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
-    """Return the links, by (src, dst), of a route, by default the topology's; PlanError: a link does not exist."""
+    """Return the links of a route as (src, dst); without ``through``, it is the topology's own route.
+
+    Raises:
+      PlanError: a node or a link of the route does not exist.
+    """
     unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
     if unknown:
         given = f"a topology of {', '.join(topology.nodes)}"

@@ -15,15 +15,15 @@ from .schedule import Schedule, Step
 
 
 class _Contributions(NamedTuple):
-    """A symbolic value. Bit s of ``once``: it contains source s. Bit s of ``twice``: more than once."""
+    """A symbolic value: which sources' contributions it contains."""
 
-    once: int
-    twice: int
-    made_by: tuple[int, int] | None  # round and step; None: it was stored at the start
+    once: int  # bit s is set if the value contains the contribution of source s
+    twice: int  # bit s is set if it contains this more than once
+    made_by: tuple[int, int] | None  # round and step; None for an input
 
 
 _Cells = dict[tuple[int, int], _Contributions]  # by chunk and device
-# A step's (round, number), the step, the value that it wrote, the values that it read.
+# (round, number in the round), the step, the value that it wrote, the values that it read
 _Evaluated = tuple[tuple[int, int], Step, _Contributions, tuple[_Contributions, ...]]
 
 
@@ -45,11 +45,11 @@ def verify(schedule: Schedule) -> None:
         remedy = "Schedule.from_json for JSON text; crossreduce verify FILE for MSCCL XML"
         raise ScheduleError.of("this is not a Schedule.", shown(schedule), remedy)
     if isinstance(schedule, GeneratedSchedule):
-        # A chunk's image under a permutation of the devices has the image of the chunk's result. So the base is proof
-        # enough; that the permutations are some was checked when the schedule was made.
+        # Every other chunk is the image of a base chunk under a permutation of the devices, so its result is right if
+        # that of the base chunk is. The schedule's constructor has checked the permutations.
         schedule = schedule.base
-    if "_is_proved" in schedule.__dict__ or _is_plainly_right(schedule):
-        schedule.__dict__["_is_proved"] = True  # of this very object, which does not change
+    if "_is_proved" in schedule.__dict__ or _is_right(schedule):
+        schedule.__dict__["_is_proved"] = True  # schedules are immutable, so one proof of each object is enough
         return
     cells = _initial_cells(schedule)
     for _ in _evaluate(schedule, cells):
@@ -57,19 +57,20 @@ def verify(schedule: Schedule) -> None:
     for c, chunk in enumerate(schedule.chunks):
         everyone = sum(1 << source for source in chunk.sources)
         for dst in chunk.destinations:
-            last = cells.get((c, dst))
-            if last is None or last.twice or last.once != everyone:
+            result = cells.get((c, dst))
+            if result is None or result.twice or result.once != everyone:
                 raise ScheduleError(_explain(schedule, c, dst, everyone))
 
 
-def _is_plainly_right(schedule: Schedule) -> bool:
+def _is_right(schedule: Schedule) -> bool:
     """Return whether every destination gets every contribution once, and no step has a fault, even a harmless one.
 
-    It is the evaluation below without what only an error needs, and takes half of its time.
+    This is ``_evaluate`` without the data that only error texts need, in half of the time. The answer may be false for
+    a valid schedule: a value that no destination needs may contain a contribution twice.
     """
     cells = [{source: 1 << source for source in chunk.sources} for chunk in schedule.chunks]
     for steps in schedule.rounds:
-        made: dict[tuple[int, int], int] = {}
+        written: dict[tuple[int, int], int] = {}
         for chunk, dst, srcs in steps:
             values, once = cells[chunk], 0
             for src in srcs:
@@ -77,10 +78,10 @@ def _is_plainly_right(schedule: Schedule) -> bool:
                 if not value or once & value:
                     return False
                 once |= value
-            made[chunk, dst] = once
-        if len(made) < len(steps):
+            written[chunk, dst] = once
+        if len(written) < len(steps):
             return False
-        for (chunk, dst), once in made.items():
+        for (chunk, dst), once in written.items():
             cells[chunk][dst] = once
     for (_, sources, destinations), values in zip(schedule.chunks, cells, strict=True):
         everyone = sum([1 << source for source in sources])
@@ -94,14 +95,16 @@ def _initial_cells(schedule: Schedule) -> _Cells:
 
 
 def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
-    """Run the schedule on ``cells``, round by round, and yield every step with the values that it made and read."""
+    """Run the schedule on ``cells``, round by round, and yield every step with the values that it wrote and read."""
     for r, steps in enumerate(schedule.rounds):
-        made: _Cells = {}
+        written: _Cells = {}
         for s, step in enumerate(steps):
             chunk, dst, srcs = step
-            if (chunk, dst) in made:
+            if (chunk, dst) in written:
+                earlier = written[chunk, dst].made_by
+                assert earlier is not None
                 raise ScheduleError(
-                    f"round {r}, step {s} ({schedule.describe(step)}): step {made[chunk, dst].made_by[1]} of the same "  # type: ignore[index]
+                    f"round {r}, step {s} ({schedule.describe(step)}): step {earlier[1]} of the same "
                     f"round writes chunk {chunk} on {schedule.devices[dst]} too, so a contribution can be lost."
                 )
             once = twice = 0
@@ -116,15 +119,15 @@ def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
                 twice |= value.twice | (once & value.once)
                 once |= value.once
                 read.append(value)
-            made[chunk, dst] = _Contributions(once, twice, (r, s))
-            yield (r, s), step, made[chunk, dst], tuple(read)
-        cells.update(made)
+            written[chunk, dst] = _Contributions(once, twice, (r, s))
+            yield (r, s), step, written[chunk, dst], tuple(read)
+        cells.update(written)
 
 
 def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
-    """Return the text of an error about the value at a destination: the contribution, and the step that caused it."""
+    """Return the error text for a wrong value of chunk c at ``dst``; it names a contribution and the step at fault."""
     cells = _initial_cells(schedule)
-    history = {at: (step, made, read) for at, step, made, read in _evaluate(schedule, cells)}
+    history = {where: (step, written, read) for where, step, written, read in _evaluate(schedule, cells)}
     device = schedule.devices[dst]
     value = cells.get((c, dst))
     if value is None:
@@ -148,13 +151,14 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
                     f"{schedule.devices[source]} a second time, and it reaches destination {device} doubled."
                 )
             value = earlier
-    missing = everyone & ~value.once  # cannot be 0: the value is wrong, but adds nothing twice
+    missing = everyone & ~value.once  # cannot be 0: the value is wrong, but contains nothing twice
     source = (missing & -missing).bit_length() - 1
+    # The value is stale if the contribution reaches a device that it was read from, or dst itself, after this reading.
     inputs = {dst} if value.made_by is None else set(history[value.made_by][0].srcs) | {dst}
     since = (-1, -1) if value.made_by is None else value.made_by
-    for (r, s), (step, made, _) in history.items():
-        later = r > since[0] or (r == since[0] and s != since[1])
-        if later and step.chunk == c and step.dst in inputs and made.once >> source & 1:
+    for (r, s), (step, written, _) in history.items():
+        is_later = r > since[0] or (r == since[0] and s != since[1])
+        if is_later and step.chunk == c and step.dst in inputs and written.once >> source & 1:
             when = "only later, in" if r > since[0] else "only at the end of this round, by"
             return (
                 f"{device} stores a stale chunk {c}, {origin}: the contribution of device "

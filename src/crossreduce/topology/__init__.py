@@ -1,9 +1,9 @@
 """Topologies: devices, switches and the directed links between them.
 
-Input: devices and bandwidths, the name of a machine, or a file. Output: a ``Topology``, a frozen value, made of the
-``Wiring`` that ``shapes.py``, ``machines.py``, ``formats`` or ``discover.py`` returns. Only ``formats`` and
-``topology_like.py`` (a file), ``link_kinds.py`` (the package's data), ``discover.py`` and ``nvml.py`` (this machine) do
-I/O.
+Input: devices and bandwidths, the name of a machine, or a file. Output: a ``Topology``, a frozen value. It is made from
+the ``Wiring`` that ``shapes.py``, ``machines.py``, ``formats`` or ``discover.py`` returns. I/O is done only by
+``formats`` and ``topology_like.py`` (files), ``link_kinds.py`` (the package's data), ``discover.py`` and ``nvml.py``
+(this machine).
 """
 
 from .links import Link, Switch

@@ -1,11 +1,11 @@
 """Finds symmetries of a topology: permutations of its nodes that keep every link, its bandwidth and its latency.
 
-Colour refinement divides the nodes into cells that links can tell apart. Then one device is moved to another one, and
-refinement runs on the topology and on its image side by side; where cells of several nodes are left, their nodes are
-matched by guesses that suit machines: cycles of equal length over neighbouring numbers, or every node in its place.
-A guess that contradicts the links is seen in the next refinement. Permutations that are found are verified exactly, so
-a wrong guess, or a collision of hashes, costs a symmetry but never makes a wrong one. Only permutations that commute
-with all earlier ones are kept. Of an irregular topology there may be none.
+Colour refinement divides the nodes into cells: nodes of different cells have different links. Then one device is moved
+to another one, and refinement runs on the topology and on its image side by side. Where cells still have several nodes,
+these are matched by guesses that suit machines: cycles of equal length over neighbouring numbers, or no moves at all.
+The next refinement detects a guess that contradicts the links. Permutations that are found are verified exactly. So a
+wrong guess, or a collision of hashes, can lose a symmetry but never yields a wrong one. Only permutations that commute
+with all earlier ones are kept. An irregular topology may have none.
 
 Source: McKay & Piperno, Practical graph isomorphism II, J. Symbolic Computation 60, 2014 (refinement and
 individualisation).
@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from math import lcm
+from math import lcm, prod
 from typing import Any, Final
 
 from .symmetry import Symmetry, SymmetryGenerator, orbit_minima
 from .topology import Topology
 
 _MOST_TRIES: Final = 400  # refinements in the search for one permutation
-_MOST_TARGETS: Final = 16  # devices that one device is moved to, for one more generator
+_MOST_TARGETS: Final = 16  # devices to which one device is moved in the search for one more generator
 _MOST_CHOICES: Final = 12  # images of one node that are tried
-_MANY_CELLS: Final = 16  # after so many cells, and after each doubling of their number, all others are guessed at once
-_SOME_CELLS: Final = 6  # after so many cells, all cells of one size are guessed at once
+_MANY_CELLS: Final = 16  # after this number of cells, and each doubling of it, all other cells are guessed at once
+_SOME_CELLS: Final = 6  # after this number of cells, all cells of one size are guessed at once
 _SEED: Final = 0x9E3779B97F4A7C15
 
 
@@ -43,20 +43,20 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
     search = _PermutationSearch(topology, fixed)
     count = len(topology.devices)
     best: tuple[int, Symmetry] | None = None
-    # Nodes in their order; those of small orbits first; the greatest orders; those of large orbits first.
+    # Four orders of tries: nodes as listed, small cells first, permutations of the greatest order, large cells first.
     for sign, greatest_order in ((0, False), (1, False), (0, True), (-1, False)):
         symmetry = _greedy(search, topology, sign, greatest_order=greatest_order)
         orbits = len({orbit for orbit in symmetry.orbits if orbit < count})
         if best is None or orbits < best[0]:
             best = orbits, symmetry
         if orbits == len([cell for cell in search.cells(search.start) if cell[0] < count]):
-            break
+            break  # no symmetry has fewer orbits of devices
     assert best is not None
     return best[1] if best[1].links(topology) is not None else Symmetry((), len(topology.nodes))
 
 
 def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
-    """Return the symmetry that moves devices as another one does, and switches with them, or ``None``.
+    """Return the symmetry that moves devices as ``moved`` does, and switches to match, or ``None`` if none is found.
 
     >>> extend_to_switches(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
@@ -73,25 +73,23 @@ def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
 
 
 def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greatest_order: bool) -> Symmetry:
-    """Return a symmetry to which one generator after another is added: see ``_PermutationSearch.generator``."""
+    """Return a symmetry that is built generator by generator: see ``_PermutationSearch.generator``."""
     generators: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
     for cell in sorted((cell for cell in cells if cell[0] < devices and len(cell) > 1), key=lambda c: (-len(c), c[0])):
-        limit = devices  # products of powers beyond the number of devices would only repeat chunks
         while True:
             orbits = orbit_minima([moves for moves, _ in generators], len(topology.nodes))
             sizes = Counter(orbits)
             if sizes[orbits[cell[0]]] == len(cell):
                 break
-            order = 1
-            for generator in generators:
-                order *= generator.order
+            # A group with more elements than devices would only repeat chunks.
+            most = devices // prod(generator.order for generator in generators)
             others = [node for node in cell if orbits[node] != orbits[cell[0]]]
-            another = search.generator(cell[0], others, generators, sign, limit // order, greatest_order=greatest_order)
-            if another is None:
+            generator = search.generator(cell[0], others, generators, sign, most, greatest_order=greatest_order)
+            if generator is None:
                 break
-            generators.append(another)
+            generators.append(generator)
     return Symmetry(tuple(generators), len(topology.nodes))
 
 
@@ -107,23 +105,27 @@ class _PermutationSearch:
         src = np.array([number[link.src] for link in topology.links], np.int64)
         dst = np.array([number[link.dst] for link in topology.links], np.int64)
         kind = np.array([kinds[link[2:]] for link in topology.links], np.uint64)
-        # Links in the order of one of their ends: the other end, the kind, and where each node's links begin.
-        self.ways = []
-        for way, (near, far) in enumerate(((src, dst), (dst, src))):
+        # For the links out of nodes and those into nodes, sorted by this node: the other ends, hashes of the kinds, and
+        # the position at which the links of each node begin.
+        self.directions = []
+        for direction, (near, far) in enumerate(((src, dst), (dst, src))):
             order = np.argsort(near, kind="stable")
             starts = np.searchsorted(near[order], np.arange(self.n + 1))
-            self.ways.append((far[order], _hashes(kind[order] * np.uint64(2) + np.uint64(way)), starts))
-        colours = np.zeros(self.n, np.int64)
+            self.directions.append((far[order], _hashes(kind[order] * np.uint64(2) + np.uint64(direction)), starts))
+        colours = np.zeros(self.n, np.int64)  # devices 0, switches 1, reducing switches 2, each fixed node its own
         for k, switch in enumerate(topology.switches, start=self.devices):
             colours[k] = 2 if switch.reduces else 1
         for k, name in enumerate(fixed):
             colours[number[name]] = 3 + k
-        both = self.refine(np.stack([colours, colours]))
-        assert both is not None
-        self.start = both[0]
+        refined = self.refine(np.stack([colours, colours]))
+        assert refined is not None
+        self.start = refined[0]
 
     def refine(self, pair: Any) -> Any:
-        """Return both colourings, refined until links tell no two nodes of a colour apart; ``None``: they differ."""
+        """Return two colourings, refined until all nodes of a colour have the same links to nodes of each colour.
+
+        The result is ``None`` if a colour has different numbers of nodes in the two colourings.
+        """
         import numpy as np
 
         _, colours = np.unique(pair, return_inverse=True)
@@ -131,22 +133,21 @@ class _PermutationSearch:
         while True:
             if np.bincount(colours[0]).tolist() != np.bincount(colours[1]).tolist():
                 return None
-            here = int(colours.max()) + 1
-            if here == count:
+            previous_count, count = count, int(colours.max()) + 1
+            if count == previous_count:
                 return colours
-            count = here
             hashed = _hashes(colours.astype(np.uint64))
-            total = hashed * np.uint64(3)
-            for way, (far, kind, starts) in enumerate(self.ways):
+            total = hashed * np.uint64(3)  # hashes of the colour, the links and the colours of their ends
+            for direction, (far, kind, starts) in enumerate(self.directions):
                 sums = np.zeros((2, len(far) + 1), np.uint64)
                 np.cumsum(_hashes(hashed[:, far] + kind), axis=1, out=sums[:, 1:])
-                total += _hashes(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(way + 1))
-            # Nodes that had different colours keep different ones.
+                total += _hashes(sums[:, starts[1:]] - sums[:, starts[:-1]] + np.uint64(direction + 1))
+            # The new colours number the different pairs of old colour and hash.
             order = np.lexsort((total.ravel(), colours.ravel()))
-            flat, old = total.ravel()[order], colours.ravel()[order]
-            new = np.concatenate([[0], np.cumsum((flat[1:] != flat[:-1]) | (old[1:] != old[:-1]))])
+            sorted_hashes, old = total.ravel()[order], colours.ravel()[order]
+            differs = (sorted_hashes[1:] != sorted_hashes[:-1]) | (old[1:] != old[:-1])
             colours = np.empty(2 * self.n, np.int64)
-            colours[order] = new
+            colours[order] = np.concatenate([[0], np.cumsum(differs)])
             colours = colours.reshape(2, self.n)
 
     def cells(self, colours: Any) -> list[list[int]]:
@@ -167,24 +168,25 @@ class _PermutationSearch:
         *,
         greatest_order: bool,
     ) -> SymmetryGenerator | None:
-        """Return a permutation that moves a node to one of ``others``, and commutes with ``found``.
+        """Return a permutation that moves ``first`` to one of ``others`` and commutes with ``generators``.
 
-        Of the nodes with the same relation to it, only the first one is tried. The tries are sorted by ``sign`` times
-        the number of such nodes, and then by the first of them. The order is at most ``most``. ``greatest_order``:
-        return the permutation with the greatest order of up to ``_MOST_TARGETS`` tries; else the first one.
+        Its order is at most ``most``. A refinement in which ``first`` has a colour of its own divides ``others`` into
+        cells, and only the first node of each cell is a target. Targets are sorted by ``sign`` times the size of the
+        cell. With ``greatest_order``, the permutation with the greatest order among up to ``_MOST_TARGETS`` targets is
+        returned, and otherwise the first one that is found.
         """
         import numpy as np
 
         marked = self.start.copy()
         marked[first] = self.n
-        seen = self.refine(np.stack([marked, marked]))
-        assert seen is not None
-        colours = seen[0]
+        refined = self.refine(np.stack([marked, marked]))
+        assert refined is not None
+        colours = refined[0]
         sizes = np.bincount(colours)
-        firsts: dict[int, int] = {}
+        first_of_cell: dict[int, int] = {}
         for node in others:
-            firsts.setdefault(int(colours[node]), node)
-        targets = sorted(firsts.values(), key=lambda node: (sign * int(sizes[colours[node]]), node))
+            first_of_cell.setdefault(int(colours[node]), node)
+        targets = sorted(first_of_cell.values(), key=lambda node: (sign * int(sizes[colours[node]]), node))
         best: SymmetryGenerator | None = None
         for target in targets[:_MOST_TARGETS]:
             permutation = _PermutationMatching(self, first, target, generators).run()
@@ -198,7 +200,10 @@ class _PermutationSearch:
 
 
 class _PermutationMatching:
-    """One search for a permutation that moves ``first`` to ``target``."""
+    """One search for a permutation that moves ``first`` to ``target``.
+
+    ``pair`` has the colours of the topology's nodes and of the image's nodes. The image of a node has the same colour.
+    """
 
     def __init__(
         self, search: _PermutationSearch, first: int, target: int, generators: Sequence[SymmetryGenerator]
@@ -212,22 +217,20 @@ class _PermutationMatching:
         self.tries = 0
 
     def run(self) -> SymmetryGenerator | None:
-        """Return the permutation; ``None``: none was found."""
+        """Return the permutation, or ``None`` if none was found.
+
+        Its order must be the length of the first node's cycle, so that each power moves this node to another place.
+        """
         if not self.match([(self.first, self.target)]) or not self.complete():
             return None
         moves = tuple(self.image)
-        order = _order(moves)
-        length = 1
-        node = self.target
-        while node != self.first:
-            node, length = moves[node], length + 1
-        permutation = SymmetryGenerator(moves, order)
-        if order != length or Symmetry((*self.generators, permutation), len(moves)).problem():
+        permutation = SymmetryGenerator(moves, _order(moves))
+        if permutation.order != self._period() or Symmetry((*self.generators, permutation), len(moves)).problem():
             return None
         return permutation if Symmetry((permutation,), len(moves)).links(self.search.topology) is not None else None
 
     def complete(self) -> bool:
-        """Give all other nodes images by guesses; return whether that contradicts nothing."""
+        """Guess images for all other nodes, and return whether this succeeded without a contradiction."""
         rounds = 0
         while True:
             cell = self.open_cell()
@@ -242,50 +245,52 @@ class _PermutationMatching:
                 return False
 
     def match(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Give each node an image, and to all nodes what follows; return whether this contradicts nothing."""
+        """Record pairs (node, image) and all that follows from them. If they conflict, record none and return False."""
         self.tries += 1
         if self.tries > _MOST_TRIES:
             return False
         image: dict[int, int] = {}
         origin: dict[int, int] = {}
-        left = list(pairs)
-        while left:
-            x, y = left.pop()
-            known = image.get(x, self.image[x])
-            if known == y:
+        open_pairs = list(pairs)
+        while open_pairs:
+            x, y = open_pairs.pop()
+            recorded = image.get(x, self.image[x])
+            if recorded == y:
                 continue
-            if known >= 0 or origin.get(y, self.origin[y]) >= 0:
+            if recorded >= 0 or origin.get(y, self.origin[y]) >= 0:
                 return False
             image[x], origin[y] = y, x
-            left += [(moves[x], moves[y]) for moves, _ in self.generators]
+            open_pairs += [(moves[x], moves[y]) for moves, _ in self.generators]  # the permutation commutes with these
         pair = self.pair.copy()
         for k, (x, y) in enumerate(image.items()):
             if pair[0, x] != pair[1, y]:
                 return False
             pair[0, x] = pair[1, y] = self.search.n + k
-        both = self.search.refine(pair)
-        if both is None:
+        refined = self.search.refine(pair)
+        if refined is None:
             return False
-        self.pair = both
+        self.pair = refined
         for x, y in image.items():
             self.image[x], self.origin[y] = y, x
-        # A cell of one node has its image.
+        # The only node of a colour has the only node of this colour in the image as its image.
         import numpy as np
 
-        counts = np.bincount(both[0])
-        single = counts[both[0]] == 1
-        where = np.empty(len(counts), np.int64)
-        where[both[1]] = np.arange(self.search.n)
-        for x in np.flatnonzero(single).tolist():
-            y = int(where[both[0][x]])
+        counts = np.bincount(refined[0])
+        node_of_colour = np.empty(len(counts), np.int64)
+        node_of_colour[refined[1]] = np.arange(self.search.n)
+        for x in np.flatnonzero(counts[refined[0]] == 1).tolist():
+            y = int(node_of_colour[refined[0][x]])
             self.image[x], self.origin[y] = y, x
         return True
 
     def open_cell(self) -> tuple[list[int], list[int]] | None:
-        """Return nodes whose images are not known, and the nodes that can be their images; ``None``: all are known."""
+        """Return nodes without images, and the nodes that can be their images, or ``None`` if all have images.
+
+        The cell of the last node of the path that starts at ``first`` is preferred, until this path is a closed cycle.
+        """
         import numpy as np
 
-        end = self.first  # the end of the path that begins with the first node
+        end = self.first
         while self.image[end] >= 0 and self.image[end] != self.first:
             end = self.image[end]
         if self.image[end] >= 0:
@@ -293,15 +298,15 @@ class _PermutationMatching:
             unknown = np.flatnonzero(counts[self.pair[0]] > 1)
             if not len(unknown):
                 return None
-            # Of the smallest cells, the first one with a node that another one was moved to.
+            # Among the smallest cells, prefer one with a node that is the image of another node.
             smallest = counts[self.pair[0][unknown]].min()
-            few = unknown[counts[self.pair[0][unknown]] == smallest].tolist()
-            end = next((node for node in few if self.origin[node] >= 0), few[0])
+            nodes = unknown[counts[self.pair[0][unknown]] == smallest].tolist()
+            end = next((node for node in nodes if self.origin[node] >= 0), nodes[0])
         colour = self.pair[0][end]
         return np.flatnonzero(self.pair[0] == colour).tolist(), np.flatnonzero(self.pair[1] == colour).tolist()
 
     def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Return the first guess for each cell with several nodes, or for each one ``like`` another one."""
+        """Return the first guesses for all cells with several nodes, or for those of the size and kind of ``like``."""
         kinds, guesses = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
@@ -310,17 +315,20 @@ class _PermutationMatching:
         return guesses
 
     def guesses(self, xs: list[int], ys: list[int]) -> Iterable[list[tuple[int, int]]]:
-        """Yield guesses of images for all of ``xs``, and then for one of them alone."""
-        both = set(xs) & set(ys)
-        ends = [x for x in xs if x not in both]  # the ends of paths, and below their starts
+        """Yield guesses of images in ``ys`` for all nodes of a cell ``xs``, and then for one of these nodes alone.
+
+        Each guess is a list of (node, image). A path is a sequence of nodes, each the image of the one before.
+        """
+        both = set(xs) & set(ys)  # nodes that no path contains
+        ends = [x for x in xs if x not in both]  # the last nodes of paths; the first ones are only in ys
         period = self._period()
-        x = self._chosen(xs)
-        shifted = x + self.target - self.first
+        x = next((x for x in xs if self.origin[x] >= 0), xs[0])
+        shifted = x + self.target - self.first  # moved by as many numbers as the first node
         if not both:
-            if not period and shifted in ys:  # straight on
+            if not period and shifted in ys:
                 yield [(x, shifted)]
             yield list(zip(xs, ys, strict=True))
-        elif ends:
+        elif ends:  # divide the other nodes evenly among the paths, and close them to cycles
             rest = sorted(both)
             share = len(rest) // len(ends)
             if share * len(ends) == len(rest):
@@ -332,46 +340,42 @@ class _PermutationMatching:
                         for path, start in zip(paths, starts, strict=True)
                         for pair in zip(path, [*path[1:], start], strict=True)
                     ]
-        else:
-            still = [(x, x) for x in xs]
+        else:  # either every node stays, or neighbouring numbers form cycles as long as that of the first node
+            fixed = [(x, x) for x in xs]
             stays = self._stays(xs[0])
             if stays:
-                yield still
+                yield fixed
             if period and len(xs) % period == 0:
-                blocks = [xs[k : k + period] for k in range(0, len(xs), period)]
-                yield [pair for block in blocks for pair in zip(block, [*block[1:], block[0]], strict=True)]
+                cycles = [xs[k : k + period] for k in range(0, len(xs), period)]
+                yield [pair for cycle in cycles for pair in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
             if not stays:
-                yield still
+                yield fixed
         choices = sorted(ys, key=lambda y: (y != shifted, y == self.first, y != x, y))
         for y in choices[:_MOST_CHOICES]:
             yield [(x, y)]
 
     def _stays(self, node: int) -> bool:
-        """Return whether some nodes of the same kind as this one stay in their places, and none is known to move."""
+        """Return whether nodes of the same kind as this one have images, and all of these stay in their places."""
         kind = self.search.start[node]
-        known = [
-            self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0
-        ]
-        return bool(known) and all(known)
-
-    def _chosen(self, xs: list[int]) -> int:
-        return next((x for x in xs if self.origin[x] >= 0), xs[0])
+        stay = [self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0]
+        return bool(stay) and all(stay)
 
     def _period(self) -> int:
-        """Return the length of the first node's cycle; 0: it is not closed yet."""
+        """Return the length of the first node's cycle, or 0 as long as it is not closed."""
         node, length = self.image[self.first], 1
         while node >= 0 and node != self.first:
             node, length = self.image[node], length + 1
         return length if node >= 0 else 0
 
     def _start(self, node: int) -> int:
+        """Return the first node of the path to which a node belongs."""
         while self.origin[node] >= 0:
             node = self.origin[node]
         return node
 
 
 def _order(moves: Sequence[int]) -> int:
-    """Return after how many times a permutation is the identity."""
+    """Return the order of a permutation: applied so many times, it is the identity."""
     seen = [False] * len(moves)
     order = 1
     for first in range(len(moves)):

@@ -1,7 +1,7 @@
-"""The topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
+"""The topology of this machine: its GPUs if NVML finds any, else its NUMA nodes.
 
-A machine that reports neither has one device, ``cpu:0``. Nothing is measured, and no error is raised: notes tell where
-the topology is from, and why GPUs were not found.
+A machine that reports neither has one device, ``cpu:0``. Nothing is measured, and no error is raised. Notes describe
+where the topology is from, and why no GPUs were found.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class _VisibleGpu(NamedTuple):
 
 
 def discover(library: str = LIBRARY) -> Discovery:
-    """Return the wiring of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
+    """Return the wiring of this machine: its GPUs if NVML finds any, else its NUMA nodes.
 
-    GPUs: those of CUDA_VISIBLE_DEVICES in its order, else all in the order of the PCI bus, in which CUDA numbers equal
-    GPUs, and all GPUs if CUDA_DEVICE_ORDER is PCI_BUS_ID. NVLinks and PCIe have their specified speed; links between
-    CPUs have 10 GB/s, which NCCL assumes for Skylake. If CUDA_VISIBLE_DEVICES begins with a part of a GPU (MIG), or all
-    GPUs are divided into parts, there is one device, because a process can only use one part.
+    GPUs are those in CUDA_VISIBLE_DEVICES, in its order. Without this variable, all GPUs are listed in the order of the
+    PCI bus. CUDA uses this order if they are equal, or if CUDA_DEVICE_ORDER is PCI_BUS_ID. NVLinks and PCIe have their
+    specified speed. Links between CPUs have 10 GB/s, which NCCL assumes for Skylake. If CUDA_VISIBLE_DEVICES
+    begins with a part of a GPU (MIG), or all GPUs are divided into parts, there is one device, because a process can
+    only use one part.
 
-    NUMA nodes: ``cpu:k`` is the k-th node that has CPUs and memory. Linux reports distances; that of a node to itself
-    is 10. A distance of 20 stands for 16 GB/s, which NCCL assumes between the nodes of a Zen 2 EPYC, and 0.2 us, a
-    typical value; twice the distance is half the speed and twice the latency.
+    For NUMA nodes, ``cpu:k`` is the k-th node that has CPUs and memory. Linux reports distances between nodes; the
+    distance of a node to itself is 10. A distance of 20 stands for 16 GB/s, which NCCL assumes between the nodes of a
+    Zen 2 EPYC, and for 0.2 us, a typical value. Twice the distance means half the speed and twice the latency.
 
     Args:
       library: the file of NVML, which is part of NVIDIA's driver.
@@ -67,7 +68,7 @@ def discover(library: str = LIBRARY) -> Discovery:
 
 
 def _call_nvml(library: str) -> Discovery:
-    """Return the wiring of the GPUs; OSError: no GPU was found, or NVML fails."""
+    """Return the wiring of the GPUs, or raise OSError if no GPU was found or NVML fails."""
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:
@@ -96,17 +97,18 @@ def _discover_gpus(nvml: Any) -> Discovery:
     chosen = [] if is_part else _visible_gpus(nvml, gpus)
     if not chosen and not is_part:
         raise OSError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} selects none of {len(gpus)} GPUs")
-    seen = [gpu for gpu in chosen if _query((0, 0), nvml, "nvmlDeviceGetMigMode", gpu.handle)[0] != 1]
-    if not seen:
+    undivided = [gpu for gpu in chosen if _query((0, 0), nvml, "nvmlDeviceGetMigMode", gpu.handle)[0] != 1]
+    if not undivided:
         return Discovery(Wiring(("cuda:0",), ()), (f"one part (MIG) of a GPU, from NVML, driver {version}", *notes))
-    if len(seen) < len(chosen):
-        notes.append(f"{len(chosen) - len(seen)} GPUs that are divided into parts (MIG) are left out")
-    names = ", ".join(f"{number} x {name}" for name, number in Counter(gpu.name for gpu in seen).items())
-    wiring, more = _wire_gpus(nvml, seen)
-    return Discovery(wiring, (f"{names}, from NVML, driver {version}", *notes, *more))
+    if len(undivided) < len(chosen):
+        notes.append(f"{len(chosen) - len(undivided)} GPUs that are divided into parts (MIG) are left out")
+    names = ", ".join(f"{number} x {name}" for name, number in Counter(gpu.name for gpu in undivided).items())
+    wiring, link_notes = _wire_gpus(nvml, undivided)
+    return Discovery(wiring, (f"{names}, from NVML, driver {version}", *notes, *link_notes))
 
 
 def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str]]:
+    """Return the wiring of GPUs, and notes about links that do not work."""
     devices = [f"cuda:{k}" for k in range(len(gpus))]
     buses = [gpu.bus for gpu in gpus]
     fast: list[Link] = []
@@ -141,21 +143,21 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
 
 
 def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]:
-    """Return the number of active NVLinks by the PCI bus id of the peer GPU or NPU ("": a switch), and of inactive."""
+    """Return the number of active NVLinks by the peer's PCI bus id ("" for a switch), and the number of inactive."""
     peers: Counter[str] = Counter()
     inactive = 0
     for link in range(MAX_LINKS):
         state = _query(None, nvml, "nvmlDeviceGetNvLinkState", handle, link)
         inactive += state == 0
         if state == 1:
-            what = _query(255, nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            peer_type = _query(255, nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             bus = _query("", nvml, "nvmlDeviceGetNvLinkRemotePciInfo_v2", handle, link)
-            peers[bus if what in (_GPU, _NPU) or bus in buses else ""] += 1
+            peers[bus if peer_type in (_GPU, _NPU) or bus in buses else ""] += 1
     return peers, inactive
 
 
 def _capability(nvml: Any, handle: Any) -> int:
-    """Return a GPU's compute capability times ten, or if it is not reported the least with its version of NVLink."""
+    """Return a GPU's compute capability times ten; if NVML does not report it, the least with this NVLink version."""
     major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     versions = () if major else range(MAX_LINKS)
     reported = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
@@ -163,6 +165,7 @@ def _capability(nvml: Any, handle: Any) -> int:
 
 
 def _slot(nvml: Any, handle: Any) -> Slot:
+    """Return a GPU's PCIe link; PCIe 3 x16 if the driver does not report it."""
     generation = _query(3, nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
     lanes = _query(16, nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), f"pcie{min(max(generation, 1), 6)}"
@@ -189,7 +192,7 @@ def _visible_gpus(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
 
 
 def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
-    """Call a function of the driver; return the default if the driver or the GPU does not support it."""
+    """Return the result of an NVML function, or the default if the driver or the GPU does not support it."""
     try:
         return nvml.call(function, *arguments)
     except OSError:
@@ -197,6 +200,7 @@ def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
 
 
 def _numa_wiring(root: Path) -> Wiring:
+    """Return the wiring of the NUMA nodes below a folder of Linux's sysfs; one device if there are none."""
     try:
         nodes = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*"))
         distances = [[int(word) for word in (root / f"node{n}" / "distance").read_text("ascii").split()] for n in nodes]

@@ -15,10 +15,10 @@ SPEEDS: Final = ("raw", "effective")
 
 
 class Kind(NamedTuple):
-    """A kind of link: GB/s in one direction, as specified and as NCCL or RCCL assume (PCIe: x16), and the latency."""
+    """A kind of link, with the speeds of one link in one direction in GB/s; a PCIe link is x16."""
 
-    raw: Fraction
-    effective: Fraction
+    raw: Fraction  # as specified
+    effective: Fraction  # as NCCL or RCCL assume
     latency_s: Fraction
 
     def between(self, a: str, b: str, count: int | Fraction, speeds: str) -> tuple[Link, Link]:
@@ -46,7 +46,7 @@ def _kinds() -> dict[str, Kind]:
 
 @lru_cache(maxsize=1)
 def read_data() -> dict[str, Any]:
-    """Return the content of each file in data/, by file name in sorted order; decimals become exact fractions."""
+    """Return the content of each file in data/ by its name, in sorted order. Decimals are read as exact fractions."""
     from importlib.resources import files
 
     paths = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)
@@ -54,14 +54,14 @@ def read_data() -> dict[str, Any]:
 
 
 def nvlink(sm: int) -> tuple[str, str]:
-    """Return the kinds of a GPU's NVLinks, to another GPU and to an NVSwitch, by its compute capability times ten.
+    """Return the kinds of a GPU's NVLinks to another GPU and to an NVSwitch; ``sm`` is its compute capability times 10.
 
     >>> nvlink(80), nvlink(86)
     (('nvlink3', 'nvswitch2'), ('nvlink3-ga10x', 'nvlink3-ga10x'))
     """
     if sm == 86:
         return "nvlink3-ga10x", "nvlink3-ga10x"
-    return next(kinds for least, kinds in _NVLINK if sm >= least)
+    return next(kinds for least_sm, kinds in _NVLINK if sm >= least_sm)
 
 
 _NVLINK: Final = (

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 from ..devices import canonical
 from ..errors import ArgumentError, shown
 
-_MOST: Final = 10**12  # GB/s or seconds; so far below the limits of floats that calculated times and rates are in range
+_MOST: Final = 10**12  # GB/s or seconds; far below the limits of floats, so that computed times and rates stay finite
 _LEAST: Final = Fraction(1, _MOST)
-_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # without a colon, which each name of a device has
+_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon: only names of devices have one
 
 
 class Switch(NamedTuple):
@@ -44,7 +44,7 @@ class Wiring(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[str], links: Sequence[Link]) -> Wiring:
-        """Return a wiring; all ends of links that are not in ``devices`` are switches that do not reduce."""
+        """Return a wiring in which all ends of links that are not in ``devices`` are switches that do not reduce."""
         switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
         return cls(tuple(devices), tuple(links), tuple(map(Switch, switches)))
 
@@ -73,7 +73,7 @@ def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple
 
 
 def read_switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
-    """Return the switches of a list of switches and names; ArgumentError: a switch is invalid or is listed twice."""
+    """Return the switches in a list of ``Switch``es and names; ArgumentError if one is invalid or listed twice."""
     entry: Any = given
     switches = []
     try:

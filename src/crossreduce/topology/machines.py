@@ -3,15 +3,15 @@
 Input: a name and the number of hosts. Output: a ``Wiring``. A file has a name, a description and some of these:
 
 - ``devices``: their kind and number.
-- ``links``: ``[a, b, number, kind]``: links each node of ``a`` to each node of ``b`` by so many links of a kind of
-  data/links.json, in both directions. Nodes are devices (``"0-7"``, ``"0,2"``; every second one: ``"0-7/2"``) or a
-  switch.
-- ``matrix`` or ``torus``: a kind, and the number of links between every two devices, or the shape of the grid.
-- ``networks``: the networks that join several hosts, by name, the default first. A switch with ``@`` is shared by all
-  hosts; of other switches each host has one. ``*`` stands for the number of the device.
-- ``reduces``, of the machine or of a network: its switches can combine and multicast.
+- ``links``: entries ``[a, b, number, kind]``. In both directions, ``number`` links of a kind of data/links.json join
+  each node of ``a`` with each node of ``b``. Nodes are a switch or devices: ``"0-7"``, ``"0,2"``, or every second
+  device, ``"0-7/2"``.
+- ``matrix``: a kind, and the number of links between every two devices. ``torus``: a kind, and the shape of the grid.
+- ``networks``: the networks that join several hosts, by name; the first is the default. All hosts share a switch whose
+  name starts with ``@``; every host has a switch of any other name. ``*`` stands for the number of the device.
+- ``reduces``, of the machine or of a network: whether its switches can combine and multicast.
 - ``memory_gb_per_s``: the bandwidth of a device's memory, which limits reductions.
-- ``aliases``: other names, each with its network or null. ``sources``: where the entries are from.
+- ``aliases``: other names, each with the network that it implies, or null. ``sources``: where the entries are from.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
 
 
 class _Wire(NamedTuple):
+    """Links in both directions between two nodes: a device's number or a switch's name in a data file."""
+
     a: int | str
     b: int | str
     number: int | Fraction
@@ -39,9 +41,11 @@ class _Wire(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    """A name or alias of a machine."""
+
     spelling: str
-    content: dict[str, Any]
-    network: str | None
+    content: dict[str, Any]  # of the machine's file
+    network: str | None  # that the alias implies
 
 
 def machine(
@@ -49,10 +53,10 @@ def machine(
 ) -> Wiring:
     """Return a machine of the library, or several of them and the network between them: see ``Topology.machine``.
 
-    Names are such as these: devices ``cuda:0``, or ``host0/cuda:0`` if there are several hosts; switches of a host
-    ``nvswitch`` or ``host0/nvswitch``, those of the network ``ib`` or ``rail0``. A single host has no network. A
-    network card that belongs to one device is a link to the network; a card that several devices share is a switch with
-    one such link. Of ``name``, only digits and letters count, in either case.
+    Devices are called ``cuda:0``, or ``host0/cuda:0`` if there are several hosts. Switches of a host are called, for
+    example, ``nvswitch`` or ``host0/nvswitch``, and those of the network ``ib`` or ``rail0``. A single host has no
+    network. A network card that belongs to one device is a link to the network; a card that several devices share is a
+    switch with one such link. In ``name``, only digits and letters count, and upper and lower case are equal.
 
     >>> len(machine("hgx-h100", hosts=2).links)
     64
@@ -74,7 +78,7 @@ def machine_names() -> tuple[tuple[str, str], ...]:
 
 
 def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> tuple[float | None, float | None]:
-    """Return the GB/s of a device's memory and the messages per second of a network card; ``None``: not known.
+    """Return the GB/s of a device's memory and the messages per second of a network card, each ``None`` if not known.
 
     >>> machine_costs("dgx-a100", 2)
     (1555, 215000000)
@@ -82,8 +86,8 @@ def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> tupl
     _, content, network = _find(name)
     wires = list(_wires(_network(content, hosts, nics or network).get("links", ())))
     rates = [read_data()["links.json"]["kinds"][wire.kind].get("messages_per_s") for wire in wires]
-    known = [rate for rate in rates if rate is not None]
-    return content.get("memory_gb_per_s"), min(known) if known else None
+    stated = [rate for rate in rates if rate is not None]
+    return content.get("memory_gb_per_s"), min(stated) if stated else None
 
 
 def _contents() -> tuple[dict[str, Any], ...]:
@@ -91,15 +95,16 @@ def _contents() -> tuple[dict[str, Any], ...]:
 
 
 def _find(name: str) -> _Entry:
+    """Return the machine of a name or alias; the error lists similar names."""
     entries = _entries()
     wanted = _key(name) if isinstance(name, str) else ""
     if wanted in entries:
         return entries[wanted]
     from difflib import get_close_matches
 
-    near = get_close_matches(wanted, entries, cutoff=0.5)
-    choice = [entries[key].spelling for key in near] or [known for known, _ in machine_names()]
-    raise ArgumentError.of("there is no machine of this name.", shown(name), ", ".join(choice))
+    similar = get_close_matches(wanted, entries, cutoff=0.5)
+    names = [entries[key].spelling for key in similar] or [each for each, _ in machine_names()]
+    raise ArgumentError.of("there is no machine of this name.", shown(name), ", ".join(names))
 
 
 @lru_cache(maxsize=1)
@@ -116,11 +121,11 @@ def _key(name: str) -> str:
 
 
 def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str, Any]:
-    """Return the entry of the network that joins the hosts; empty for a single host."""
+    """Return the data of the network that joins the hosts; it is empty for a single host."""
     networks: dict[str, Any] = content.get("networks", {})
     if nics is not None and (not isinstance(nics, str) or nics not in networks):
-        known = " or ".join(f'"{known}"' for known in networks) or "omit nics: this machine has no network"
-        raise ArgumentError.of(f"{content['name']} has no such network.", shown(nics), known)
+        remedy = " or ".join(f'"{name}"' for name in networks) or "omit nics: this machine has no network"
+        raise ArgumentError.of(f"{content['name']} has no such network.", shown(nics), remedy)
     if hosts == 1:
         return {}
     if not networks:
@@ -131,53 +136,55 @@ def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str,
 
 
 def _build(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Wiring:
-    device, number = content["devices"]
+    device_kind, number = content["devices"]
 
-    def place(node: int | str, host: int) -> str:
+    def name(node: int | str, host: int) -> str:
         if isinstance(node, int):
-            node = f"{device}:{node}"
+            node = f"{device_kind}:{node}"
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
-    box, net = list(_host_wires(content)), list(_wires(network.get("links", ())))
-    # Whether each switch can combine: ``own`` has those that exist once per host, ``shared`` the rest.
-    own = dict.fromkeys(_switches(box), content.get("reduces", False))
-    own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
-    shared = {node: network.get("reduces", False) for node in _switches(net) if node[0] == "@"}
+    host_wires, network_wires = list(_host_wires(content)), list(_wires(network.get("links", ())))
+    # Whether each switch can combine, of the switches that exist once per host, and of those that all hosts share.
+    per_host = dict.fromkeys(_switches(host_wires), content.get("reduces", False))
+    per_host |= {node: False for node in _switches(network_wires) if node[0] != "@" and node not in per_host}
+    shared = {node: network.get("reduces", False) for node in _switches(network_wires) if node[0] == "@"}
 
-    every = range(hosts)
-    switches = [Switch(place(node, host), able and in_network) for host in every for node, able in own.items()]
-    switches += [Switch(place(node, 0), able and in_network) for node, able in shared.items()]
-    devices = tuple(place(k, host) for host in every for k in range(number))
+    switches = [
+        Switch(name(node, h), reduces and in_network) for h in range(hosts) for node, reduces in per_host.items()
+    ]
+    switches += [Switch(name(node, 0), reduces and in_network) for node, reduces in shared.items()]
+    devices = tuple(name(k, host) for host in range(hosts) for k in range(number))
     links: list[Link] = []
-    for host in every:
-        for wire in (*box, *net):
-            links += kind(wire.kind).between(place(wire.a, host), place(wire.b, host), wire.number, speeds)
+    for host in range(hosts):
+        for wire in (*host_wires, *network_wires):
+            links += kind(wire.kind).between(name(wire.a, host), name(wire.b, host), wire.number, speeds)
     return Wiring(devices, tuple(links), tuple(switches))
 
 
 def _host_wires(content: dict[str, Any]) -> Iterator[_Wire]:
     """Yield the links within one host."""
-    for of, rows in content.get("matrix", {}).items():
+    for link_kind, rows in content.get("matrix", {}).items():
         for i, row in enumerate(rows):
-            yield from (_Wire(i, j, int(count), of) for j, count in enumerate(row[:i]) if count != "0")
-    for of, shape in content.get("torus", {}).items():
+            yield from (_Wire(i, j, int(count), link_kind) for j, count in enumerate(row[:i]) if count != "0")
+    for link_kind, shape in content.get("torus", {}).items():
         for link in grid(shape, 1, 0, wraps=True).links:
             a, b = parse(link.src).index, parse(link.dst).index
             if a < b:
-                yield _Wire(a, b, 1, of)
+                yield _Wire(a, b, 1, link_kind)
     yield from _wires(content.get("links", ()))
 
 
-def _wires(lines: Iterable[list[Any]]) -> Iterator[_Wire]:
-    for a, b, count, of in lines:
+def _wires(entries: Iterable[list[Any]]) -> Iterator[_Wire]:
+    """Yield the links of ``links`` entries; if both sides list the same devices, each pair once."""
+    for a, b, count, link_kind in entries:
         for x in _nodes_of_text(a):
             for y in _nodes_of_text(b):
                 if a != b or isinstance(x, str) or isinstance(y, str) or x < y:
-                    yield _Wire(x, y.replace("*", str(x)) if isinstance(y, str) else y, count, of)
+                    yield _Wire(x, y.replace("*", str(x)) if isinstance(y, str) else y, count, link_kind)
 
 
 def _nodes_of_text(text: str) -> tuple[int | str, ...]:
-    """Return the devices of a text such as "0-7/2" or "0,2", or the switch that it names."""
+    """Return the device numbers in a text such as "0-7/2" or "0,2"; any other text is the name of a switch."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",")]
     if not all(parts):
         return (text,)

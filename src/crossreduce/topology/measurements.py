@@ -1,8 +1,8 @@
 """Measured times of collectives, from the JSON of nccl-tests (``-J FILE``) or of ``crossreduce bench --json``.
 
 Input: the content of a file, and the topology on which it was measured. Output: ``Measurement``s with the topology's
-devices. Both programs write the same keys, except: nccl-tests lists devices in ``config``, one per process, and names
-no algorithm; the name of its program is the collective.
+devices. Both programs write the same keys, except that nccl-tests lists devices in ``config``, one per process, and
+states no algorithm. In its reports, the name of the program determines the collective.
 
 Source: github.com/NVIDIA/nccl-tests, src/util.cu (keys; texts for booleans and roots; ``time`` in microseconds) and
 src/common.cu (``size``: the bytes of the whole buffer; the name of an experiment is empty unless a trace is replayed).
@@ -22,7 +22,7 @@ from .formats.json_format import check_type
 from .topology import Topology
 
 LARGEST: Final = 64 << 20
-"""The greatest number of bytes of a file; with ``-I 1`` it has the time of every call."""
+"""The greatest number of bytes of a file. With ``-I 1`` a file has the time of every call."""
 
 _COLLECTIVES: Final = {
     "allreduce": "all_reduce",
@@ -34,29 +34,26 @@ _COLLECTIVES: Final = {
 
 
 class Measurement(NamedTuple):
-    """The mean time of a collective.
-
-    ``algorithm``: the name in the file; ``None``: the file has no name. ``root``: a device; ``None``: no root.
-    """
+    """The mean time of a collective."""
 
     collective: str
     nbytes: int  # of the whole buffer
     seconds: float
     devices: tuple[str, ...]  # by rank
-    algorithm: str | None = None
-    root: str | None = None
+    algorithm: str | None = None  # if the file names one
+    root: str | None = None  # a device, for a broadcast or reduce
     packs: int = 1
 
 
 def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...]:
-    """Return the measurements in a file. Results of no bytes are skipped.
+    """Return the measurements in a file. Results for 0 bytes are skipped.
 
-    Times are those out of place, or in place where the others are missing. The hosts of the file, by rank, are the
-    first hosts of the topology; devices have the same numbers on both.
+    Times are those of out-of-place operations, or of in-place operations if there are no others. The hosts of the file,
+    in the order of ranks, stand for the first hosts of the topology. Devices keep their numbers.
 
     Raises:
-      ArgumentError: another format, no results, another operation than the five collectives, wrong elements, or a
-        device that the topology does not have.
+      ArgumentError: the format is different, there are no results, an operation is not one of the five collectives, a
+        result has wrong elements, or a device is not in the topology.
 
     >>> report = {"config": {"nthreads": 1, "ngpus": 2, "devices": [
     ...               {"rank": 0, "pid": 7, "hostname": "a", "device": 0}]},
@@ -73,7 +70,9 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
         devices = _devices(report, topology)
         packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
         measurements = [
-            measured for row in check_type(list, report["results"]) for measured in _rows(report, row, devices, packs)
+            result
+            for row in check_type(list, report["results"])
+            for result in _measurement(report, row, devices, packs)
         ]
     except ArgumentError:
         raise
@@ -85,11 +84,13 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
     return tuple(measurements)
 
 
-def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...], packs: int) -> Iterator[Measurement]:
-    """Yield the measurement of a row, unless it is of no bytes."""
+def _measurement(
+    report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...], packs: int
+) -> Iterator[Measurement]:
+    """Yield the measurement of a row, or nothing if the row is for 0 bytes."""
     timing = row.get("out_of_place") or row["in_place"]
     micros = timing["time"] if "time" in timing else timing["cpu_time"]
-    size, number = check_type(int, row["size"]), int(row["root"])
+    size, root_rank = check_type(int, row["size"]), int(row["root"])
     if timing.get("nwrong") not in (None, 0):
         given = f"{timing['nwrong']:g} wrong elements of {size} bytes"
         raise ArgumentError.of("results with wrong elements measure no collective.", given, "a run without errors")
@@ -98,13 +99,13 @@ def _rows(report: dict[str, Any], row: dict[str, Any], devices: tuple[str, ...],
     if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
         raise ArgumentError.of("a time must be a number of microseconds above 0.", f"{micros!r} for {size} bytes")
     collective = _collective(row.get("experiment_name") or check_type(str, report["args"][0]))
-    root = devices[number] if collective in ("broadcast", "reduce") else None
+    root = devices[root_rank] if collective in ("broadcast", "reduce") else None
     algorithm = row.get("algorithm")
     yield Measurement(collective, size, micros / 1e6, devices, algorithm, root, packs)
 
 
 def _collective(program: str) -> str:
-    """Return the collective that a program measures, from its path or the name of the experiment.
+    """Return the collective that a program measures, given its path or the name of the experiment.
 
     >>> [_collective(program) for program in ("build/reduce_scatter_perf", "AllReduce", "all_gather_perf")]
     ['reduce_scatter', 'all_reduce', 'all_gather']
@@ -120,26 +121,30 @@ def _collective(program: str) -> str:
 def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     """Return the topology's device of each rank.
 
-    nccl-tests lists one device per process; the ranks of a process have consecutive numbers and devices.
+    nccl-tests lists one device per process. The ranks of a process have consecutive numbers and devices.
     """
     config = report["config"]
     entries = check_type(list, config["devices"] if "devices" in config else report["devices"])
     per_process = int(config["nthreads"]) * int(config["ngpus"])
-    places = {check_type(int, one["rank"]): (str(one["hostname"]), check_type(int, one["device"])) for one in entries}
-    for one in entries if len({(one["hostname"], one["pid"]) for one in entries}) * per_process > len(entries) else ():
-        for k in range(1, per_process):
-            places.setdefault(one["rank"] + k, (one["hostname"], one["device"] + k))
+    # For each rank, the host's name and the device's number in the report.
+    places = {
+        check_type(int, entry["rank"]): (str(entry["hostname"]), check_type(int, entry["device"])) for entry in entries
+    }
+    if len({(entry["hostname"], entry["pid"]) for entry in entries}) * per_process > len(entries):
+        for entry in entries:
+            for k in range(1, per_process):
+                places.setdefault(entry["rank"] + k, (entry["hostname"], entry["device"] + k))
     if sorted(places) != list(range(len(places))):
         raise ValueError(f"its ranks are {sorted(places)}")
-    ordered = [places[rank] for rank in range(len(places))]
+    by_rank = [places[rank] for rank in range(len(places))]
     hosts = list(dict.fromkeys(parse(device).host for device in topology.devices))
-    host_of = dict(zip(dict.fromkeys(host for host, _ in ordered), hosts, strict=False))
-    known = {(parse(device).host, parse(device).index): device for device in topology.devices}
-    for host, number in ordered:
-        if (host_of.get(host), number) not in known:
+    host_of = dict(zip(dict.fromkeys(host for host, _ in by_rank), hosts, strict=False))
+    devices = {(parse(device).host, parse(device).index): device for device in topology.devices}
+    for host, number in by_rank:
+        if (host_of.get(host), number) not in devices:
             given = (
-                f"device {number} of host {shown(host)}; a topology with {len(hosts)} hosts and {len(known)} devices"
+                f"device {number} of host {shown(host)}; a topology with {len(hosts)} hosts and {len(devices)} devices"
             )
             remedy = "the machine on which it was measured, with --hosts for several"
             raise ArgumentError.of("the report has a device that the topology does not have.", given, remedy)
-    return tuple([known[host_of[host], number] for host, number in ordered])
+    return tuple([devices[host_of[host], number] for host, number in by_rank])

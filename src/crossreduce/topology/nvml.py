@@ -1,7 +1,7 @@
 """NVML, the management library of NVIDIA's driver: the functions that ``discover.py`` calls, through ctypes.
 
-Input: the file of the library, which the driver installs; no package is needed. Output: numbers and text. A function
-that fails, or that an older driver lacks, raises OSError.
+Input: the file of the library, which the driver installs; no package is needed. Output: numbers and text. If a function
+fails, or if an older driver does not have it, OSError is raised.
 
 Source: signatures, the layout of ``nvmlPciInfo_t`` and constants are those of NVIDIA's nvml.h
 (https://docs.nvidia.com/deploy/nvml-api).
@@ -14,7 +14,7 @@ from ctypes import byref, c_char, c_char_p, c_int, c_uint, c_ulong, c_void_p
 from typing import Any, Final
 
 LIBRARY: Final = "libnvidia-ml.so.1"
-MAX_LINKS: Final = 36  # NVML_NVLINK_MAX_LINKS of the newest driver; older ones refuse the links that they do not have
+MAX_LINKS: Final = 36  # NVML_NVLINK_MAX_LINKS of the newest driver; older ones return an error for links beyond theirs
 
 _CPUS: Final = 4096  # a CPU mask has one bit for each
 _BITS: Final = 8 * ctypes.sizeof(c_ulong)
@@ -37,8 +37,8 @@ class _Pci(ctypes.Structure):
 _Text: Final = c_char * 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
 _Mask: Final = c_ulong * (_CPUS // _BITS)
 
-# For each function the types of its arguments, and of the results to which it gets pointers. Text is followed by its
-# length, and a mask is preceded by it.
+# For each function, the types of its arguments, and the types of the results to which it gets pointers. The length of a
+# text is an argument after it, and the length of a mask is an argument before it.
 _FUNCTIONS: Final[dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
     "nvmlInit_v2": ((), ()),
     "nvmlShutdown": ((), ()),
@@ -63,7 +63,7 @@ _FUNCTIONS: Final[dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
 
 
 class Nvml:
-    """An open library.
+    """NVML, loaded from a file.
 
     Raises:
       OSError: no library has this name.
@@ -73,12 +73,12 @@ class Nvml:
         self._library = ctypes.CDLL(library)
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of ``_FUNCTIONS``; return its result, or a tuple of several.
+        """Call a function of ``_FUNCTIONS``, and return its result, or a tuple of several results.
 
-        A PCI bus id and other text are returned as str, and a mask as an int.
+        PCI bus ids and other text are str, and a mask is an int.
 
         Raises:
-          OSError: the library lacks the function, or it returns an error.
+          OSError: the library does not have the function, or the function returns an error.
         """
         types, results = _FUNCTIONS[function]
         outputs = [result() for result in results]
@@ -90,10 +90,10 @@ class Nvml:
                 passed += [result, c_uint(len(result))]
             else:
                 passed.append(byref(result))
-        called = self._function(function)
-        code = called(*(of(argument) for of, argument in zip(types, arguments, strict=True)), *passed)
+        converted = [convert(argument) for convert, argument in zip(types, arguments, strict=True)]
+        code = self._function(function)(*converted, *passed)
         if code:
-            raise OSError(f"{function}: {self._explained(code)}")
+            raise OSError(f"{function}: {self._error_text(code)}")
         values = [_value(result) for result in outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -103,7 +103,7 @@ class Nvml:
         except AttributeError as error:
             raise OSError(f"this driver's NVML has no function {name}") from error
 
-    def _explained(self, code: int) -> str:
+    def _error_text(self, code: int) -> str:
         try:
             explain = self._function("nvmlErrorString")
         except OSError:

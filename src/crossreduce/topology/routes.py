@@ -1,4 +1,4 @@
-"""Routes between the nodes of a topology, and groups of nodes that links join."""
+"""Routes between the nodes of a topology, and groups of nodes that links connect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RoutesFrom:
-    """The routes from one node, as ``Topology.route`` defines them; computed on demand."""
+    """The routes from one node, as ``Topology.route`` defines them. They are computed on demand."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class RoutesFrom:
         return self.routes.get(dst)
 
     def _search(self, dst: str) -> None:
-        """Find routes until there is one to a node, or none is left; the lock is held."""
+        """Find routes in the order of their entries until one leads to ``dst``. The caller holds the lock."""
         routes, nodes, order, speeds, queue = self.routes, self.nodes, self.order, self.speeds, self.queue
         while queue and dst not in routes:
-            passed, hops, narrow, numbers = heapq.heappop(queue)
+            passed, hops, negative_speed, numbers = heapq.heappop(queue)
             here = nodes[numbers[-1]]
             if here in routes:
                 continue
@@ -54,12 +54,12 @@ class RoutesFrom:
             for link in self.neighbours.get(here, ()):
                 node = link.dst
                 if node not in routes:
-                    entry = (passed, hops + 1, max(narrow, -speeds[here, node]), (*numbers, order[node]))
+                    entry = (passed, hops + 1, max(negative_speed, -speeds[here, node]), (*numbers, order[node]))
                     heapq.heappush(queue, entry)
 
 
 def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
-    """Return the groups of items that pairs join, directly or through others, in the order of the items.
+    """Return the connected groups of items: those that pairs join directly or through others. Items keep their order.
 
     >>> groups("abcd", [("d", "b")])
     [['a'], ['b', 'd'], ['c']]

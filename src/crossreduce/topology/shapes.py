@@ -75,9 +75,9 @@ def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool)
     stride = 1
     for length, speed in zip(reversed(shape), speeds, strict=True):
         for number, name in enumerate(names):
-            place = number // stride % length
-            if place + 1 < length or (wraps and length > 1):
-                neighbour = names[number + ((place + 1) % length - place) * stride]
+            coordinate = number // stride % length
+            if coordinate + 1 < length or (wraps and length > 1):
+                neighbour = names[number + ((coordinate + 1) % length - coordinate) * stride]
                 pairs.setdefault(frozenset((name, neighbour)), (name, neighbour, speed))
         stride *= length
     return _two_way_wiring(names, pairs.values(), latency_s)
@@ -86,6 +86,7 @@ def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool)
 def _two_way_wiring(
     names: tuple[str, ...], pairs: Iterable[tuple[str, str, Any]], latency_s: Number, switches: tuple[str, ...] = ()
 ) -> Wiring:
+    """Return the wiring with links in both directions between the two nodes of each (node, node, GB/s)."""
     latency = exact("latency", latency_s)
     links = [link for a, b, speed in pairs for link in both_ways(a, b, exact("bandwidth", speed), latency)]
     return Wiring(names, tuple(links), switches)

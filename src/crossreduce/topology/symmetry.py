@@ -1,8 +1,8 @@
-"""``Symmetry``: permutations of the nodes of a topology that change no link, and the orbits that they join.
+"""``Symmetry``: permutations of the nodes of a topology that change no link, and the orbits of nodes under them.
 
-A generator is one permutation, with the number of times after which it is the identity. The generators of a symmetry
-commute. So each element of their group is a product of powers of them, in which the first generator is applied at most
-``order - 1`` times, and so on; and what the elements do to one node is spread evenly over the orbit of that node.
+A generator is one permutation and its order: applied ``order`` times, it is the identity. The generators of a symmetry
+commute. So each element of their group is a product of powers of the generators, each with an exponent below its order.
+The images of a node under all elements are spread evenly over its orbit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .topology import Topology
 
 
 class SymmetryGenerator(NamedTuple):
-    """A permutation: node k takes the place of node ``moves[k]``. ``order`` times in a row, it is the identity."""
+    """A permutation that moves node k to node ``moves[k]``. Applied ``order`` times, it is the identity."""
 
     moves: tuple[int, ...]
     order: int
@@ -39,7 +39,7 @@ class Symmetry:
     nodes: int
 
     def problem(self) -> str:
-        """Return why these are not commuting permutations of the nodes with the given orders; "": they are."""
+        """Return why these are not commuting permutations of the nodes with the given orders, or "" if they are."""
         for k, (moves, order) in enumerate(self.generators):
             if not all(isinstance(number, int) for number in (*moves, order)):
                 return f"generator {k} has numbers that are not integers"
@@ -47,8 +47,8 @@ class Symmetry:
                 return f"generator {k} is not a permutation of {self.nodes} nodes"
             if order < 2 or power(moves, order) != tuple(range(self.nodes)):
                 return f"generator {k} is not the identity after {order} times, or its order is below 2"
-            for other, (after, _) in enumerate(self.generators[:k]):
-                if any(moves[after[node]] != after[moves[node]] for node in range(self.nodes)):
+            for other, (other_moves, _) in enumerate(self.generators[:k]):
+                if any(moves[other_moves[node]] != other_moves[moves[node]] for node in range(self.nodes)):
                     return f"the generators {other} and {k} do not commute"
         return ""
 
@@ -68,7 +68,7 @@ class Symmetry:
         return Counter(self.orbits)
 
     def renumbered(self, before: Sequence[str], after: Sequence[str]) -> Symmetry:
-        """Return the same permutations of named nodes that are numbered by their positions in another list.
+        """Return the same permutations for another numbering of the nodes: from positions in ``before`` to ``after``.
 
         >>> Symmetry((SymmetryGenerator((1, 0, 2), 2),), 3).renumbered("abc", "cab").generators[0].moves
         (0, 2, 1)
@@ -80,11 +80,11 @@ class Symmetry:
         return Symmetry(tuple(moved), self.nodes)
 
     def images(self, node: int) -> Iterator[int]:
-        """Yield what each element of the group makes of a node; the powers of the last generator change fastest."""
+        """Yield a node's image under each element of the group; the power of the last generator changes fastest."""
         yield from orbit_images(node, self.generators)
 
     def origins(self, node: int) -> Iterator[int]:
-        """Yield for each element the node which it moves to ``node``, in the order of ``images``."""
+        """Yield for each element the node that it moves to ``node``, in the order of ``images``."""
         yield from orbit_images(node, [SymmetryGenerator(inverse(moves), order) for moves, order in self.generators])
 
     def elements(self) -> Iterator[tuple[int, ...]]:
@@ -105,10 +105,11 @@ class Symmetry:
         return self._turn(element, node, -1)
 
     def _turn(self, element: int, node: int, direction: int) -> int:
+        """Return the image (direction 1) or the origin (-1) of a node under an element of the group."""
         for order, cycles in self._cycles:
-            element, times = divmod(element, order)
-            cycle, at = cycles[node]
-            node = cycle[(at + direction * times) % len(cycle)]
+            element, exponent = divmod(element, order)
+            cycle, position = cycles[node]
+            node = cycle[(position + direction * exponent) % len(cycle)]
         return node
 
     @cached_property
@@ -122,29 +123,29 @@ class Symmetry:
                     cycle = [first]
                     while moves[cycle[-1]] != first:
                         cycle.append(moves[cycle[-1]])
-                    for at, node in enumerate(cycle):
-                        places[node] = tuple(cycle), at
+                    for position, node in enumerate(cycle):
+                        places[node] = tuple(cycle), position
             cycles.append((order, places))
         return cycles
 
     def links(self, topology: Topology) -> tuple[tuple[int, ...], dict[int, int]] | None:
-        """Return the least link of the orbit of each link, and how many links each of these orbits has.
+        """Return for each link the least link of its orbit, and for each of these the number of links in the orbit.
 
-        Links are numbered in the order of the topology, and nodes too. ``None``: a generator does not keep the kinds of
-        the nodes, or the links with their bandwidths and latencies.
+        Links and nodes are numbered in the order of the topology. The result is ``None`` if this is not a symmetry of
+        the topology: a generator changes the kind of a node, or the bandwidth or latency of a link.
         """
         count, kinds = len(topology.devices), [switch.reduces for switch in topology.switches]
         if self.nodes != len(topology.nodes):
             return None
         number = {node: k for k, node in enumerate(topology.nodes)}
         ends = [(number[link.src], number[link.dst]) for link in topology.links]
-        at = {pair: k for k, pair in enumerate(ends)}
+        link_number = {pair: k for k, pair in enumerate(ends)}
         moved: list[list[int]] = []
         for moves, _ in self.generators:
             for node, image in enumerate(moves):
                 if (node < count) != (image < count) or (node >= count and kinds[node - count] != kinds[image - count]):
                     return None
-            images = [at.get((moves[src], moves[dst]), -1) for src, dst in ends]
+            images = [link_number.get((moves[src], moves[dst]), -1) for src, dst in ends]
             for link, image in zip(topology.links, images, strict=True):
                 if image < 0 or topology.links[image][2:] != link[2:]:
                     return None
@@ -154,7 +155,7 @@ class Symmetry:
 
 
 def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:
-    """Return what each product of powers of the generators makes of a node; see ``Symmetry.images``."""
+    """Return the image of a node under each product of powers of the generators: see ``Symmetry.images``."""
     images = [node]
     for moves, order in reversed(generators):  # the first generator changes slowest
         layers = [images]
@@ -165,7 +166,7 @@ def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int
 
 
 def inverse(moves: Sequence[int]) -> tuple[int, ...]:
-    """Return the permutation that undoes another one."""
+    """Return the inverse permutation."""
     origins = [0] * len(moves)
     for node, image in enumerate(moves):
         origins[image] = node
@@ -178,7 +179,7 @@ def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
-    """Return a permutation that is applied several times."""
+    """Return the permutation that applies ``moves`` so many times."""
     result, square = tuple(range(len(moves))), tuple(moves)
     while times:
         if times & 1:
@@ -188,7 +189,7 @@ def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
 
 
 def orbit_minima(moved: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Return for each of 0, 1, ... the least number that permutations can move it to."""
+    """Return for each number below ``count`` the least number of its orbit under the permutations ``moved``."""
     minima = [-1] * count
     for first in range(count):
         if minima[first] < 0:

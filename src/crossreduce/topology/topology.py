@@ -33,8 +33,8 @@ class Topology:
       links: at most one for each ordered pair of nodes.
       switches: nodes that store no data: ``Switch``es, or the names of switches that do not reduce.
     Raises:
-      ArgumentError: no device, a device or switch twice, a switch with a device's name, a link from a node to itself,
-        to an unknown node or without bandwidth, or two links for the same ordered pair.
+      ArgumentError: there is no device, a device or switch is listed twice, a switch has a device's name, a link joins
+        a node with itself or with an unknown node or has no bandwidth, or two links have the same ordered pair.
 
     >>> Topology.ring(4)
     Topology(4 devices, 8 links: cpu:0, cpu:1, cpu:2, cpu:3)
@@ -108,9 +108,9 @@ class Topology:
     def from_matrix(
         cls, gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None = None, latency_s: Number = 0
     ) -> Topology:
-        """Return a topology with the given bandwidths in GB/s: row src, column dst; 0 means no link.
+        """Return a topology with the given bandwidths in GB/s. Rows are sources, columns destinations; 0 means no link.
 
-        All links have the same latency, in seconds; this is also true for the methods from ``full_mesh`` to ``star``.
+        All links have the same latency, in seconds, as in the methods from ``full_mesh`` to ``star``.
 
         >>> Topology.from_matrix([[0, 25], [25, 0]]).link("cpu:0", "cpu:1").bandwidth
         Fraction(25, 1)
@@ -144,7 +144,8 @@ class Topology:
         Args:
           rows: number of rows.
           columns: number of columns.
-          gb_per_s: the bandwidth of all links; or a pair: of the links along the rows, and of those along the columns.
+          gb_per_s: the bandwidth of all links, or a pair: that of links along the rows, and that of links along the
+            columns.
           latency_s: the latency of all links.
 
         >>> [len(Topology.mesh(2, 3).links), Topology.mesh(2, 2, (50, 25)).link("cpu:0", "cpu:2").bandwidth]
@@ -160,7 +161,7 @@ class Topology:
 
         Args:
           shape: devices along each dimension; the last varies fastest.
-          gb_per_s: the bandwidth of all links; or one number for each dimension, the last dimension's first.
+          gb_per_s: the bandwidth of all links, or one number for each dimension, starting with the last dimension.
           latency_s: the latency of all links.
 
         >>> [len(Topology.torus(4, 4, 4).links), len(Topology.torus(2, 3).links)]
@@ -186,13 +187,12 @@ class Topology:
         Args:
           name: a name (``crossreduce topology`` lists them) or an alias (docs/planning.md), such as "dgx-1v", "p4d".
           hosts: the number of machines, joined by their network cards.
-          speeds: "raw": the specified speeds of the links, for bounds; "effective": the speeds that NCCL and RCCL
-            assume, for predictions.
-          nics: the network that joins the hosts; ``None``: the default of the name ("ndv2" is a DGX-1V with another
-            card).
+          speeds: "raw" for the specified speeds of the links, which suit bounds, or "effective" for the speeds that
+            NCCL and RCCL assume, which suit predictions.
+          nics: the network that joins the hosts. The default depends on the name: "ndv2" is a DGX-1V with another card.
           in_network: whether switches that can combine and multicast in the network do so (NVLS, SHARP).
         Raises:
-          ArgumentError: an unknown machine (the error lists similar names), network or speeds.
+          ArgumentError: the machine (the error lists similar names), the network or the speeds are not known.
 
         >>> Topology.machine("dgx-1v")
         Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
@@ -206,7 +206,8 @@ class Topology:
         """Read a topology from a file: this library's JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
         Raises:
-          ArgumentError: a wrong format, malformed or cut data, no devices, or XML without NVLink or xGMI of its GPUs.
+          ArgumentError: the format is wrong, the data are malformed or truncated, there are no devices, or XML lacks
+            the NVLink or xGMI entries of its GPUs.
           OSError: the file cannot be read.
         """
         from .formats import parse, read_file
@@ -220,7 +221,7 @@ class Topology:
 
     @classmethod
     def discover(cls) -> Topology:
-        """Return the topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
+        """Return the topology of this machine: its GPUs if NVML finds any, else its NUMA nodes.
 
         NVML is a library of NVIDIA's driver. ``crossreduce topology this`` shows why it found no GPUs.
         """
@@ -229,9 +230,9 @@ class Topology:
         return cls(*discover().wiring)
 
     def subset(self, devices: Iterable[str | int]) -> Topology:
-        """Return the topology of some of the devices, in the given order, all switches, and the links between them.
+        """Return the topology of some devices in the given order, all switches, and the links between these nodes.
 
-        Devices are named, or numbered: k is the k-th device.
+        Devices are given by name or number: k is the k-th device.
 
         >>> Topology.machine("dgx-1v").subset(range(4))
         Topology(4 devices, 12 links: cuda:0, cuda:1, cuda:2, cuda:3)
@@ -239,7 +240,7 @@ class Topology:
         return self.part(self.members(devices))
 
     def part(self, devices: tuple[str, ...]) -> Topology:
-        """Return ``subset`` of canonical names; nothing is checked."""
+        """Return what ``subset`` returns, given canonical names, without checks."""
         kept = {*devices, *(switch.name for switch in self.switches)}
         links = (link for link in self.links if link.src in kept and link.dst in kept)
         return Topology.unchecked(devices, links, self.switches)
@@ -248,10 +249,10 @@ class Topology:
         """Return the canonical names of devices of the topology, given by name or number.
 
         Raises:
-          ArgumentError: no devices, a device twice, or a name or number that is not a device of the topology.
+          ArgumentError: there are no devices, one is listed twice, or one is not a device of the topology.
         """
-        listed = isinstance(devices, Iterable) and not isinstance(devices, str)
-        names = read_devices(map(self.node, devices) if listed else devices)  # type: ignore[arg-type] # raises
+        is_list = isinstance(devices, Iterable) and not isinstance(devices, str)
+        names = read_devices(map(self.node, devices) if is_list else devices)  # type: ignore[arg-type] # raises
         self._require(names)
         if not names:
             raise ArgumentError.of("at least one device must be named.", shown(devices), f'["{self.devices[0]}"]')
@@ -260,19 +261,19 @@ class Topology:
     def without_link(self, a: str | int, b: str | int) -> Topology:
         """Return the topology without the links between ``a`` and ``b``, in both directions.
 
-        Either is a device, by name or number, or a switch.
+        Each of the two is a device, by name or number, or a switch.
         """
         pair = {self.node(a), self.node(b)}
         self._require(tuple(pair))
-        left = tuple(link for link in self.links if {link.src, link.dst} != pair)
-        if len(left) == len(self.links):
+        others = tuple(link for link in self.links if {link.src, link.dst} != pair)
+        if len(others) == len(self.links):
             neighbours = ", ".join(link.dst for link in self.out_links(a)) or "none"
             given, remedy = f"{self.node(a)} - {self.node(b)}", f"links out of {self.node(a)}: {neighbours}"
             raise ArgumentError.of("there is no such link.", given, remedy)
-        return Topology.unchecked(self.devices, left, self.switches)
+        return Topology.unchecked(self.devices, others, self.switches)
 
     def without_node(self, node: str | int) -> Topology:
-        """Return the topology without a device, by name or number, or a switch such as a network card, and its links.
+        """Return the topology without a device (by name or number) or a switch (such as a network card) and its links.
 
         >>> Topology.star(3).without_node("cpu:2")
         Topology(2 devices, 1 switch, 4 links: cpu:0, cpu:1)
@@ -288,7 +289,7 @@ class Topology:
         return Topology.unchecked(devices, links, tuple(switch for switch in self.switches if switch.name != name))
 
     def with_switches(self, *, reducing: bool) -> Topology:
-        """Return the same topology whose switches all combine and multicast in the network, or none of them.
+        """Return the same topology in which all switches combine and multicast in the network, or none of them does.
 
         >>> Topology.star(4).with_switches(reducing=True).switches
         (Switch(name='switch', reduces=True),)
@@ -313,7 +314,7 @@ class Topology:
         return Topology.unchecked(self.devices, links, self.switches)
 
     def link(self, src: str | int, dst: str | int) -> Link | None:
-        """Return the link from ``src`` to ``dst``, devices or switches; ``None``: it does not exist."""
+        """Return the link from ``src`` to ``dst``, which are devices or switches, or ``None`` if it does not exist."""
         return self.by_ends.get((self.node(src), self.node(dst)))
 
     @cached_property
@@ -333,8 +334,9 @@ class Topology:
     def route(self, src: str | int, dst: str | int) -> tuple[str, ...] | None:
         """Return the nodes of the route from ``src`` to ``dst`` that data takes unless a schedule names another one.
 
-        It is the route through the fewest devices; of these, over the fewest links; of these, with the greatest
-        bandwidth; of several such routes always the same one. ``None``: no route exists.
+        It is the route through the fewest devices. Among equal ones, fewer links are better, and then a greater
+        bandwidth. If several routes are equal in all this, the choice is always the same. If there is no route, the
+        result is ``None``.
 
         >>> Topology.ring(5).route("cpu:0", "cpu:2")
         ('cpu:0', 'cpu:1', 'cpu:2')
@@ -356,7 +358,7 @@ class Topology:
 
     @cached_property
     def speeds(self) -> dict[tuple[str, str], int]:
-        """All bandwidths as whole multiples of one unit, by ``(src, dst)``."""
+        """All bandwidths as integers, multiples of a common unit, by ``(src, dst)``."""
         scale = lcm(*(link.bandwidth.denominator for link in self.links))
         return {pair: int(link.bandwidth * scale) for pair, link in self.by_ends.items()}
 
@@ -396,7 +398,7 @@ class Topology:
         return {node: number for number, node in enumerate(self.nodes)}
 
     def node(self, name: str | int) -> str:
-        """Return the name of the k-th device for a number k, that of a node unchanged, else a canonical name.
+        """Return the name of a node: a number k stands for the k-th device, and other spellings become canonical.
 
         >>> Topology.star(4).node(2), Topology.star(4).node("switch"), Topology.star(4).node("CPU:3")
         ('cpu:2', 'switch', 'cpu:3')
@@ -405,15 +407,15 @@ class Topology:
             return name if name in self._order else canonical(name)
         number = index(name) if isinstance(name, SupportsIndex) and not isinstance(name, bool) else -1
         if not 0 <= number < len(self.devices):
-            known = f'a name such as "{self.devices[0]}", or a number from 0 to {len(self.devices) - 1}'
-            raise DeviceError.of("this is not a device, by name or number.", shown(name), known)
+            remedy = f'a name such as "{self.devices[0]}", or a number from 0 to {len(self.devices) - 1}'
+            raise DeviceError.of("this is not a device, by name or number.", shown(name), remedy)
         return self.devices[number]
 
     def _require(self, names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in self._order]
         if missing:
-            known = "one of " + ", ".join(self.nodes)
-            raise ArgumentError.of("the topology has no such device or switch.", ", ".join(missing), known)
+            remedy = "one of " + ", ".join(self.nodes)
+            raise ArgumentError.of("the topology has no such device or switch.", ", ".join(missing), remedy)
 
     def __repr__(self) -> str:
         count = len(self.switches)
@@ -426,7 +428,7 @@ class Topology:
     def to_json(self) -> str:
         """Return the topology as JSON text; equal topologies give the same bytes.
 
-        Links are [src, dst, bandwidth in GB/s, latency in seconds]; numbers are exact, text such as "64/3".
+        Links are [src, dst, bandwidth in GB/s, latency in seconds]. Numbers are exact: they are text such as "64/3".
         """
         return write_json(self.devices, self.switches, self.links)
 

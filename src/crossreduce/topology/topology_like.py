@@ -22,7 +22,9 @@ _NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?"
 
 
 def topology_of(given: object) -> Topology:
-    """Return a topology that was given as such, by a machine's name, by a file's path, or as "this" machine.
+    """Return the topology that a ``Topology``, a machine's name, a file's path or the text "this" stands for.
+
+    "this" is the machine that runs the program.
 
     Raises:
       ArgumentError: it is none of these, the machine is unknown, or the file has another format.
@@ -44,8 +46,8 @@ def topology_of(given: object) -> Topology:
 def is_path(given: str | os.PathLike[str]) -> bool:
     """Return whether this is the path of a file and not the name of a machine.
 
-    Text with a / or with the suffix .json, .xml or .txt is a path; so is the name of an existing file, unless a machine
-    of the library has this name.
+    Text is a path if it has a / or the suffix .json, .xml or .txt. The name of an existing file is also a path, unless
+    a machine of the library has this name.
     """
     path = Path(given)
     if not isinstance(given, str) or os.sep in given or path.suffix.lower() in _SUFFIXES:
@@ -60,10 +62,10 @@ def is_path(given: str | os.PathLike[str]) -> bool:
 
 
 def byte_count(given: object) -> int:
-    """Return a number of bytes: an int from 0 to ``MOST_BYTES``, or text in which K, M and G are powers of 1024.
+    """Return the number of bytes that an int, or text such as "64M", stands for; K, M and G are powers of 1024.
 
     Raises:
-      ArgumentError: it is neither.
+      ArgumentError: the argument is something else, or the number is not from 0 to ``MOST_BYTES``.
 
     >>> byte_count("64M") == byte_count("65536 KiB") == byte_count(64 << 20)
     True

@@ -34,12 +34,12 @@ from .machine import machine
 from .request import BenchRequest
 
 PEERS: Final = ("jax", "tensorflow", "torch", "numpy", *ranks.PEERS)
-_PLACES: Final = {False: "one_process", True: "ranks"}  # where crossreduce runs, by whether the peer has ranks
-_SHOWN_NBYTES: Final = 20_000  # the most bytes of a process's standard error that are shown: its last ones
+_PLACES: Final = {False: "one_process", True: "ranks"}  # where crossreduce runs: in ranks if the peer has ranks
+_SHOWN_NBYTES: Final = 20_000  # of a process's output, only the last bytes are shown
 
 
 def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: Path | None) -> int:
-    """Measure crossreduce beside each peer; with ``keep`` also with kept memory, which ranks, in place, do not need."""
+    """Measure crossreduce beside each peer. With ``keep``, measure peers without ranks with kept memory, too."""
     request = replace(request, backends=tuple(peer for peer in peers if peer in ranks.PEERS))
     require(request, peers, keep)
     start_time = nccl_tests.now()
@@ -115,19 +115,19 @@ def report_of(
 ) -> dict[str, Any]:
     """Return the run as a dict, from the rows of ``contest`` for each peer and setting of the memory."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    own: dict[tuple[int, str, bool], list[float]] = {}
+    our_times: dict[tuple[int, str, bool], list[float]] = {}  # by size, setting of the memory, and whether in ranks
     wrong = 0
-    for peer, memory, found in measured:
-        for each in found:
-            nbytes, contenders = each["size"], each["contenders"]
+    for peer, memory, peer_rows in measured:
+        for peer_row in peer_rows:
+            nbytes, contenders = peer_row["size"], peer_row["contenders"]
             ours = contenders.pop(ranks.OURS)
             wrong += ours["nwrong"] + sum(way["nwrong"] for way in contenders.values())
-            own.setdefault((nbytes, memory, peer in ranks.PEERS), []).extend(ours["times_s"])
+            our_times.setdefault((nbytes, memory, peer in ranks.PEERS), []).extend(ours["times_s"])
             ways = {name: _way(ours["times_s"], way) for name, way in contenders.items()}
             fastest = min(ways, key=lambda name: ways[name]["median_s"], default=None)
             row = rows.setdefault((nbytes, memory), {"size": nbytes, "memory": memory, "ours": {}, "peers": {}})
             row["peers"][peer] = {"fastest": fastest, "ours": _summary(ours["times_s"]), "ways": ways}
-    for (nbytes, memory, in_ranks), times in own.items():
+    for (nbytes, memory, in_ranks), times in our_times.items():
         rows[nbytes, memory]["ours"][_PLACES[in_ranks]] = _summary(times)
     order = (DEFAULT, KEPT)
     return {
@@ -157,7 +157,7 @@ def report_of(
 
 
 def _way(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of a way, and the median over the rounds of its time divided by that of crossreduce."""
+    """Return the times of a peer's way, and the median over the rounds of their ratios to the times of crossreduce."""
     ratio = statistics.median(theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True))
     return {"ratio": ratio, **_summary(way["times_s"]), "one_result": way["one_result"], "wrong": way["nwrong"]}
 
@@ -198,24 +198,24 @@ def show(report: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _time(found: dict[str, float] | None) -> str:
+def _time(summary: dict[str, float] | None) -> str:
     """Return the time of crossreduce as a cell."""
-    return "" if found is None else duration(found["median_s"])
+    return "" if summary is None else duration(summary["median_s"])
 
 
-def _cell(found: dict[str, Any] | None) -> str:
+def _cell(measured: dict[str, Any] | None) -> str:
     """Return the ratio of a peer's fastest way as a cell, red if the peer is faster."""
-    if found is None:
+    if measured is None:
         return ""
-    if found["fastest"] is None:
+    if measured["fastest"] is None:
         return "-"
-    way = found["ways"][found["fastest"]]
+    way = measured["ways"][measured["fastest"]]
     text = ratio_text(way["ratio"]) + ("*" if way["one_result"] else "")
     return f"[red]{text}[/red]" if way["ratio"] < 1 else text
 
 
 def ratio_text(ratio: float) -> str:
-    """Return a ratio with two digits or more.
+    """Return a ratio with at least two significant digits.
 
     >>> [ratio_text(x) for x in (0.254, 3.14159, 31.4159)]
     ['0.25x', '3.1x', '31x']

@@ -47,7 +47,7 @@ _NAMES: Final = {
 
 
 class FastestWay(NamedTuple):
-    """A row of a report, a peer, and the fastest of this peer's ways there."""
+    """The fastest way of a peer in a row of a report."""
 
     row: dict[str, Any]
     peer: str
@@ -57,19 +57,19 @@ class FastestWay(NamedTuple):
 
 
 def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
-    """Return the fastest ways of a report; peers without a way are left out."""
+    """Return the fastest way of each peer in each row of a report; peers without a way are left out."""
     return [
-        FastestWay(row, peer, found["fastest"], way["ratio"], way["one_result"])
+        FastestWay(row, peer, measured["fastest"], way["ratio"], way["one_result"])
         for row in report["rows"]
-        for peer, found in row["peers"].items()
-        if found["fastest"] is not None and (way := found["ways"][found["fastest"]])
+        for peer, measured in row["peers"].items()
+        if measured["fastest"] is not None and (way := measured["ways"][measured["fastest"]])
     ]
 
 
 def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
-    """Draw the times of each peer's fastest way as multiples of crossreduce's, over the sizes; both axes logarithmic.
+    """Draw the time of each peer's fastest way as a multiple of crossreduce's time over the size, on logarithmic axes.
 
-    Dashed lines are ranks; dotted lines are processes that keep freed memory.
+    Dashed lines stand for ranks, and dotted lines for processes that keep freed memory.
 
     Args:
       report: the content of the file of ``crossreduce bench --against --json``.

@@ -27,7 +27,7 @@ from .ranks import PEERS as RANK_PEERS
 from .request import BenchRequest
 
 LEAST_S: Final = 0.02  # faster calls are timed together, so that one measurement takes about this long
-REST_S: Final = 0.005  # before a measurement: OpenMP's threads use the CPU for some milliseconds after their work
+REST_S: Final = 0.005  # a pause before a measurement, since OpenMP's threads still use the CPU after their work
 
 
 class Contender(NamedTuple):
@@ -47,21 +47,21 @@ class Contender(NamedTuple):
 def times(
     contenders: dict[str, Contender], request: BenchRequest, agree: Callable[[Any], list[Any]] = lambda value: [value]
 ) -> dict[str, list[float]]:
-    """Return for each contender the seconds of a call in each round. All of them run in turn, after a warm-up.
+    """Return for each contender the seconds of a call in each round. The contenders run in turn, after a warm-up.
 
-    ``agree`` returns the values of all ranks; the times are combined as ``request.average`` says.
+    ``agree`` returns the values of all ranks. Their times are combined according to ``request.average``.
     """
-    calls, found = {}, {}
+    calls, seconds = {}, {}
     for name, contender in contenders.items():
         warm = _seconds(contender.run, max(1, request.warmup_iters))
         calls[name] = agree(max(1, min(2000, int(LEAST_S / warm))))[0]
-        found[name] = list[float]()
+        seconds[name] = list[float]()
     for _ in range(request.iterations):
         for name, contender in contenders.items():
             time.sleep(REST_S)
             agree(None)  # a barrier
-            found[name].append(combine_times(request, agree(_seconds(contender.run, calls[name]))))
-    return found
+            seconds[name].append(combine_times(request, agree(_seconds(contender.run, calls[name]))))
+    return seconds
 
 
 def _seconds(run: Callable[[], object], calls: int) -> float:
@@ -145,18 +145,18 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
         dist.destroy_process_group()
 
 
-def _rank_contender(backend: Backend, request: BenchRequest, given: Any, reduced: Any) -> Contender:
+def _rank_contender(backend: Backend, request: BenchRequest, inputs: Any, reduced: Any) -> Contender:
     """Return a backend's all-reduce of this rank's array."""
 
     def call(x: Any) -> Callable[[], None]:
         return backend.call("all_reduce", request.op, x, x, 0, True)
 
     def wrong() -> int:
-        source = backend.array(given)
+        source = backend.array(inputs)
         call(source)()
-        return exact.wrong(backend.numpy(source), reduced, given.size)
+        return exact.wrong(backend.numpy(source), reduced, inputs.size)
 
-    return Contender(call(backend.array(given)), wrong)
+    return Contender(call(backend.array(inputs)), wrong)
 
 
 def main(text: str, peer: str, place: str, *settings: str) -> None:

@@ -64,11 +64,11 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
     ) -> tuple[list[float], int | None]:
         times: list[float] = []
-        given, call = prepare(patterns, count, root, in_place)
+        inputs, call = prepare(patterns, count, root, in_place)
         result: Any = None
         for k in range(request.warmup_iters + request.iterations):
             result = None  # frees the memory of the previous result outside of the timed region
-            trainer.wait(given)
+            trainer.wait(inputs)
             before = time.perf_counter()
             result = call()
             trainer.wait(result)

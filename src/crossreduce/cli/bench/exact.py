@@ -1,8 +1,8 @@
 """Inputs whose reduction is exact in any order of combination, so that each element is either right or wrong.
 
-Input: an op, a dtype, a number of devices. Output: one array per device, and the result. Integers may wrap, which is
-exact; floats are integers so small that no order of additions rounds. The values are random, so that a lost, doubled,
-swapped or misplaced contribution changes the result. (nccl-tests' verifiable/ has the same purpose.)
+Input: an op, a dtype, a number of devices. Output: one array per device, and the result. Integers may wrap around,
+which is exact. Floats are such small integers that no order of additions rounds. The values are random, so that a lost,
+doubled, swapped or misplaced contribution changes the result. (nccl-tests' verifiable/ has the same purpose.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64"
 def inputs(op: str, dtype: str, n: int, ranks: bool = False) -> list[NDArray[Any]]:
     """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices.
 
-    ``ranks``: whether the devices are ranks, whose mean of integers is NCCL's: the sum wraps around, and the quotient
-    is truncated towards zero. In one process it is the true mean, a float.
+    ``ranks`` tells whether the devices are ranks. The mean of integers over ranks is that of NCCL: the sum wraps
+    around, and the quotient is truncated towards zero. In one process it is the true mean, a float.
     """
     rng = np.random.default_rng([n, len(op)])
     kind = np.dtype(dtype)
@@ -86,9 +86,9 @@ def quotient(total: NDArray[Any], n: int) -> NDArray[Any]:
 
 
 def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:
-    """Return how many of ``count`` elements differ from the repeated pattern; all, if the shape does. NaN differs.
+    """Return how many of ``count`` elements differ from the repeated pattern: all, if the shape is wrong. NaN differs.
 
-    The result of a mean of integers may be a float of any width: the pattern's values are exact in all of them.
+    A mean of integers may be a float of any width. The values of the pattern are exact in all of them.
     """
     if got.shape != (count,):
         return max(count, 1)

@@ -21,17 +21,17 @@ from typing import IO, Any, Final
 from ..support.output import PROGRESS_FD
 
 _GRACE_S: Final = 1.0  # after one rank failed, the others have this time to end by themselves
-_TERMINATE_S: Final = 3.0  # how long a rank has after SIGTERM until it is killed
-_PAUSE_S: Final = 0.02  # between two looks at whether ranks have ended
-_SHOWN_NBYTES: Final = 20_000  # the most bytes of a rank's standard error that are shown: its last ones
+_TERMINATE_S: Final = 3.0  # the time between SIGTERM to a rank and SIGKILL
+_PAUSE_S: Final = 0.02  # between two checks whether ranks have ended
+_SHOWN_NBYTES: Final = 20_000  # of a rank's standard error, only the last bytes are shown
 
 
 def launch(command: list[str], count: int) -> int:
     """Run a command ``count`` times in parallel, as the ranks of one group, wait for them, and return the exit code.
 
-    The exit code is 0, or that of the first rank that failed; 1 if a signal terminated this rank. Rank 0 writes to the
-    standard output of this process. Standard error is shown at the end: that of the first rank that failed, else that
-    of rank 0. All ranks have ended when ``launch`` returns or raises, also after Ctrl-C.
+    The exit code is 0, or that of the first rank that failed, or 1 if a signal terminated this rank. Rank 0 writes to
+    the standard output of this process. At the end, the standard error of the first rank that failed, or of rank 0, is
+    shown. All ranks have ended when ``launch`` returns or raises, even after Ctrl-C.
     """
     with ExitStack() as stack:
         # This socket is bound but does not listen: no other process gets the port, and rank 0, which also sets
@@ -52,12 +52,14 @@ def launch(command: list[str], count: int) -> int:
         for rank in range(count):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))
             stdout = None if rank == 0 else outputs[rank]
-            own = {**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            passed = bars if rank == 0 else []
-            if passed:
-                own[PROGRESS_FD] = str(passed[0])
+            variables = {**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            fds = bars if rank == 0 else []
+            if fds:
+                variables[PROGRESS_FD] = str(fds[0])
             ranks.append(
-                subprocess.Popen(command, stdin=DEVNULL, stdout=stdout, stderr=outputs[rank], env=own, pass_fds=passed)
+                subprocess.Popen(
+                    command, stdin=DEVNULL, stdout=stdout, stderr=outputs[rank], env=variables, pass_fds=fds
+                )
             )
         failed = _first_failed(ranks)
         if failed is not None:
@@ -95,7 +97,7 @@ def terminate(processes: Sequence[subprocess.Popen[Any]], timeout_s: float = _TE
 
 
 def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until a rank fails and return it; ``None``: all ranks succeeded."""
+    """Wait until a rank fails, and return it, or ``None`` after all ranks have succeeded."""
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = next((rank for rank, code in enumerate(codes) if code), None)

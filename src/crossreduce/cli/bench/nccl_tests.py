@@ -1,8 +1,8 @@
 """The text and JSON formats of nccl-tests, which existing parsers read.
 
 Input: a ``BenchRequest`` and ``Row``s. Output: lines and dicts, with the columns and keys of nccl-tests 2.19.6
-(src/util.cu), except: the first line names this library; in-place columns are N/A (null in JSON) where nothing was
-measured in place; ``env`` is empty, as environment variables may be secrets; keys of this library are added.
+(src/util.cu) and these differences. The first line names this library. In-place columns are N/A (null in JSON) if
+nothing was measured in place. ``env`` is empty, since environment variables may be secrets. This library adds keys.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
 
 
 def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables; like nccl-tests, count the timings that have wrong elements."""
+    """Return the lines after the tables. Like nccl-tests, they count the timings with wrong elements."""
     bad = bad_count(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
@@ -128,7 +128,7 @@ def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
 
 
 def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str, Any]:
-    """Return the run as a dict: nccl-tests' keys, with "true" and "false" as strings, and this library's own keys."""
+    """Return the run as a dict with the keys of nccl-tests, which has booleans as strings, and keys of this library."""
     step = "step_factor" if request.step_factor > 1 else "step_bytes"
     return {
         "version": 2,  # the version of this layout: nccl-tests' JSON_FILE_VERSION
@@ -193,7 +193,7 @@ def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
-    """Return for each row the peers' median times divided by its own: the in-place times, if they were measured."""
+    """Return for each row the ratios of the peers' median times to the row's; in-place times are preferred."""
 
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))
@@ -205,16 +205,19 @@ def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]
     return ratios_by_size
 
 
-def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Return ``ratios`` as lines of the footer."""
+def ratio_lines(ratios_by_size: list[dict[str, Any]]) -> list[str]:
+    """Return the result of ``ratios`` as lines of the footer."""
 
     def line(size: object, root: str, cells: Iterable[str]) -> str:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
 
     return [
         "# Median times of the peers divided by those of crossreduce: above 1 crossreduce is faster",
-        line("size", "root", found[0]["by_peer"]),
-        *(line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values())) for row in found),
+        line("size", "root", ratios_by_size[0]["by_peer"]),
+        *(
+            line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values()))
+            for row in ratios_by_size
+        ),
     ]
 
 
@@ -228,7 +231,7 @@ def _timing(timing: Timing) -> dict[str, Any]:
 
 
 def bad_count(rows: list[Row]) -> int:
-    """Return how many timings have wrong elements."""
+    """Return the number of timings with wrong elements."""
     return sum(1 for row in rows for timing in row.timings if timing.nwrong)
 
 
@@ -242,7 +245,7 @@ def _widths(request: BenchRequest) -> list[int]:
 
 
 def _fit(value: float, width: int) -> str:
-    """Return a number in ``width`` characters at most, one more if rounding adds a digit, like nccl-tests' getFloatStr.
+    """Return a number as text, like nccl-tests' getFloatStr: up to ``width`` characters, or one more after rounding.
 
     >>> [_fit(x, 6) for x in (1.234, 123.456, 1234.56, 123456.7)]
     ['1.23', '123.46', '1234.6', '123457']

@@ -34,7 +34,7 @@ from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
 
 MPIS: Final = ("mpi", "impi")
-"""The MPI whose mpiexec is found first, and Intel MPI."""
+"""The peers that are an MPI: the one with the first mpiexec that is found, and Intel MPI."""
 PEERS: Final = ("gloo", *MPIS)
 OURS: Final = "crossreduce"
 # torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.
@@ -66,7 +66,7 @@ class Backend(Protocol):
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         """Return a function that runs a collective on this rank's ``source``.
 
-        ``root`` is that of reduce and broadcast. In place, and by broadcast, the result is written to ``source``.
+        ``root`` is only for reduce and broadcast. Calls in place, and broadcasts, write the result to ``source``.
         """
 
 
@@ -166,7 +166,7 @@ class MpiBackend:
 
 
 def combine_times(request: BenchRequest, seconds: list[float]) -> float:
-    """Return the times of all ranks as one, as ``request.average`` says."""
+    """Return one time for those of all ranks, such as their average: see ``request.average``."""
     return _COMBINED[request.average](seconds)
 
 
@@ -186,7 +186,7 @@ def measure(request: BenchRequest, count: int | None) -> int:
 
 
 def require(request: BenchRequest, option: str) -> None:
-    """Raise unless the backends of ``request``, which ``option`` lists, are installed and support its op and dtype."""
+    """Raise unless all backends of a request are installed and support its op and dtype; ``option`` is for errors."""
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     mpis = [peer for peer in request.backends if peer in MPIS]
@@ -219,7 +219,7 @@ def _absent(peer: str) -> str | None:
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
-    """Return the path of an MPI's mpiexec, and the environment variables by which mpi4py finds it; or ``None``."""
+    """Return the path of an MPI's mpiexec, and environment variables by which mpi4py finds this MPI, or ``None``."""
     here = Path(sys.executable).parent
     if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
         path = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
@@ -235,21 +235,21 @@ def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
 
 
 def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
-    """Measure every size and root; all ranks return all rows, with times combined as ``request.average`` says."""
+    """Measure every size and root. All ranks return all rows, with times combined according to ``request.average``."""
     collective, size = request.collective, backend.size
 
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
     ) -> tuple[list[float], int | None]:
         share = count // size
-        own = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
+        inputs = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
         if collective == "all_gather":
             expected = np.concatenate([np.resize(x, share) for x in patterns])
         else:
             expected = np.resize(patterns[root] if collective == "broadcast" else reduced, count)
         if collective == "reduce_scatter":
             expected = expected[backend.rank * share :][:share]
-        source, result = backend.array(own), backend.array(np.zeros_like(expected))
+        source, result = backend.array(inputs), backend.array(np.zeros_like(expected))
         call = backend.call(collective, request.op, source, result, root, in_place)
         times = []
         backend.gather(None)
@@ -261,7 +261,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
         nwrong = None
         if request.validation:
             if in_place:  # each call above overwrote its inputs: check a call on new inputs
-                source = backend.array(own)
+                source = backend.array(inputs)
                 backend.call(collective, request.op, source, result, root, True)()
             written = source if in_place or collective == "broadcast" else result
             checked = collective != "reduce" or backend.rank == root
@@ -276,9 +276,10 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
 def run(request: BenchRequest) -> int:
     """Run one rank: measure crossreduce and the peers one after another, print on rank 0, and return the exit code.
 
-    All process groups are destroyed before this returns: a thread of gloo that remains aborts the interpreter at its
-    exit (torch 2.13). The variables that refer to groups are in ``_measure``, not here, where torch is imported: the
-    import leaves reference cycles that keep the variables of its callers until the next garbage collection.
+    All process groups are destroyed before this returns, since a remaining thread of gloo would abort the interpreter
+    at its exit (torch 2.13). The variables that refer to groups are in ``_measure`` and not here, where torch is
+    imported: the import leaves reference cycles that keep the variables of its callers until the next garbage
+    collection.
     """
     import torch
     import torch.distributed as dist
@@ -349,9 +350,9 @@ def mpi_environment(peer: str) -> dict[str, str]:
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    own = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    _, found = launcher(peer) or ("", {})
-    return settings | own | found
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    _, for_mpi4py = launcher(peer) or ("", {})
+    return settings | inherited | for_mpi4py
 
 
 def _rows_of_mpi(request: BenchRequest, peer: str) -> Iterator[Row]:

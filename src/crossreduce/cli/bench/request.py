@@ -46,7 +46,7 @@ class Timing:
         return self.algbw * self.busbw_factor
 
     def per_iter(self) -> dict[str, Any]:
-        """Return statistics of the calls' times."""
+        """Return statistics of the times of the calls, with nccl-tests' keys."""
         times, n = np.sort(np.array(self.times_s)) * 1e6, len(self.times_s)
         p95, p99 = (float(times[min(n - 1, (n * percent + 99) // 100 - 1)]) for percent in (95, 99))
         return {
@@ -121,11 +121,11 @@ class BenchRequest:
 
     @property
     def options(self) -> CommunicationOptions | None:
-        """The options of crossreduce's calls in one process; ``None``: the default ones."""
+        """The options of crossreduce's calls in one process, or ``None`` for the default options."""
         return CommunicationOptions(exact=True) if self.exact else None
 
     def require_exact(self) -> None:
-        """Raise unless the collective, the op, the dtype and the devices allow exact sums."""
+        """Raise an error unless the collective, the op, the dtype and the devices allow exact sums."""
         if self.redop == "none":
             problem = f"--exact cannot be used with {self.collective}, which adds nothing: omit --exact."
             raise ArgumentError(problem)
@@ -165,9 +165,9 @@ class BenchRequest:
             yield count * itemsize, count
 
     def rows(self, name: str, measure: Measure) -> Iterator[Row]:
-        """Yield the measurements of the algorithm or backend ``name``, by size and root, on the inputs of ``exact``.
+        """Yield the measurements of the algorithm or backend ``name``, by size and root, with the inputs of ``exact``.
 
-        Sizes are rounded down to whole elements, or to as many for each rank, as in nccl-tests; but not to 0.
+        As in nccl-tests, sizes are rounded down to a number of elements that the ranks can share equally, but not to 0.
         """
         n = len(self.devices)
         in_ranks = bool(self.backends)
@@ -189,5 +189,5 @@ class BenchRequest:
 
 # Runs a collective. Arguments: the patterns of the inputs, the pattern of their reduction, the number of elements in
 # the complete buffer, the root, whether the result is written over the inputs. Returns the seconds of each call, and
-# how many elements are wrong; ``None``: they were not checked.
+# the number of wrong elements, or ``None`` if they were not checked.
 Measure = Callable[[list[NDArray[Any]], NDArray[Any], int, int, bool], tuple[Sequence[float], int | None]]

@@ -37,7 +37,7 @@ def doctor(
     exit code is 1 if no dump can be read.
     """
     enabled = gc.isenabled()
-    gc.disable()  # nothing is garbage before the report; with 20,000 dumps, looking for it takes as long as reading
+    gc.disable()  # there is no garbage before the report, and with 20,000 dumps, collections double the time
     try:
         dumps_read = read(directory)
         groups = [list(dumps) for _, dumps in groupby(dumps_read.dumps, key=lambda dump: (dump.group, dump.token))]
@@ -65,7 +65,7 @@ def _show(each: Incident) -> None:
     """Print one incident as text and a table."""
     title = f'Group "{each.group}", {each.about}'
     print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.raised.splitlines()]))
-    table = Table()  # only the columns with long texts become narrower; these are folded, never cut off
+    table = Table()  # only columns with long texts may become narrower; their texts are folded and never cut off
     for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
         table.add_column(name, no_wrap=not long, overflow="fold")
     table.add_column("call, stack", overflow="fold")

@@ -21,10 +21,10 @@ from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3
 _FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # of a second
-_MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
+_MAX_FINDINGS: Final = 20  # ranks that have separate sentences
 _UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
-# The cause if Ctrl-C ended a wait for a message; histories contain no messages.
+# The cause if Ctrl-C ended a wait for a message. This is the only source, since histories contain no messages.
 _INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
 # Frames of crossreduce.ranks, observe and torch, and of torch.distributed: shown only if a stack has no others.
 _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|observe|torch)|torch[/\\]distributed)[/\\]")
@@ -38,10 +38,10 @@ class RankState:
     host: int
     hostname: str | None
     pid: int | None
-    sequence: int  # the number of the rank's last call; 0: it made none
+    sequence: int  # the number of the rank's last call, or 0 if it made none
     text: str  # the op, dtype and shape of this call
     state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
-    seconds: float | None  # from the call's start (its end, if it finished) to the first abort by a rank of the host
+    seconds: float | None  # from the start of a running call, or the end of a finished one, to the host's first abort
     dumped: bool  # whether the rank wrote a dump
     stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
 
@@ -54,11 +54,11 @@ class Incident:
     time: str  # when the first rank aborted
     cause: str  # the error that this rank raised
     findings: tuple[str, ...]  # the diagnosis, one sentence each
-    # The rank that was interrupted while it waited for a message; else the ranks that left or did not begin the last
-    # call; if there are none, those suspected of hanging.
+    # The blamed ranks: the rank that was interrupted while it waited for a message, or else the ranks that left or did
+    # not begin the last call, or else the ranks that are suspected of hanging.
     behind: tuple[int, ...]
     missing: tuple[int, ...]  # the ranks without any information
-    without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
+    without_dump: tuple[int, ...]  # the ranks that wrote no dump, but that the dumps of others describe
     ranks: tuple[RankState, ...]
 
     @property
@@ -70,13 +70,13 @@ class Incident:
 
     @property
     def raised(self) -> str:
-        """The error, without the advice to run the doctor, whose reader has done so."""
+        """The error without the advice to run ``crossreduce doctor``."""
         text, _, advice = self.cause.partition("\n  try: ")
         return text if DOCTOR in advice else self.cause
 
 
 def diagnose(dumps: Sequence[Dump]) -> Incident:
-    """Return the failure that the dumps of one group's ranks describe; one dump, of any rank, is enough."""
+    """Return the failure of one group from dumps of its ranks. One dump of any rank is enough."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
     states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
@@ -126,21 +126,21 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
 
 
 def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterator[RankState]:
-    """Yield the states of a host's ranks at the time of its first abort, each from its own dump or else the latest."""
-    beside = [dumps[rank] for rank in host if rank in dumps]
-    now_s, described = host_histories(host, dumps)
-    latest = max(beside, key=lambda dump: dump.now_s, default=None)
+    """Yield the states of a host's ranks when its first rank aborted, from the rank's dump or the latest other dump."""
+    host_dumps = [dumps[rank] for rank in host if rank in dumps]
+    now_s, histories = host_histories(host, dumps)
+    latest = max(host_dumps, key=lambda dump: dump.now_s, default=None)
     for rank in host:
-        own = dumps.get(rank)
-        nearby = own or latest
-        hostname, history = nearby.hostname if nearby is not None else None, described.get(rank)
-        yield _state(rank, number, hostname, own, history, now_s)
+        dump = dumps.get(rank)
+        source = dump or latest
+        hostname = source.hostname if source is not None else None
+        yield _state(rank, number, hostname, dump, histories.get(rank), now_s)
 
 
 def _state(
     rank: int, host: int, hostname: str | None, own: Dump | None, recorded: History | None, now_s: float
 ) -> RankState:
-    """Return a rank's state at a time from its own dump and its history."""
+    """Return a rank's state at a time, from the dump and the history of the rank, if there are any."""
     history = recorded or History(rank, ())
     before = [op for op in history.ops if op.started_s <= now_s]
     op = max(before, key=_sequence, default=None)
@@ -172,7 +172,12 @@ _sequence: Final = attrgetter("sequence")
 def _finding(state: RankState, last: int, text: str, because: str, in_message: bool) -> str:
     """Return a sentence about a rank that is behind.
 
-    ``because``: possible reasons why it wrote no dump. ``in_message``: whether its wait for a message was interrupted.
+    Args:
+      state: the state of the rank.
+      last: the number of the group's last call.
+      text: the description of this call.
+      because: the possible reasons if the rank wrote no dump.
+      in_message: whether the rank was interrupted while it waited for a message.
     """
     process = "pid unknown" if state.pid is None else f"pid {state.pid}"
     where = process if state.hostname is None else f"{process} on {state.hostname}"
@@ -196,7 +201,7 @@ def _finding(state: RankState, last: int, text: str, because: str, in_message: b
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, the innermost first; internal ones only if all are internal."""
+    """Return the main thread's innermost functions, from the inside out, without internal ones if there are others."""
     frames = list(threads[0].stack) if threads else []
     external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
     shown = reversed((external or frames)[-_MAX_FRAMES:])

@@ -1,7 +1,7 @@
 """The page of ``crossreduce doctor --report``: one HTML file without any request to a network.
 
-Input: the incidents that ``doctor`` found, and their dumps. Output: HTML. All texts of dumps are escaped: names of
-groups and descriptions of calls come from users.
+Input: the incidents that ``doctor`` found, and their dumps. Output: HTML. All texts from dumps are escaped, since users
+choose the names of groups and the descriptions of calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .diagnosis import Incident, RankState
 from .style import SCRIPT, STYLE
 from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline
 
-_TICKS: Final = 5  # intervals between ticks
-_FINE: Final = 8  # intervals between the finer ticks of a zoomed line, for each of these
+_TICKS: Final = 5  # the number of intervals between ticks
+_FINE: Final = 8  # the number of intervals into which finer ticks divide each of them when the line is zoomed
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[str]) -> str:
-    """Return the page: for each broken group the findings, the time line, a table of the ranks, and their stacks."""
+    """Return the page. For each broken group it has the findings, the time line, a table of the ranks, and stacks."""
     lines = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
@@ -151,7 +151,7 @@ def _table(number: int, states: Sequence[RankState], blamed: set[int]) -> Iterat
 
 
 def _stacks(dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield the stacks of all threads; ranks with the same stacks share an entry."""
+    """Yield the stacks of all threads. Ranks with the same stacks share an entry."""
     ranks_of: dict[tuple[Thread, ...], list[int]] = {}
     for dump in sorted(dumps, key=lambda dump: dump.rank):
         ranks_of.setdefault(dump.threads, []).append(dump.rank)

@@ -1,7 +1,7 @@
 """The last calls of a broken group's ranks on one time line.
 
-Input: the dumps of the group. Output: for each rank bars in seconds from the first abort on, and an axis, on which long
-pauses are shortened. Clocks of hosts are aligned by the calendar times of their dumps.
+Input: the dumps of the group. Output: for each rank, bars in seconds relative to the first abort, and an axis on which
+long pauses are shortened. The clocks of hosts are aligned by the calendar times of their dumps.
 """
 
 from __future__ import annotations
@@ -17,38 +17,34 @@ from ...observe.flight_recorder import Dump, History
 from ...observe.liveness import LEFT
 
 _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?([+-]\d{4})?")
-_SHORTENED: Final = 0.3  # a shortened pause is as long as this share of all shorter ones together
+_SHORTENED: Final = 0.3  # the length of a shortened pause, as a part of the sum of all gaps that are not shortened
 _MOST_BREAKS: Final = 12
 
 
 class CallBar(NamedTuple):
-    """A call of a rank: seconds relative to the first abort, mostly negative.
-
-    ``waited_s``: how long it waited from its begin on, until the last rank of its host had begun the call.
-    ``ended``: whether the call had ended when the group broke.
-    """
+    """A call of a rank."""
 
     sequence: int
     text: str
-    begin_s: float
+    begin_s: float  # relative to the first abort, so mostly negative
     end_s: float
-    waited_s: float
-    ended: bool
+    waited_s: float  # from the begin until the last rank of the host had begun the call
+    ended: bool  # whether the call had ended when the group broke
 
 
 class RankRow(NamedTuple):
-    """The calls of one rank, the oldest first; ``None``: no dump describes the rank."""
+    """The calls of one rank."""
 
     rank: int
     host: int
-    bars: tuple[CallBar, ...] | None
+    bars: tuple[CallBar, ...] | None  # the oldest first; None if no dump describes the rank
 
 
 class Pause(NamedTuple):
-    """A shortened pause: its seconds, and where it begins and ends on the axis, from 0 to 1."""
+    """A shortened pause."""
 
     seconds: float
-    begin: float
+    begin: float  # the positions on the axis, from 0 to 1
     end: float
 
 
@@ -69,28 +65,25 @@ class Axis(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """All ranks of a group. ``uncertainty_s``: how far the clocks of hosts may be apart, as far as the dumps show.
-
-    ``None``: there is one host, or no dump of another one.
-    """
+    """All ranks of a group."""
 
     rows: tuple[RankRow, ...]
     axis: Axis
-    uncertainty_s: float | None
+    uncertainty_s: float | None  # the possible error between hosts' clocks; None if the dumps are of one host
 
 
 def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, dict[int, History]]:
-    """Return the time of a host's first abort, and for each of its ranks the history of its own dump, else the latest.
+    """Return the time of a host's first abort, and each rank's history from the rank's dump or the latest other dump.
 
-    A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so histories
-    are cut at the time of the first abort: this function returns it, and its callers ignore later calls.
+    A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so callers
+    ignore calls after the returned time.
     """
-    beside = [dumps[rank] for rank in host if rank in dumps]
+    host_dumps = [dumps[rank] for rank in host if rank in dumps]
     by_rank: dict[int, History] = {}
-    for dump in sorted(beside, key=lambda dump: dump.now_s):
+    for dump in sorted(host_dumps, key=lambda dump: dump.now_s):
         by_rank |= {history.rank: history for history in dump.histories if history.rank not in dumps}
-    by_rank |= {dump.rank: history for dump in beside for history in dump.histories if history.rank == dump.rank}
-    return min((dump.now_s for dump in beside), default=0.0), by_rank
+    by_rank |= {dump.rank: history for dump in host_dumps for history in dump.histories if history.rank == dump.rank}
+    return min((dump.now_s for dump in host_dumps), default=0.0), by_rank
 
 
 def timeline(dumps: Sequence[Dump]) -> Timeline:
@@ -105,17 +98,20 @@ def timeline(dumps: Sequence[Dump]) -> Timeline:
     origin = min(aborts[k] + (known[k][0] if several else 0.0) for k in known)
     rows = []
     for k, host in enumerate(hosts):
-        abort_s, found = host_histories(host, newest)
+        abort_s, histories = host_histories(host, newest)
         shift = (known[k][0] if several and k in known else 0.0) - origin
-        rows += _rows(k, host, found, abort_s, shift)
+        rows += _rows(k, host, histories, abort_s, shift)
     bars = [bar for row in rows for bar in row.bars or ()]
     uncertainty_s = max(known[k][1] for k in known) if several else None
     return Timeline(tuple(sorted(rows)), _axis(bars), uncertainty_s)
 
 
-def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: float, shift: float) -> list[RankRow]:
+def _rows(
+    number: int, host: Sequence[int], histories: dict[int, History], abort_s: float, shift: float
+) -> list[RankRow]:
+    """Return the rows of a host's ranks; ``shift`` is added to all times of its clock."""
     calls = {}
-    for rank, history in found.items():
+    for rank, history in histories.items():
         calls[rank] = [op for op in history.ops if op.started_s <= abort_s and op.text != LEFT]
     begins: dict[int, list[float]] = {}
     for ops in calls.values():
@@ -124,14 +120,14 @@ def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: 
     oldest = {rank: ops[0].sequence if ops else 0 for rank, ops in calls.items()}
     rows = []
     for rank in host:
-        if rank not in found:
+        if rank not in histories:
             rows.append(RankRow(rank, number, None))
             continue
         bars = []
         for op in calls[rank]:
             ended = op.ended_s is not None and op.ended_s <= abort_s
             end_s = op.ended_s if ended and op.ended_s is not None else abort_s
-            # A rank whose oldest recorded call is a later one has begun this call, too.
+            # If the oldest recorded call of a rank is a later one, this rank has begun the call, too.
             began = len(begins[op.sequence]) + sum(first > op.sequence for first in oldest.values())
             latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
             waited_s = max(0.0, min(latest, end_s) - op.started_s)
@@ -141,7 +137,7 @@ def _rows(number: int, host: Sequence[int], found: dict[int, History], abort_s: 
 
 
 def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
-    """Return the seconds from a host's monotonic clock to the calendar, and how far they may be wrong."""
+    """Return the seconds to add to a host's monotonic clock for calendar time, and their greatest error."""
     low, high = -float("inf"), float("inf")
     for dump in dumps:
         match = _TIME.fullmatch(dump.time)
@@ -162,7 +158,7 @@ def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
 
 
 def _axis(bars: Sequence[CallBar]) -> Axis:
-    """Return an axis for bars: pauses longer than all shorter ones together are shortened, since nothing happens."""
+    """Return an axis for bars. Gaps between events that exceed the sum of all shorter gaps are shortened."""
     times = sorted({time for bar in bars for time in (bar.begin_s, bar.begin_s + bar.waited_s, bar.end_s)} | {0.0})
     if len(times) < 2:
         times = [times[0] - 1.0, times[0]]

@@ -1,1 +1,1 @@
-"""What the commands share: values of options, files and lines that they write, tables, machines and plans."""
+"""Parts that several commands use: values of options, files and lines that they write, tables, machines and plans."""

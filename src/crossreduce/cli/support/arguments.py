@@ -65,7 +65,7 @@ def split_list(text: str) -> list[str]:
 def read_device_list(
     option: str, text: str, numbered: Callable[[int], tuple[str, ...]] = host_devices
 ) -> tuple[str, ...]:
-    """Return the listed devices; a number n stands for ``numbered(n)``, by default n devices in host memory.
+    """Return the devices in a list. A number n stands for ``numbered(n)``, by default n devices in host memory.
 
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0-1")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
@@ -87,7 +87,7 @@ def read_device_list(
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
-    """Return the algorithms of a list; "all": every algorithm except auto and nccl, which select another one.
+    """Return the algorithms in a list. "all" stands for every algorithm except auto and nccl, which select another one.
 
     >>> read_algorithms("--algorithm", "ring, forest")
     ['ring', 'forest']
@@ -111,7 +111,7 @@ def read_nbytes(option: str, text: str) -> int:
 def read_machine(
     text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
 ) -> Topology:
-    """Return the topology of a machine of the library, of a file, or of ``this`` machine, as ``cr.plan`` reads it.
+    """Return the topology of a machine of the library, a file, or ``this`` machine, as ``cr.plan`` does.
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
@@ -130,7 +130,7 @@ def read_machine(
 
 
 def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None = None) -> Costs:
-    """Return the costs in a file, or the published ones of a machine of the library.
+    """Return the costs in a file, or with the text "published" those of a machine of the library.
 
     >>> read_costs("published", "hgx-h100").reduction_gb_per_s
     3350.0
@@ -189,7 +189,7 @@ def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
 
 
 def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
-    """Return the two ends of a link, "0-3" by number or "cuda:0,nvswitch" by name.
+    """Return the two ends of a link that is given by numbers, as "0-3", or by names, as "cuda:0,nvswitch".
 
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))

@@ -1,6 +1,6 @@
 """Output of the commands: files that are replaced atomically, rates in JSON, and the terminal.
 
-A file is replaced by one ``rename``, so a reader never sees half of it, even if the command is interrupted.
+A file is replaced by one ``rename``, so a reader never sees a part of it, even if the command is interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...planning.explain import limited_by
 from ...progress import watched
 
 PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
-"""The environment variable in which a parent process names the descriptor of its terminal, for bars of a child."""
+"""The environment variable with the descriptor of the parent process's terminal, on which a child draws its bars."""
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
@@ -69,7 +69,7 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise unless files can be written into this folder, or it can be created."""
+    """Raise an ArgumentError unless files can be written into this folder, or it can be created."""
     if path.is_dir():
         problem = None if os.access(path, os.W_OK | os.X_OK) else "it is write-protected"
     elif path.exists():
@@ -81,7 +81,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
-    """Write files into a folder, which is created if necessary; each replaces a file of its name at once."""
+    """Write files into a folder, which is created if necessary. Each atomically replaces a file of the same name."""
     path.mkdir(exist_ok=True)
     for name, content in files.items():
         with atomic_file(option, path / name) as file:
@@ -91,7 +91,7 @@ def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
 
 @contextmanager
 def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check that a file can be written, and yield the function that writes JSON; without a path it does nothing."""
+    """Check that a file can be written, and yield a function that writes JSON into it. Without a path, do nothing."""
     with atomic_file(option, path) as file:
 
         def write(report: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
 
 
 def check_new_folder(option: str, path: Path) -> Path:
-    """Return the real path of a folder that can be created, or that is empty; raise if it is neither."""
+    """Return the real path of a folder that can be created or is empty. Raise an ArgumentError if it is neither."""
     target = Path(os.path.realpath(path))
     problem = None
     if not target.parent.is_dir():
@@ -119,7 +119,7 @@ def check_new_folder(option: str, path: Path) -> Path:
 
 
 def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
-    """Write files, by path, into a new folder, all or none of them; an existing folder must be empty."""
+    """Write all files, given by path, into a new or empty folder; after an error, none of them is left."""
     target = check_new_folder(option, path)
     moved: list[Path] = []
     try:

@@ -58,7 +58,7 @@ Granularity = Annotated[
 ]
 
 
-_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of each, in the order of --help
+_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of each option, in the order of --help
     "collective": (Collective, "all_reduce"),
     "nbytes": (Nbytes, NBYTES),
     "algorithm": (Algorithm, "auto"),
@@ -75,7 +75,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of e
 
 
 class PlanRequest(NamedTuple):
-    """A plan that was requested, and the topology for it."""
+    """The values of a command's plan options: the requested plan, and the topology for it."""
 
     machine: str
     hosts: int
@@ -102,11 +102,11 @@ class PlanRequest(NamedTuple):
         return select(complete, self.devices, self.without_link)
 
     def for_one_kernel(self) -> PlanRequest:
-        """Return the request for a plan that runs as one kernel: operations are queued in no time, unless given."""
+        """Return the request for a plan that runs as one kernel: queuing operations then costs no time by default."""
         return self if self.costs.operation_s is not None else self._replace(costs=replace(self.costs, operation_s=0))
 
     def plan(self, *, granularity: float = 0.0, costs: Costs | None = None) -> Plan:
-        """Return the plan for the request, with ``costs`` in place of the request's own if they are given."""
+        """Return the plan for the request, with ``costs`` instead of the costs of the request if they are given."""
         return library_plan(
             self.topology,
             self.collective,
@@ -121,10 +121,10 @@ class PlanRequest(NamedTuple):
 
 
 def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the machine and the options of a plan, except those of ``without``.
+    """Return a decorator that adds the machine and the options of a plan, except ``without``, to a command.
 
-    The command's first parameter gets the ``PlanRequest``. The machine becomes the first argument, and the options come
-    before the command's last one, ``--json``.
+    The first parameter of the command gets a ``PlanRequest``. The machine becomes the first argument, and the options
+    come before the last option of the command, ``--json``.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -138,13 +138,14 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
         # typer reads the arguments and options of a command from its signature, so that ``run`` gets the combined one.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         types = get_type_hints(command, include_extras=True)
-        _request, *own, json_option = (
+        _request, *command_parameters, json_option = (
             each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()
         )
         added = [
             inspect.Parameter(name, kind, annotation=type_, default=value) for name, (type_, value) in shared.items()
         ]
-        parameters = [inspect.Parameter("machine", kind, annotation=Machine), *own, *added, json_option]
+        machine_parameter = inspect.Parameter("machine", kind, annotation=Machine)
+        parameters = [machine_parameter, *command_parameters, *added, json_option]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -168,7 +169,7 @@ def read_plan_request(
     costs: str | None = None,
     operation_us: float | None = None,
 ) -> PlanRequest:
-    """Return the request of the options with these values."""
+    """Return the plan request that options with these values state."""
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
     if operation_us is not None and not 0 <= operation_us <= 1e6:
@@ -202,7 +203,7 @@ def read_plan_request(
 
 
 def read_granularity(percent: float | None, default: float) -> float:
-    """Return a granularity as a part of the rate; ``default``: if none is given.
+    """Return a granularity, given in percent, as a part of the rate, or the default if none is given.
 
     >>> read_granularity(5, 0.02), read_granularity(None, 0.02)
     (0.05, 0.02)
@@ -247,5 +248,5 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
 
 
 def plan_text(plan: Plan, lines: dict[str, str]) -> str:
-    """Return the explanation of a plan with further lines, by their labels."""
+    """Return the explanation of a plan, followed by further lines with labels."""
     return plan.explain() + "".join(f"\n  {label:<10}{line}" for label, line in lines.items())

@@ -1,6 +1,6 @@
-"""Options that select a topology, the same in every command, and the topology that they select.
+"""The options with which every command selects a topology, and the selected topology.
 
-A device's number is its position in the complete machine, whatever ``--devices`` and ``--without-link`` remove.
+A device's number is its position in the complete machine, even if ``--devices`` and ``--without-link`` remove parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PICTURE_SUFFIXES: Final = (".svg", ".png")
 
 
 def select(complete: Topology, devices: str | None, without_link: list[str] | None) -> Topology:
-    """Return the selected part of a topology."""
+    """Return the part of a topology that remains after ``--without-link`` and ``--devices``."""
     topology = complete
     for text in without_link or ():
         topology = topology.without_link(*read_link("--without-link", text, complete))

@@ -1,7 +1,7 @@
 """``crossreduce top``: a live view of the groups of ranks on this machine, and of who keeps the others waiting.
 
-Input: the memory of the groups, which is only read. Output: a view on the terminal, a table, or JSON. A group does not
-notice it: the command takes no lock of a group, and can be ended at any time.
+Input: the memory of the groups, which is only read. Output: a view on the terminal, a table, or JSON. The command does
+not disturb a group: it takes no lock of the group, and can be ended at any time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .group_rates import GroupRates, compare, percent_text, state_words
 
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0
-_MOST_ROWS: Final = 1000  # of a table that is printed once
-_LEAST_ROWS: Final = 3  # of each group, on a terminal that is too low for all ranks
-_LINES_BESIDE: Final = 8  # of each group: two lines of text, the table's frame and head, the note on other ranks
+_MOST_ROWS: Final = 1000  # in a table that is printed, and not shown live
+_LEAST_ROWS: Final = 3  # that each group has on a terminal with too few lines for all ranks
+_LINES_BESIDE: Final = 8  # that each group has besides the rows: text, the frame and head of the table, a note
 _SHORTEST_CALL: Final = 16  # the fewest characters of a call that a narrow table shows
-_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))  # of a narrow table, in this order
+_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))  # by narrow tables, in this order
 _BAD: Final = ("dead", "stopped")
 _ENDED: Final = ("dead", "left")
 
@@ -98,7 +98,7 @@ def _show_live(observer: Observer, interval: float, group: str | None) -> None:
 def _updates(
     observer: Observer, interval: float, group: str | None, wait: Callable[[float], bool]
 ) -> Iterator[tuple[list[GroupView], list[GroupRates]]]:
-    """Yield the groups and their rates now, and then after each interval, until ``wait`` returns whether to end."""
+    """Yield the groups and their rates now and after each interval, until ``wait`` returns True."""
     before: dict[tuple[int, int], GroupView] = {}
     while True:
         observer.search()
@@ -116,7 +116,7 @@ def _sleep(seconds: float) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits some seconds for the key q, and returns whether it was wait_for_key."""
+    """Yield a function that waits up to some seconds for the key q, and returns whether it was pressed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -128,8 +128,8 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
     def wait_for_key(seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            ready = select.select([number], [], [], left)[0]
+        while (remaining := deadline - time.monotonic()) > 0:
+            ready = select.select([number], [], [], remaining)[0]
             if ready and os.read(number, 1) in (b"q", b"Q", b""):  # nothing: the terminal was closed
                 return True
         return False
@@ -149,7 +149,7 @@ def _page(
     rows: int,
     width: int,
 ) -> RenderableType:
-    """Return the content of the screen: each group, and the descriptions of memory that could not be read."""
+    """Return the content of the screen: all groups, and the problems of memory that could not be read."""
     parts: list[RenderableType] = []
     for view, rate in zip(views, rates, strict=True):
         parts += [*_head(view, rate), _table(view, rate, rows, width)]
@@ -165,6 +165,7 @@ def _page(
 
 
 def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
+    """Yield the lines above a group's table: name, size and last op, and then the cause, the end or the straggler."""
     here = f"{len(view.ranks)} rank{'' if len(view.ranks) == 1 else 's'}"
     if view.hosts > 1:
         here = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
@@ -186,7 +187,7 @@ def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
 
 
 def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
-    """Return a table of the ranks; if they are more than ``rows``, the straggler and those in a bad state are first."""
+    """Return a table of up to ``rows`` ranks. If there are more, the straggler and ranks in a bad state come first."""
     straggler = None if rates.straggler is None else rates.straggler.rank
     pairs = list(zip(view.ranks, rates.ranks, strict=True))
     if len(pairs) > rows:

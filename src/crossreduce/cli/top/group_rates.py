@@ -1,6 +1,6 @@
-"""What a group of ranks did between two snapshots: calls and bytes per second, waits, and the straggler.
+"""Rates of a group of ranks between two snapshots: calls and bytes per second, waits, and the straggler.
 
-Input: two snapshots of ``observe.observer``. Output: rates per rank, and who kept the others waiting.
+Input: two snapshots of ``observe.observer``. Output: rates per rank, and the rank for which the others waited.
 """
 
 from __future__ import annotations
@@ -10,32 +10,25 @@ from typing import Final, NamedTuple
 from ...errors import rank_list
 from ...observe.observer import GroupView, RankView
 
-NOTEWORTHY: Final = 0.1  # of their time: below this share of waiting, no rank is called a straggler
+NOTEWORTHY: Final = 0.1  # if the other ranks wait for a smaller share of their time, no rank is called a straggler
 
 
 class RankRates(NamedTuple):
-    """The rates of one rank. Shares are those of the time between the snapshots, from 0 to 1.
-
-    ``waiting_for`` is the rank of this host for which it waited longest, ``None`` if it waited for none.
-    """
+    """The rates of one rank. Shares are parts of the time between the snapshots, from 0 to 1."""
 
     calls_per_s: float
     bytes_per_s: float
-    waiting: float
-    waiting_for: int | None
-    between_hosts: float
+    waiting: float  # the share in which it waited for ranks of this host
+    waiting_for: int | None  # the rank of this host for which it waited longest, if any
+    between_hosts: float  # the share of exchanges with other hosts, including waits for them
 
 
 class Straggler(NamedTuple):
-    """The rank for which the others of its host waited longest, and the share of their time, from 0 to 1.
-
-    ``hosts``: other hosts are the reason: for this share of its time the rank exchanged data with them, or waited for
-    them.
-    """
+    """The rank for which the other ranks of this host waited longest."""
 
     rank: int
-    share: float
-    hosts: bool
+    share: float  # of the time of the others; or with ``hosts``, of the rank's time in exchanges with other hosts
+    hosts: bool  # whether other hosts are the reason
 
 
 class GroupRates(NamedTuple):
@@ -46,7 +39,7 @@ class GroupRates(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Who keeps the others waiting, in words.
+        """A sentence that names the rank or the hosts for which the others wait.
 
         >>> GroupRates((), Straggler(3, 0.824, False)).sentence
         'rank 3 keeps the others waiting: 82 % of their time'
@@ -71,31 +64,31 @@ def percent_text(share: float) -> str:
 
 
 def waiting_sentence(rank: int | None, share: float) -> str:
-    """Return who keeps the others waiting, for which share of their time; ``rank`` is ``None`` if no rank does."""
+    """Return a sentence about the rank for which the others wait during a share of their time, if any."""
     if rank is None:
         return f"no rank keeps the others waiting for {percent_text(NOTEWORTHY)} of their time"
     return f"rank {rank} keeps the others waiting: {percent_text(share)} of their time"
 
 
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:
-    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a group that is new.
+    """Return the rates between two snapshots of a group; ``before`` is ``None`` for a new group.
 
-    A group with other ranks than before is new, too: its memory was changed by something else than its ranks.
+    A group whose ranks differ from those before counts as new, too.
     """
     elapsed = 0.0 if before is None else after.now_s - before.now_s
-    if before is None or elapsed <= 0 or [one.rank for one in before.ranks] != [one.rank for one in after.ranks]:
+    if before is None or elapsed <= 0 or [view.rank for view in before.ranks] != [view.rank for view in after.ranks]:
         return GroupRates((None,) * len(after.ranks), None)
     pairs = [*zip(before.ranks, after.ranks, strict=True)]
-    rates = tuple(_rank_rates(earlier, one, elapsed) for earlier, one in pairs)
-    caused = {one.rank: 0.0 for one in after.ranks}  # the seconds that others waited for a rank
-    for earlier, one in pairs:
-        for other, seconds in _waits(earlier, one).items():
+    rates = tuple(_rank_rates(earlier, later, elapsed) for earlier, later in pairs)
+    caused = {later.rank: 0.0 for later in after.ranks}  # the seconds that others waited for a rank
+    for earlier, later in pairs:
+        for other, seconds in _waits(earlier, later).items():
             caused[other] += seconds
     rank = max(caused, key=lambda each: caused[each])
     # Ranks that have left or died do not wait, and would make the share too small.
-    waiting = sum(one.rank != rank and one.state not in ("dead", "left") for one in after.ranks)
+    waiting = sum(later.rank != rank and later.state not in ("dead", "left") for later in after.ranks)
     share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
-    exchanges = {one.rank: each.between_hosts for one, each in zip(after.ranks, rates, strict=True)}
+    exchanges = {later.rank: each.between_hosts for later, each in zip(after.ranks, rates, strict=True)}
     leader = max(exchanges, key=lambda each: exchanges[each])
     if exchanges[leader] <= share and exchanges[rank] > share / 2:  # it is late since it waits for other hosts
         leader = rank

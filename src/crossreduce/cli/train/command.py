@@ -1,8 +1,8 @@
 """``crossreduce train``: train a small classifier of handwritten digits, data-parallel.
 
-Input: options. Output: a table and, on request, JSON. All replicas have the same parameters, to the bit, after each
-step; the losses equal those of one device, up to rounding. Source of the data: E. Alpaydin & C. Kaynak, Optical
-Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998; the 1,797 images that scikit-learn ships.
+Input: options. Output: a table and, on request, JSON. After each step, all replicas have bitwise equal parameters, and
+the losses equal those of one device, up to rounding. Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition
+of Handwritten Digits, UCI Machine Learning Repository, 1998; the 1,797 images that scikit-learn ships.
 """
 
 from __future__ import annotations

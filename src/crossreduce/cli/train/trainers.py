@@ -1,8 +1,8 @@
 """Adapters of the frameworks for ``train`` and ``bench``: copies to and from devices, one training step, and the
 framework's own ways to all-reduce.
 
-Input: NumPy arrays and device names. Output: a framework's arrays, or NumPy arrays. This module imports frameworks, and
-only inside functions; the rest of the command line uses ``Trainer``. (``bench`` for ranks also imports PyTorch.)
+Input: NumPy arrays and device names. Output: a framework's arrays, or NumPy arrays. This module imports frameworks, but
+only inside functions. The rest of the command line uses ``Trainer``. (``bench`` for ranks also imports PyTorch.)
 """
 
 # ruff: noqa: ARG002 - one protocol: not every framework needs every argument
@@ -318,7 +318,7 @@ def load(name: str, devices: tuple[str, ...]) -> Trainer:
 
 
 def numbered_devices(name: str, count: int) -> tuple[str, ...]:
-    """Return devices for a framework: in host memory, or for CuPy all its GPUs, and logical devices if it has fewer.
+    """Return ``count`` devices for a framework: in host memory, or for CuPy its GPUs, with logical devices if needed.
 
     Raises:
       BackendError: CuPy is not installed.
@@ -340,17 +340,17 @@ def available_devices(name: str) -> str:
         import torch
 
         names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
-        return ", ".join([host, *(f"cuda:{k} ({found})" for k, found in enumerate(names))])
+        return ", ".join([host, *(f"cuda:{k} ({gpu})" for k, gpu in enumerate(names))])
     if name == "jax":
         import jax
 
-        found = ", ".join(f"{'cuda' if d.platform == 'gpu' else d.platform}:{d.id}" for d in jax.devices())
-        return f"{found} (more cpu:k with jax_num_cpu_devices)"
+        listed = ", ".join(f"{'cuda' if d.platform == 'gpu' else d.platform}:{d.id}" for d in jax.devices())
+        return f"{listed} (more cpu:k with jax_num_cpu_devices)"
     if name == "tensorflow":
         import tensorflow as tf
 
-        found = ", ".join(str(parse(device.name)) for device in tf.config.list_logical_devices())
-        return f"{found} (more cpu:k as logical devices)"
+        listed = ", ".join(str(parse(device.name)) for device in tf.config.list_logical_devices())
+        return f"{listed} (more cpu:k as logical devices)"
     if name == "cupy":
         cupy = get(name)
         assert isinstance(cupy, ReplicaFramework)
@@ -361,7 +361,7 @@ def available_devices(name: str) -> str:
 def _quiet() -> None:
     """Disable TensorFlow's log messages by variables that it reads at import, unless the user has set them."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # with oneDNN, TensorFlow 2.21 logs whatever the level
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # with oneDNN, TensorFlow 2.21 logs regardless of the level
 
 
 def _cpus(devices: tuple[str, ...]) -> int:
@@ -369,5 +369,5 @@ def _cpus(devices: tuple[str, ...]) -> int:
     return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
 
 
-if __name__ == "__main__":  # ``crossreduce info`` runs this in a process of its own, which may crash
+if __name__ == "__main__":  # ``crossreduce info`` runs this in a separate process, which may crash
     print(available_devices(sys.argv[1]))

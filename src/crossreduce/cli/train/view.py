@@ -23,7 +23,7 @@ from ..support.output import print_lines, terminal
 
 ROWS: Final = 6  # of a chart
 LAST: Final = 20  # steps
-DRAWS_PER_S: Final = 8.0  # the view is drawn between two steps, at most so often
+DRAWS_PER_S: Final = 8.0  # the view is drawn between two steps, at most this often
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _LETTERS: Final = "    #####"  # for terminals without these characters
 
@@ -42,7 +42,7 @@ Watch = Callable[[TrainingStep], None]
 
 
 class View:
-    """The steps so far, and the picture of them."""
+    """The steps so far, and their display."""
 
     def __init__(self, title: str, steps: int, epochs: int, blocks: str = _BLOCKS) -> None:
         self.title, self.steps, self.epochs, self.blocks = title, steps, epochs, blocks
@@ -79,10 +79,10 @@ class View:
 
     def line(self, epoch: int) -> str:
         """Return a line about a completed epoch."""
-        own = [step for step in self.seen if step.epoch == epoch]
+        steps = [step for step in self.seen if step.epoch == epoch]
         return (
-            f"epoch {epoch + 1}/{self.epochs}  loss {mean_loss(own):.4f}  in reductions {100 * share(own):.1f} %  "
-            f"{len(own) / math.fsum(step.total_s for step in own):.1f} steps/s"
+            f"epoch {epoch + 1}/{self.epochs}  loss {mean_loss(steps):.4f}  in reductions {100 * share(steps):.1f} %  "
+            f"{len(steps) / math.fsum(step.total_s for step in steps):.1f} steps/s"
         )
 
 
@@ -123,7 +123,7 @@ def chart(values: Sequence[float], top: float, blocks: str = _BLOCKS, rows: int 
 
 
 def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingStep]]:
-    """Return the steps in at most ``count`` parts of about equal length."""
+    """Return the steps, divided into at most ``count`` parts of about equal length."""
     count = min(count, len(steps))
     ends = [len(steps) * k // count for k in range(count + 1)]
     return [steps[start:end] for start, end in pairwise(ends)]
@@ -131,10 +131,10 @@ def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingS
 
 @contextmanager
 def live_view(title: str, steps: int, epochs: int) -> Iterator[Watch]:
-    """Yield the function to call after each step. On a terminal it draws the view, else it prints a line per epoch.
+    """Yield the function to call after each step. On a terminal it draws the view; otherwise it prints lines of epochs.
 
-    The view is drawn by the thread that trains, between two steps, so that reductions are measured undisturbed. It
-    stays on the terminal at the end.
+    The thread that trains draws the view between two steps, so that drawing does not disturb measured reductions. The
+    view stays on the terminal at the end.
     """
     screen = terminal(highlight=False)
     view = View(title, steps, epochs, _BLOCKS if screen.encoding.startswith("utf") else _LETTERS)

@@ -1,7 +1,7 @@
 """Everything that the plan explorer shows, as plain values.
 
-Input: a ``Plan``. Output: a dictionary that ``json`` can write. The page formats, adds up and draws these values; it
-computes no times, rates or positions. Texts about the plan are those of ``Plan.explain``.
+Input: a ``Plan``. Output: a dictionary that ``json`` can write. The page formats, adds up and draws these values, but
+does not compute times, rates or positions. Texts about the plan are those of ``Plan.explain``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...schedule.schedule import many
 from .positions import places
 from .trees import groups
 
-PARTS: Final = 240  # of the duration, in which the use of links is shown
+PARTS: Final = 240  # the number of parts of the duration for which the use of links is shown
 SIZES: Final = tuple(1 << power for power in range(10, 31, 2))  # 1 KiB to 1 GiB
 _MANY: Final = 128  # with more devices, a plan for another size can take half a minute, so fewer sizes are planned
 
@@ -31,10 +31,10 @@ Advance = Callable[[str], None]
 
 
 class Detail(NamedTuple):
-    """How much a report has."""
+    """The level of detail of a report."""
 
-    parts: int = PARTS
-    trees: bool = True
+    parts: int = PARTS  # of the duration
+    trees: bool = True  # whether trees and rings are listed
 
 
 def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
 
     Args:
       plan: the plan.
-      detail: how much of it.
-      advance: is called with the name of each stage that begins; there are ``stages(plan)``.
+      detail: the level of detail.
+      advance: called with the name of each stage when it begins; ``stages`` returns the number of stages.
     """
     advance("explaining")
     text = plan.explain()
@@ -86,7 +86,7 @@ _FACTS: Final = ("plan", "predicted", "bound", "limited by", "helpers", "busiest
 
 
 def stages(plan: Plan) -> int:
-    """Return how often ``model`` calls ``advance``."""
+    """Return the number of stages of ``model``."""
     return 2 + len(plan.comparisons) + len(_sizes_of(plan))
 
 
@@ -95,20 +95,20 @@ def _sizes_of(plan: Plan) -> tuple[int, ...]:
 
 
 def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], int], detail: Detail) -> dict[str, Any]:
-    """Return one plan with the use of each link over time, in percent of its bandwidth."""
+    """Return the values of one plan. The use of each link over time is in percent of its bandwidth."""
     costs, topology, simulation = plan.request.costs, plan.topology, plan.simulation
     use = link_use(plan.schedule, topology, plan.nbytes, plan.seconds, detail.parts, costs)
     curves: dict[tuple[int, ...], int] = {}  # many links have the same curve
     links = {}
-    for pair, one in use.items():
+    for pair, used in use.items():
         link = topology.link(*pair)
         assert link is not None
-        curve = _levels(one.carried, float(link.bandwidth) * 1e9 * plan.seconds / detail.parts)
+        curve = _levels(used.carried, float(link.bandwidth) * 1e9 * plan.seconds / detail.parts)
         busy = round(simulation.busy[pair] / plan.seconds * 100, 2)
         links[link_number[pair]] = [
-            curves.setdefault(curve, len(curves)), simulation.bytes[pair], busy, one.transfers
+            curves.setdefault(curve, len(curves)), simulation.bytes[pair], busy, used.transfers
         ]  # fmt: skip
-    total = [sum(moment) for moment in zip(*(one.carried for one in use.values()), strict=True)]
+    total = [sum(moment) for moment in zip(*(used.carried for used in use.values()), strict=True)]
     rate, bound = plan.rate, best.bound.algbw
     related = plan is not best
     return {
@@ -129,9 +129,9 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
 
 
 def _levels(carried: tuple[float, ...], most: float) -> tuple[int, ...]:
-    """Return the use of a link in percent in each part of the time, in which it can carry ``most`` bytes.
+    """Return the use of a link in percent in each part of the time, given the most bytes that it can carry in a part.
 
-    A link that carries little is not idle, so it has at least 1 %.
+    If a link carries any bytes, its use is at least 1 %.
     """
     parts = [(after - before) / most * 100 for before, after in pairwise(carried)]
     return tuple([0 if part < _IDLE else min(100, max(1, round(part))) for part in parts])
@@ -160,18 +160,18 @@ def _groups(plan: Plan, link_number: dict[tuple[str, str], int]) -> list[dict[st
 
 
 def _cuts(plan: Plan, number: dict[str, int], link_number: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
-    """Return the tight cuts: the devices on the smaller side, and the links that cross."""
-    found: dict[tuple[str, ...], set[int]] = {}
-    for here, _, links in heaviest_cuts(plan.bound):
-        found.setdefault(here, set()).update(link_number[link.src, link.dst] for link in links)
+    """Return the tight cuts, each with the devices on the smaller side and the links that cross the cut."""
+    links_of_cut: dict[tuple[str, ...], set[int]] = {}
+    for devices, _, links in heaviest_cuts(plan.bound):
+        links_of_cut.setdefault(devices, set()).update(link_number[link.src, link.dst] for link in links)
     return [
-        {"name": _cut_name(here), "nodes": [number[device] for device in here], "links": sorted(links)}
-        for here, links in found.items()
+        {"name": _cut_name(devices), "nodes": [number[device] for device in devices], "links": sorted(crossing)}
+        for devices, crossing in links_of_cut.items()
     ]
 
 
 def _cut_name(devices: tuple[str, ...]) -> str:
-    """Return a short name of some devices.
+    """Return a short description of some devices.
 
     >>> _cut_name(("host0/cuda:0", "host0/cuda:1")), _cut_name(("cuda:5",))
     ('2 devices of host0', 'cuda:5')
@@ -183,30 +183,29 @@ def _cut_name(devices: tuple[str, ...]) -> str:
 
 
 def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
-    """Return the seconds of each algorithm by size, of those that "auto" considers for so many devices."""
+    """Return the seconds by size of each algorithm that "auto" considers for this number of devices."""
     request = plan.request._replace(packs=1, first=0, root=None, granularity=0.0)
-    listed = _sizes_of(plan)
+    sizes = _sizes_of(plan)
     count = len(request.members)
-    names = [name for name, one in REGISTRY.items() if one.most_devices is None or count <= one.most_devices]
+    names = [name for name, entry in REGISTRY.items() if entry.most_devices is None or count <= entry.most_devices]
     seconds: dict[str, list[float | None]] = {name: [] for name in names}
     best: list[list[Any]] = []
-    for nbytes in listed:
+    for nbytes in sizes:
         advance(f"planning {size(nbytes)}")
         auto = plan_request(request._replace(nbytes=nbytes, algorithm=CHOICES[-1]))
         best.append([auto.algorithm, auto.seconds, duration(auto.seconds), f"{auto.algbw:.2f}"])
         for name in names:
             try:
-                found = plan_request(request._replace(nbytes=nbytes, algorithm=name)).seconds
+                seconds[name].append(plan_request(request._replace(nbytes=nbytes, algorithm=name)).seconds)
             except PlanError:
-                found = None
-            seconds[name].append(found)
+                seconds[name].append(None)
     return {
-        "bytes": list(listed),
-        "texts": [size(nbytes) for nbytes in listed],
+        "bytes": list(sizes),
+        "texts": [size(nbytes) for nbytes in sizes],
         "algorithms": {
-            name: [None if one is None else [one, duration(one)] for one in times]
+            name: [None if time is None else [time, duration(time)] for time in times]
             for name, times in seconds.items()
-            if any(one is not None for one in times)
+            if any(time is not None for time in times)
         },
         "auto": best,
     }

@@ -1,8 +1,8 @@
 """Positions of nodes and hosts in the plan explorer, in pixels at full size; y grows downwards.
 
 Input: a ``Topology``. Output: a ``Map``. One host has the positions of ``graph_layout``. With several hosts, each host
-is a box with its nodes inside, and the switches that belong to no host are a box in the middle. Boxes do not move or
-change their size when a reader folds them, so a picture stays the same picture.
+is a box with its nodes inside, and the switches that belong to no host are a box in the middle. When a reader folds a
+box, no box moves or changes its size, so the picture keeps its layout.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _PIXELS: Final = 100.0  # per inch of graph_layout
 _MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
 _GAP: Final = 80.0  # between boxes
 _RATIO: Final = 1.25  # of the width to the height of a picture of several hosts
-_ROWS: Final = 8  # up to so many hosts are in two rows; more are around the network
-_NAMES: Final = 16  # up to so many devices have their full names as labels
-_RINGS: Final = 96  # more devices of one host are on several rings
+_ROWS: Final = 8  # up to this number of hosts are in two rows; more are around the network
+_NAMES: Final = 16  # up to this number of devices have their full names as labels
+_RINGS: Final = 96  # more devices than this in one host are on several rings
 
 
 class Node(NamedTuple):
-    """A device or switch: its position, and the number of its box (-1: none)."""
+    """A device or switch and its position."""
 
     name: str
     label: str
     x: float
     y: float
-    box: int
+    box: int  # the number of the box that contains it, or -1
     is_device: bool
 
 
@@ -45,19 +45,19 @@ class Box(NamedTuple):
 
 
 class Map(NamedTuple):
-    """All positions. ``bends``: the links drawn as curves, by (src, dst), with the distance of the control point."""
+    """All positions."""
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
-    bends: dict[tuple[str, str], float]
+    bends: dict[tuple[str, str], float]  # for links that are drawn as curves, the distance of the control point
     size: float  # the width of a device's symbol
 
 
 def places(topology: Topology) -> Map:
     """Return the positions of a topology's nodes and hosts.
 
-    >>> found = places(Topology.machine("hgx-h100", 4))
-    >>> [box.name for box in found.boxes], found.nodes[0].label
+    >>> positions = places(Topology.machine("hgx-h100", 4))
+    >>> [box.name for box in positions.boxes], positions.nodes[0].label
     (['host0', 'host1', 'host2', 'host3', 'network'], '0')
     """
     groups = _groups(topology)
@@ -70,11 +70,11 @@ def places(topology: Topology) -> Map:
         boxes = _boxes({name: _extent(positions) for name, (positions, _) in inner.items()})
         positions, bends, box_of = {}, {}, {}
         for number, box in enumerate(boxes):
-            here, curves = inner[box.name]
-            x, y = _middle(here)
-            positions |= {node: (box.x + place[0] - x, box.y + place[1] - y) for node, place in here.items()}
+            box_positions, curves = inner[box.name]
+            x, y = _middle(box_positions)
+            positions |= {node: (box.x + place[0] - x, box.y + place[1] - y) for node, place in box_positions.items()}
             bends |= curves
-            box_of |= dict.fromkeys(here, number)
+            box_of |= dict.fromkeys(box_positions, number)
     short = len(topology.devices) > _NAMES
     nodes = tuple(
         Node(node, _label(node, short=short), *positions[node], box_of[node], node in topology.devices)
@@ -89,13 +89,13 @@ def _label(node: str, *, short: bool) -> str:
 
 
 def _groups(topology: Topology) -> dict[str, list[str]]:
-    """Return the nodes of each host, and last those of "network"; a single group if there is one host."""
+    """Return the nodes of each host, and then those of "network". With one host, there is a single group."""
     hosts = hosts_of(topology)
     if len(hosts) == 1:
         return {"": list(topology.nodes)}
     switches = switches_of(topology, hosts)
-    found = {host or "this host": [*devices, *switches[host]] for host, devices in hosts.items()}
-    return found | ({"network": switches[None]} if switches[None] else {})
+    groups = {host or "this host": [*devices, *switches[host]] for host, devices in hosts.items()}
+    return groups | ({"network": switches[None]} if switches[None] else {})
 
 
 Place = tuple[float, float]
@@ -113,27 +113,27 @@ def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[di
     switches = tuple(switch for switch in topology.switches if switch.name in inside)
     part = Topology.unchecked(devices, links, switches)
     layout = graph_layout(part)
-    found = {node: (place.real * _PIXELS, -place.imag * _PIXELS) for node, place in layout.positions.items()}
+    positions = {node: (place.real * _PIXELS, -place.imag * _PIXELS) for node, place in layout.positions.items()}
     if len(devices) > _RINGS and switches:
-        found |= _rings(devices)
+        positions |= _rings(devices)
     bends = {}
     for link in links:
         if frozenset(link[:2]) in layout.bent:
             bends[link.src, link.dst] = 80.0 if layout.order[link.src] < layout.order[link.dst] else -80.0
-    return found, bends
+    return positions, bends
 
 
 def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
-    """Place many devices around their switches on several rings, the first devices on the outermost one."""
-    count = math.ceil(len(devices) / 64)
-    each = math.ceil(len(devices) / count)
-    found = {}
+    """Return positions of many devices around their switches on several rings; the first devices are outermost."""
+    rings = math.ceil(len(devices) / 64)
+    per_ring = math.ceil(len(devices) / rings)
+    positions = {}
     for k, device in enumerate(devices):
-        ring, position = divmod(k, each)
-        angle = math.tau * (position + ring / count) / each - math.pi / 2
+        ring, position = divmod(k, per_ring)
+        angle = math.tau * (position + ring / rings) / per_ring - math.pi / 2
         radius = 720.0 - 90.0 * ring
-        found[device] = (radius * math.cos(angle), radius * math.sin(angle))
-    return found
+        positions[device] = (radius * math.cos(angle), radius * math.sin(angle))
+    return positions
 
 
 def _extent(positions: dict[str, Place]) -> Place:
@@ -147,7 +147,10 @@ def _middle(positions: dict[str, Place]) -> Place:
 
 
 def _boxes(extents: dict[str, Place]) -> list[Box]:
-    """Place the hosts in two rows, many along the sides of a rectangle; the network is in the middle."""
+    """Return the boxes of the hosts, in two rows or, if they are many, along the sides of a rectangle.
+
+    The network is in the middle.
+    """
     hosts = [name for name in extents if name != "network"]
     wide = max(extents[name][0] for name in hosts) + _GAP
     high = max(extents[name][1] for name in hosts) + _GAP
@@ -171,7 +174,7 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
 
 
 def _rectangle(count: int, ratio: float) -> tuple[int, int]:
-    """Return columns and rows of a rectangle whose border has room for ``count`` cells; it is a bit wider than high."""
+    """Return the columns and rows of a rectangle whose border has room for ``count`` cells."""
     fits = [
         (across, down)
         for across in range(3, count + 1)
@@ -191,6 +194,6 @@ def _perimeter(across: int, down: int) -> list[tuple[int, int]]:
 
 
 def _symbol(positions: list[Place]) -> float:
-    """Return the width of a device's symbol: most of the distance of the nearest devices, at most 64 pixels."""
+    """Return the width of a device's symbol: 78 % of the distance between the nearest devices, at most 64 pixels."""
     near = [math.dist(a, b) for k, a in enumerate(positions) for b in positions[k + 1 :]]
     return min(64.0, 0.78 * min(near, default=80.0))

@@ -1,7 +1,7 @@
 """The trees and rings of a plan, grouped, for the plan explorer.
 
-Input: a ``Plan``. Output: groups of routes. Chunks that move along the same links to the same roots are one route, and
-so are all chunks of a ring, wherever they start. Routes of one kind with as many devices are one group.
+Input: a ``Plan``. Output: groups of routes. Chunks that move along the same links to the same roots are one route. All
+chunks of a ring are one route, regardless of where they start. Routes of one kind and number of devices are one group.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...schedule.schedule import many
 from ...schedule.traffic import route_links
 from ..pictures.grouping import Route, chunk_roots, chunk_transfers
 
-MOST_STEPS: Final = 100_000  # of schedules with more steps, which need a minute, no trees are listed
-_MOST_LINKS: Final = 24_000  # in all routes of a plan: this limits the size of the file
+MOST_STEPS: Final = 100_000  # schedules with more steps would need a minute, so their trees are not listed
+_MOST_LINKS: Final = 24_000  # in all routes of a plan; this limits the size of the file
 
 _Hop = tuple[int, int, Route]
 
@@ -44,15 +44,15 @@ class RouteGroup(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What chunks of one route have in common."""
+    """The properties that all chunks of one route share."""
 
     used: frozenset[_Hop]
     tops: frozenset[int]  # the roots; none for a ring
-    cycle: tuple[int, ...]  # the devices of a ring in its order
+    cycle: tuple[int, ...]  # the devices of a ring in order; empty if it is not a ring
 
 
 def groups(plan: Plan) -> tuple[RouteGroup, ...]:
-    """Return the groups of a plan's trees and rings, the greatest shares first.
+    """Return the groups of a plan's trees and rings, sorted by share, the greatest first.
 
     >>> from crossreduce import plan, Topology
     >>> [group.title for group in groups(plan(Topology.ring(4), algorithm="ring"))]
@@ -78,7 +78,7 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
         links = (_links(some, plan, program.devices) for some in (partial, final_hops))
         devices = len({end for hop in form.used for end in hop[:2]})
         kinds.setdefault((_kind(form), devices), []).append(ShownRoute(title, share, len(chunks), roots, *links))
-    found = [
+    route_groups = [
         RouteGroup(
             f"{many(len(routes), kind)} of {many(devices, 'device')}",
             sum((route.share for route in routes), Fraction(0)),
@@ -87,7 +87,7 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
         )
         for (kind, devices), routes in kinds.items()
     ]
-    return _limit_routes(sorted(found, key=lambda group: -group.share))
+    return _limit_routes(sorted(route_groups, key=lambda group: -group.share))
 
 
 def _links(hops: set[_Hop], plan: Plan, names: tuple[str, ...]) -> frozenset[Pair]:
@@ -96,7 +96,7 @@ def _links(hops: set[_Hop], plan: Plan, names: tuple[str, ...]) -> frozenset[Pai
 
 
 def _cycle(used: frozenset[_Hop]) -> tuple[int, ...]:
-    """Return the devices of a ring in its order, if the hops are one; else nothing."""
+    """Return the devices of a ring in order if the hops form a ring, and otherwise nothing."""
     after = {src: dst for src, dst, _ in used}
     if len(after) != len(used) or len(after) < 3:
         return ()
@@ -113,7 +113,7 @@ def _kind(form: _Form) -> str:
 
 
 def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
-    """Return a ring's devices in its order, a tree as in ``Plan.explain``, or the roots of an exchange."""
+    """Return as text the devices of a ring in order, a tree as in ``Plan.explain``, or the roots of an exchange."""
     if form.cycle:
         return " → ".join(names[k] for k in form.cycle)
     if _kind(form) != "tree":
@@ -123,11 +123,11 @@ def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
     return tree_text(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
 
 
-def _limit_routes(found: list[RouteGroup]) -> tuple[RouteGroup, ...]:
-    """Return the groups with as many routes as the file may hold; each has at least its first route."""
-    each = _MOST_LINKS // max(1, len(found))
+def _limit_routes(route_groups: list[RouteGroup]) -> tuple[RouteGroup, ...]:
+    """Return the groups with as many routes as ``_MOST_LINKS`` allows, but at least the first route of each."""
+    most_links = _MOST_LINKS // max(1, len(route_groups))  # of each group
     limited = []
-    for group in found:
-        size = len(group.routes[0].partial) + len(group.routes[0].final)
-        limited.append(group._replace(routes=group.routes[: max(1, each // max(1, size))]))
+    for group in route_groups:
+        links = len(group.routes[0].partial) + len(group.routes[0].final)
+        limited.append(group._replace(routes=group.routes[: max(1, most_links // max(1, links))]))
     return tuple(limited)

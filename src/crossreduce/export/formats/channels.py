@@ -1,7 +1,7 @@
-"""Into how many parts exports divide each chunk, so that the channels of a GPU together fill its links.
+"""The number of parts into which exporters divide each chunk, so that the channels of a GPU together fill its links.
 
-Input: a program and its topology. Output: one number per chunk. Each part of a chunk has channels and threadblocks of
-its own, which run at the same time as those of the other parts.
+Input: a schedule and its topology. Output: one number per chunk. Each part of a chunk has separate channels and
+threadblocks, and all parts move at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...schedule import Schedule, fluid_rate
 from ...topology import Topology
 
 CHANNEL_GB_PER_S: Final = Fraction(24)
-"""The GB/s that one channel carries at least: the least of NCCL's limits of a channel of a tree on NVLink.
+"""The GB/s that any channel can carry: the lowest of NCCL's limits for a channel of a tree on NVLink.
 
 Source: perChMaxTreeBws in NCCL's src/graph/tuning.cc: 26.5 (V100), 24 (A100), 38.7 (H100), 70 (B200).
 """
@@ -26,10 +26,10 @@ MOST_PARTS: Final = 64  # no runtime has more threadblocks per GPU for one chunk
 def parts_of_chunks(
     schedule: Schedule, topology: Topology | None, part_of_rate: Fraction = Fraction(1)
 ) -> tuple[int, ...]:
-    """Return into how many parts each chunk is divided; without a topology, each chunk is one part.
+    """Return the number of parts of each chunk. Without a topology, each chunk is one part.
 
-    While the links are busy, a transfer of a chunk moves the chunk's share of the schedule's rate. A part carries at
-    most ``CHANNEL_GB_PER_S`` of it, or ``part_of_rate`` of that.
+    While the links are busy, a chunk moves at its share of the schedule's rate. Each part carries at most the fraction
+    ``part_of_rate`` of ``CHANNEL_GB_PER_S``.
 
     >>> from crossreduce.planning import direct
     >>> h100 = Topology.machine("hgx-h100")

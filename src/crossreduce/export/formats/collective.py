@@ -1,7 +1,8 @@
 """A schedule as one of NCCL's collectives: its kind, and the ranges of the ranks' buffers that its chunks occupy.
 
-Ranks are positions in the schedule's devices. The shares determine into how many equal units the buffers are divided;
-a block is a run of units that one operation moves. ``register_allocation.py`` determines where values are stored.
+Ranks are positions in the schedule's devices. Buffers are divided into equal units, whose number follows from the
+shares. A block consists of neighbouring units that one operation moves. ``register_allocation.py`` determines where
+values are stored.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ...schedule import Chunk, Schedule
 
 
 class Location(NamedTuple):
-    """The start of a range in a rank's memory: a unit of the input ("i"), output ("o") or scratch buffer ("s")."""
+    """The start of a range in a rank's memory."""
 
-    buffer: str
-    offset: int
+    buffer: str  # "i" for input, "o" for output, "s" for scratch
+    offset: int  # in units
 
 
 class Block(NamedTuple):
-    """Units of a chunk that move together: the position of the first one in the full buffer, and their number."""
+    """Neighbouring units of a chunk that move together."""
 
     chunk: int
-    offset: int
-    size: int
+    offset: int  # of the first unit in the full buffer
+    size: int  # the number of units
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,10 @@ class Collective:
         return Location("o", block.offset - rank * self.outputs if self.kind == "reducescatter" else block.offset)
 
     def in_place(self, rank: int, location: Location) -> Location:
-        """Return a location in calls in place: input and output are one buffer, or the smaller is a part of the larger.
+        """Return a location in the larger one of input and output, which contains the smaller one in calls in place.
 
         >>> from crossreduce.planning import ring
-        >>> made = collective(ring(["cpu:0", "cpu:1"]))
-        >>> made.in_place(1, Location("o", 1))
+        >>> collective(ring(["cpu:0", "cpu:1"])).in_place(1, Location("o", 1))
         Location(buffer='i', offset=1)
         """
         buffer, offset = location
@@ -95,12 +95,16 @@ def require_integers(**numbers: object) -> None:
 def collective(schedule: Schedule) -> Collective:
     """Return a schedule as one of NCCL's collectives, with one block per chunk.
 
-    A chunk of a reduce-scatter is placed in its destination's part of the buffer, a chunk of an all-gather in its
-    source's part. PlanError: only one device, or none of the five collectives; ScheduleError: ``verify`` rejects it.
+    Chunks of a reduce-scatter are placed in the buffer part of their destination, and chunks of an all-gather in the
+    part of their source.
+
+    Raises:
+      PlanError: there is only one device, or the schedule is none of the five collectives.
+      ScheduleError: ``verify`` rejects the schedule.
 
     >>> from crossreduce.planning import ring
-    >>> made = collective(ring(["cpu:0", "cpu:1", "cpu:2"]))
-    >>> made.kind, made.units, made.blocks[1]
+    >>> all_reduce = collective(ring(["cpu:0", "cpu:1", "cpu:2"]))
+    >>> all_reduce.kind, all_reduce.units, all_reduce.blocks[1]
     ('allreduce', 3, Block(chunk=1, offset=1, size=1))
     """
     program = lower(schedule)
@@ -109,7 +113,7 @@ def collective(schedule: Schedule) -> Collective:
     chunks = [(number, chunk) for number, chunk in enumerate(schedule.chunks) if chunk.share]
     kind, root = _kind(schedule, [chunk for _, chunk in chunks])
     units = math.lcm(*(chunk.share.denominator for _, chunk in chunks))
-    if kind in ("reducescatter", "allgather"):  # each chunk is in the part of its destination or source
+    if kind in ("reducescatter", "allgather"):
         ends = {number: chunk.sources if kind == "allgather" else chunk.destinations for number, chunk in chunks}
         chunks.sort(key=lambda entry: ends[entry[0]])
         for rank, device in enumerate(schedule.devices):

@@ -2,10 +2,10 @@
 
 Input: a ``Schedule`` whose chunks travel along rings of the devices. Output: XML for ``NCCL_GRAPH_FILE``.
 
-The file lists NCCL's rings, one per channel, and neither chunks nor rounds: NCCL spreads every collective evenly over
-its channels and divides it as it likes. So a ring that carries more of the buffer than another appears more often.
-NCCL finds trees itself, and uses at most as many channels as its trees have. A file is for all GPUs of one host, so it
-has no part of one rank.
+The file lists the rings of NCCL's channels, but neither chunks nor rounds: NCCL itself divides every collective, and
+spreads it evenly over the channels. So a ring that carries more of the buffer than another one is listed more often.
+NCCL also searches for trees, and uses at most as many channels as it finds trees. A file is for all GPUs of one host,
+and cannot be restricted to one rank.
 
 Source: github.com/NVIDIA/nccl, src/graph/search.cc (ncclTopoGetGraphFromXmlSub, ncclTopoGetXmlFromGraph).
 """
@@ -52,12 +52,14 @@ def to_nccl_graph_xml(
         bandwidth is divided by the number of channels that use it, and the least result is the speed.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
       path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
-      copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
+      copies: a factor for the number of channels of each ring. A channel is one threadblock, and fast links need
         several.
     Raises:
-      PlanError: the schedule is not of rings of one host's GPUs, needs over 32 channels, or the topology lacks a link.
+      PlanError: the schedule does not consist of rings of one host's GPUs, it needs over 32 channels, or the topology
+        does not have one of its links.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are not an integer above 0.
+      ArgumentError: there is no speed, there are two, or it is invalid; the path is unknown; or copies is not an
+        integer above 0.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
@@ -120,10 +122,10 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
 
 
 def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
-    """Return the rings along which chunks travel, and the share of the buffer that each carries.
+    """Return the rings along which chunks travel, and the share of the buffer that each ring carries.
 
-    A ring is a tuple of positions in ``schedule.devices``, in the order of travel, beginning with 0. A chunk that does
-    not complete its ring belongs to the only ring that contains its path.
+    A ring is a tuple of positions in ``schedule.devices``, in the order of travel, starting with 0. A chunk that does
+    not travel along a complete ring belongs to the only ring that contains its path.
 
     Raises:
       PlanError: a chunk does not travel along a ring; the message has the chunk, the devices and the reason.
@@ -134,46 +136,45 @@ def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
     {(0, 1, 2): Fraction(1, 1)}
     """
     program = collective(schedule).program
-    listed = program.base if isinstance(program, GeneratedProgram) else program
-    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(listed.chunks) if chunk.share}
-    for transfer in chain.from_iterable(listed.transfers):
+    stored = program.base if isinstance(program, GeneratedProgram) else program
+    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(stored.chunks) if chunk.share}
+    for transfer in chain.from_iterable(stored.transfers):
         if transfer.chunk in arcs:
             arcs[transfer.chunk].add((transfer.src, transfer.dst))
     cycles = {c: _ring(schedule, c, pairs) for c, pairs in arcs.items()}
-    moved = list(cycles.items())
+    all_cycles = list(cycles.items())
     if isinstance(program, GeneratedProgram):
         elements = list(program.schedule.symmetry.elements())
-        numbering = enumerate(program.schedule.numbering)
-        moved = [
+        all_cycles = [
             (number, _from_zero([elements[element][k] for k in cycles[c]]))
-            for number, (element, c) in numbering
+            for number, (element, c) in enumerate(program.schedule.numbering)
             if c in cycles
         ]
     shares: dict[tuple[int, ...], Fraction] = {}
-    for c, cycle in moved:
+    for c, cycle in all_cycles:
         shares[cycle] = shares.get(cycle, Fraction(0)) + program.shares[c]
     return shares
 
 
 def _from_zero(cycle: Sequence[int]) -> tuple[int, ...]:
-    """Return a ring that begins with 0."""
+    """Return the same ring, starting with 0."""
     zero = cycle.index(0)
     return (*cycle[zero:], *cycle[:zero])
 
 
 def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the ring that contains the transfers of a chunk; see ``rings``."""
+    """Return the ring that contains the transfers of a chunk, given as (src, dst): see ``rings``."""
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:
         return PlanError.of(f"an NCCL graph can only have rings, but {reason}.", schedule.head, 'algorithm="ring"')
 
-    for own, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
-        others: dict[int, int] = {}
+    for end, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
+        peers: dict[int, int] = {}
         for arc in sorted(arcs):
-            here, there = arc[own], arc[1 - own]
-            if others.setdefault(here, there) != there:
-                raise refuse(f"chunk {chunk} " + text.format(names[here], names[others[here]], names[there]))
+            rank, peer = arc[end], arc[1 - end]
+            if peers.setdefault(rank, peer) != peer:
+                raise refuse(f"chunk {chunk} " + text.format(names[rank], names[peers[rank]], names[peer]))
     successor = dict(arcs)
     starts = sorted(set(successor) - set(successor.values())) or [0]
     path = [starts[0]]
@@ -184,7 +185,7 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
 
 
 def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
-    """Return the bandwidth of each channel if all channels are used at the same time."""
+    """Return the bandwidth that every channel has if all channels are used at the same time."""
     routes = {(route.src, route.dst): route.through for route in program.routes}
     used: Counter[Pair] = Counter()
     for cycle in channels:

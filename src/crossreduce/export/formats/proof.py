@@ -1,6 +1,7 @@
-"""What the proofs of exported files share: contributions to values, right results, the search for a root, and reports.
+"""Parts that the proofs of all exported files share: contributions, right results, the search for a root, reports.
 
-Input: the values that a file leaves on symbolic memory. Output: ScheduleError with the difference from the right ones.
+Input: the values that a file leaves in symbolic memory. Output: ScheduleError with the difference from the right
+values.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from ...errors import ArgumentError, ScheduleError, shown
 REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
 VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
 BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
-_MOST_NOTES: Final = 32  # in a report as text
+_MOST_NOTES: Final = 32  # that the text of a report shows
 
 
 class Contributions(NamedTuple):
-    """What memory contains: the sum of some ranks' contributions to a part of the collective's buffer."""
+    """The content of a memory location: the sum of some ranks' contributions to a part of the collective's buffer."""
 
     position: int  # of the part in the full buffer; -1: different parts were combined, which cannot be undone
-    once: int  # bit r: it contains the contribution of rank r
-    twice: int = 0  # bit r: it contains the contribution of rank r more than once
+    once: int  # bit r is set if the contribution of rank r is in the sum
+    twice: int = 0  # bit r is set if it is in the sum more than once
 
     def plus(self, other: Contributions) -> Contributions:
         """Return the sum of two values."""
@@ -36,7 +37,7 @@ class Contributions(NamedTuple):
 
 
 def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root: int) -> Contributions:
-    """Return what a collective must leave at an offset of a rank's output; ``part``: the size of a rank's part."""
+    """Return what a collective must leave at an offset of a rank's output, given the size of each rank's part."""
     everyone = (1 << ranks) - 1
     if kind in REDUCING:
         return Contributions(rank * part + offset if kind == "reducescatter" else offset, everyone)
@@ -48,7 +49,7 @@ def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root:
 
 
 def difference(value: Contributions | None, due: Contributions, unit: str) -> str | None:
-    """Return the difference between a value and the right one in words, or ``None``; ``unit``: a part of the buffer."""
+    """Return what is wrong with a value, in words, or ``None`` if it equals ``due``; ``unit`` names a buffer part."""
     if value is None:
         return "was never written"
     if value.position == -1:
@@ -66,22 +67,23 @@ def difference(value: Contributions | None, due: Contributions, unit: str) -> st
 
 
 class SymbolicRun(Protocol):
-    """A file that was run on symbolic memory; only the inputs of some ranks may have been read."""
+    """A run of a file on symbolic memory, in which perhaps only the inputs of some ranks were allowed to be read."""
 
     def first_result(self, rank: int) -> Contributions | None:
         """Return the value at the start of a rank's output."""
 
     def fault(self, rank: int) -> str | None:
-        """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
+        """Return what is wrong with a rank's output at the end, in words, or ``None`` if it is right."""
 
 
 def prove_results(
     name: str, kind: str, ranks: range, root: int | None, run: Callable[[range], SymbolicRun]
 ) -> int | None:
-    """Raise unless the results of a file are right. Return the root of its collective; ``None``: it is found.
+    """Raise a ScheduleError unless the results of a file are right. Return the root of its collective, if it has one.
 
-    ``run`` runs the file; its argument: the ranks whose input may be read. A broadcast's root is the rank whose input
-    is at the start of the last rank's output, a reduce's the first one with a right result.
+    If ``root`` is ``None``, it is found: a broadcast's root is the rank whose input is at the start of the last rank's
+    output, and a reduce's root is the first rank with a right result. ``run`` runs the file, given the ranks whose
+    input it may read.
     """
     sources = ranks
     if kind == "broadcast":
@@ -89,8 +91,8 @@ def prove_results(
             first = run(ranks).first_result(ranks[-1])
             root = 0 if first is None else first.lone_rank
         sources = range(root, root + 1)
-    done = run(sources)
-    faults = [done.fault(rank) for rank in ranks]
+    finished = run(sources)
+    faults = [finished.fault(rank) for rank in ranks]
     if kind == "reduce" and root is None:
         if None not in faults:
             raise ScheduleError(f"{name}: no rank has the complete sum at the end. {faults[0]}")
@@ -102,7 +104,7 @@ def prove_results(
 
 
 def check_request(name: str, kind: str, ranks: int, root: int | None, what: str) -> None:
-    """Raise unless a collective can be verified, and has the root; ``what``: the kind of file, for errors."""
+    """Raise unless this kind of collective can be verified and the root suits it; ``what`` names the file in errors."""
     if kind not in VERIFIABLE:
         problem = f"{name}: collectives of this kind cannot be verified."
         raise ScheduleError.of(problem, shown(kind), f"a {what} for " + ", ".join(sorted(VERIFIABLE)))
@@ -128,5 +130,5 @@ def quoted_name(name: str) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return a text, cut to a number of characters."""
+    """Return a text, cut to at most so many characters."""
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""The rank whose part of an export is made alone."""
+"""The argument ``rank`` of exporters, which restricts an export to one rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...errors import ArgumentError, shown
 
 
 def one_rank(rank: object, devices: Sequence[str]) -> int:
-    """Return the number of a rank, if these devices have it.
+    """Return ``rank`` if it is the number of one of the devices.
 
     Raises:
-      ArgumentError: it is not an integer, or not the number of one of the devices.
+      ArgumentError: it is anything else.
     """
     if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < len(devices):
         return rank

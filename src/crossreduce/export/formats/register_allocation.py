@@ -1,8 +1,8 @@
 """Where each rank stores the values of a program: register allocation for the exporters.
 
-The program is in static single assignment, and buffers are not. An instruction may not write to memory that another
-instruction of its round still has to read. An exporter therefore reports each read when it writes the operation that
-performs it, and a new value gets only memory whose value has no reads left. Out of place, the inputs stay unchanged.
+The program is in static single assignment, but buffers are reused. An instruction must not write to memory that another
+instruction of the same round still has to read. So an exporter records each read when it writes the operation that
+reads, and a new value only gets memory whose old value has no reads left. Out of place, the inputs stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .collective import Collective, Location
 class MemoryPlacement:
     """The locations of the values of some blocks of a collective, for calls in place or out of place.
 
-    ``b`` is the number of a block, and values are numbered within their chunk, as in ``ChunkProgram``. A new value is
-    stored in the rank's output if the rank is a destination and the output is free, else in scratch memory.
+    ``b`` is the number of a block. Values are numbered within their chunk, as in ``ChunkProgram``. A new value is
+    stored in the rank's output if the rank is a destination and the output is free, and otherwise in scratch memory.
 
     >>> from crossreduce.planning import one_device
-    >>> from crossreduce.export.formats.collective import collective
-    >>> placement = MemoryPlacement(collective(one_device(["cpu:0", "cpu:1"])), [0], inplace=True)
+    >>> from crossreduce.export.formats.collective import collective as nccl_collective
+    >>> placement = MemoryPlacement(nccl_collective(one_device(["cpu:0", "cpu:1"])), [0], inplace=True)
     >>> placement.store(0, 0, 2)  # cpu:0's input is not read yet
     Location(buffer='s', offset=0)
     """
 
-    def __init__(self, made: Collective, blocks: Iterable[int], *, inplace: bool) -> None:
-        self.made: Final = made
+    def __init__(self, collective: Collective, blocks: Iterable[int], *, inplace: bool) -> None:
+        self.collective: Final = collective
         self.inplace: Final = inplace
         self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
-        self.scratch: Final = [0] * made.ranks  # units of scratch memory, by rank
-        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result's never reach 0
-        self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the last value by rank, block and memory
+        self.scratch: Final = [0] * collective.ranks  # units of scratch memory, by rank
+        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; never 0 for a result
+        self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the latest value by rank, block and memory
         self._spares: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
         for b in blocks:
-            chunk = made.program.chunks[made.blocks[b].chunk]
+            chunk = collective.program.chunks[collective.blocks[b].chunk]
             for value, source in enumerate(chunk.sources):
-                self._put(source, b, value, made.input(source, made.blocks[b]))
+                self._put(source, b, value, collective.input(source, collective.blocks[b]))
             operands = (operand for instruction in chunk.instructions for operand in instruction.operands)
             self._reads_left.update((b, value) for value in (*operands, *chunk.results))
 
@@ -47,22 +47,22 @@ class MemoryPlacement:
         self._reads_left[b, value] -= 1
 
     def store(self, rank: int, b: int, value: int) -> Location:
-        """Choose memory for a new value, where no other value has reads left, and return its location."""
-        block = self.made.blocks[b]
-        if rank in self.made.program.chunks[block.chunk].destinations:
-            output = self.made.output(rank, block)
+        """Choose memory for a new value, in which no other value has reads left, and return the location."""
+        block = self.collective.blocks[b]
+        if rank in self.collective.program.chunks[block.chunk].destinations:
+            output = self.collective.output(rank, block)
             if self._free(rank, b, output):
                 return self._put(rank, b, value, output)
         return self._put(rank, b, value, self.spare(rank, b))
 
     def move(self, rank: int, b: int, value: int, location: Location) -> None:
-        """Record that a value is stored at a location other than the one from ``store``: one from ``spare``."""
+        """Record that a value is stored at a location from ``spare`` instead of the one from ``store``."""
         self._put(rank, b, value, location)
 
     def spare(self, rank: int, b: int) -> Location:
         """Return scratch memory of a rank for a value of block ``b``.
 
-        This is memory that held values of the block before, if all reads of the last one are done; else new memory.
+        The memory may have stored other values of the block before, if these have no reads left.
         """
         spares = self._spares.setdefault((rank, b), [])
         for spare in spares:
@@ -73,12 +73,12 @@ class MemoryPlacement:
 
     def fresh(self, rank: int, b: int) -> Location:
         """Return new scratch memory of the size of a block."""
-        self.scratch[rank] += self.made.blocks[b].size
-        return Location("s", self.scratch[rank] - self.made.blocks[b].size)
+        self.scratch[rank] += self.collective.blocks[b].size
+        return Location("s", self.scratch[rank] - self.collective.blocks[b].size)
 
     def memory(self, rank: int, location: Location) -> Location:
-        """Return the location; if input and output share its memory, the same location for both."""
-        return self.made.in_place(rank, location) if self.inplace else location
+        """Return a name for the memory at a location: the same name for input and output where they share memory."""
+        return self.collective.in_place(rank, location) if self.inplace else location
 
     def _free(self, rank: int, b: int, location: Location) -> bool:
         value = self._stored.get((rank, b, self.memory(rank, location)))

@@ -2,9 +2,9 @@
 
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
-There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
-a piece over a link. The first group shows by how much each tick of the simulation extends the time. The trace of one
-rank has the links into and out of its device.
+Each node that sends has a group of rows, each link over which it sends has a row, and each transfer of a piece over a
+link has an event. The first group shows by how much each tick of the simulation extends the time. The trace of one rank
+has only the links into and out of its device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...schedule.costs import Pair
 from ...topology import Topology, TopologyLike, byte_count, topology_of
 from .ranks import one_rank
 
-# The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
-# pieces are shown, at least one.
+# The largest number of transfers in a trace; more would need over 40 MB. If there are more, only the first pieces are
+# shown, but at least one.
 EVENTS: Final = 200_000
 
 
@@ -29,17 +29,16 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     """Return the transfers over each link, with their times, as JSON text for a trace viewer.
 
     Transfers that share a link within a tick follow each other, each at the link's full bandwidth, and start after the
-    latency of their route. If a schedule has too many pieces, the first ones are shown, and ``otherData`` stores the
-    number of the others. Transfers of 0 bytes are not shown. Equal arguments give the same bytes.
+    latency of their route. If a schedule has too many pieces, only the first ones are shown, and ``otherData`` stores
+    how many are left out. Transfers of 0 bytes are not shown. Equal arguments give the same bytes.
 
     Args:
       schedule: its devices and routes are nodes of the topology.
       topology: the topology on which the schedule is simulated, a machine's name or a file's path.
       nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
-      rank: only the links into and out of the schedule's device of this number, without the work for the others;
-        ``None``: all links.
+      rank: shows only the links into and out of the schedule's device of this number; the other links cost no time.
     Raises:
-      ArgumentError: an invalid number of bytes, schedule, topology or rank.
+      ArgumentError: the number of bytes, the schedule, the topology or the rank is invalid.
       PlanError: the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
 
@@ -54,14 +53,14 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     program, names = lower(schedule), schedule.devices
     node = None if rank is None else names[one_rank(rank, names)]
     number = {name: k for k, name in enumerate(names)}
-    known: dict[tuple[int, int, str, str], bool] = {}
+    is_needed: dict[tuple[int, int, str, str], bool] = {}  # whether the result depends on a transfer
 
     def shown_links(move: TimedTransfer) -> tuple[Pair, ...]:
-        """Return the links with an event for a transfer."""
+        """Return the links on which a transfer is shown."""
         key = move.round, move.chunk, move.src, move.dst
-        if key not in known:
-            known[key] = program.moves(move.round, move.chunk, number[move.src], number[move.dst])
-        return tuple(pair for pair in move.links if known[key] and (node is None or node in pair))
+        if key not in is_needed:
+            is_needed[key] = program.moves(move.round, move.chunk, number[move.src], number[move.dst])
+        return tuple(pair for pair in move.links if is_needed[key] and (node is None or node in pair))
 
     simulation = simulate(schedule, topology, nbytes)
     used = [pair for pair in simulation.bytes if node is None or node in pair]
@@ -76,7 +75,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     free = dict.fromkeys(used, 0.0)  # the time at which each link has carried all earlier transfers
     moving = timeline(schedule, topology, nbytes, node=node)
     for _, ticks in groupby(moving, key=lambda move: move.round + move.piece):
-        # In the order in which their bytes arrive; earlier pieces first.
+        # In the order in which the bytes arrive; if they arrive together, earlier pieces come first.
         moves = sorted(
             ticks,
             key=lambda move: (move.start + move.latency_s, move.piece, move.chunk, number[move.dst], number[move.src]),

@@ -39,9 +39,9 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
     Args:
       topology: the topology, a machine's name or the path of its file.
       path: a file that ends in .svg or .png; an existing file is replaced.
-      title: the picture's title; ``None``: the numbers of devices, switches and links.
+      title: the picture's title, by default the numbers of devices, switches and links.
     Raises:
-      ArgumentError: an invalid topology or path.
+      ArgumentError: the topology or the path is invalid.
       BackendError: matplotlib is not installed.
       OSError: the file cannot be written.
     """
@@ -84,19 +84,19 @@ def draw_schedule(
 ) -> None:
     """Draw the trees of a schedule, each on a small map of the topology, and the use of each link.
 
-    Trees of the same shape share a panel, which shows one of them, their number and their share of the buffer; see
-    ``tree_groups``. Black nodes are roots (devices that produce the result, or the only source) and reducing switches.
-    Blue arrows are partial results, orange ones results. The last panel shades each link by the time that its bytes
-    need, relative to the busiest. The first ``PANELS`` shapes are drawn, the others counted. Large topologies are
-    folded as by ``draw_topology``; a box then has the use of its busiest link.
+    Trees of the same shape share a panel, which shows one tree, the number of trees and their share of the buffer (see
+    ``tree_groups``). Black nodes are roots (devices that produce the result, or the only source) and reducing switches.
+    Blue arrows are partial results, and orange arrows are results. The last panel shades each link by the time that its
+    bytes need, relative to the busiest link. The first ``PANELS`` shapes are drawn, and others are only counted. Large
+    topologies are folded as by ``draw_topology``. Links between boxes then have the use of the busiest link.
 
     Args:
       schedule: the schedule.
-      topology: has the schedule's devices; given as for ``draw_topology``.
+      topology: as for ``draw_topology``; it must have the schedule's devices.
       path: a file that ends in .svg or .png; an existing file is replaced.
-      title: the picture's title; ``None``: the schedule's kind and counts, and the rate that the busiest link allows.
+      title: the picture's title, by default the schedule's kind and counts, and the rate that the busiest link allows.
     Raises:
-      ArgumentError: an invalid schedule, topology or path.
+      ArgumentError: the schedule, the topology or the path is invalid.
       PlanError: the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
       BackendError: matplotlib is not installed.
@@ -148,13 +148,13 @@ def draw_schedule(
 
 
 class _Grid(NamedTuple):
-    """The cells of a picture of trees, in columns and rows. The map of the use of links has several, at the right."""
+    """The cells of a picture of trees. The map of the use of links is at the right, and covers several cells."""
 
     columns: int
     span: int  # the number of columns, and of rows, of the map of the use of links
     cells: list[tuple[int, int]]  # the column and row of each tree
     titles: list[str]
-    scale: float
+    scale: float  # of the maps of trees
     large: float  # the scale of the map of the use of links
     cell: float  # the height of a row
     width: float
@@ -194,7 +194,7 @@ def _numbers(topology: Topology) -> dict[str, str]:
 def _tree(
     ax: Any, folding: Folding, layout: GraphLayout, scale: float, tree: ScheduleTree, names: dict[str, str]
 ) -> None:
-    """Draw a tree."""
+    """Draw a tree on a map of the topology."""
     all_links(ax, folding.topology, layout, scale)
     links = Counter((folding.boxes[src], folding.boxes[dst], final) for src, dst, final in tree.links)
     for final, colour in ((False, _REDUCE), (True, _COPY)):

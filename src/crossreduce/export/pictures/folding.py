@@ -20,25 +20,27 @@ BOXES: Final = 16  # devices with the same links become about this number of box
 
 
 class Folding(NamedTuple):
-    """A topology with fewer nodes. A link of it has the bandwidth of all links that it stands for."""
+    """A topology with fewer nodes."""
 
-    topology: Topology
+    topology: Topology  # each link has the sum of the bandwidths of all links that it stands for
     boxes: dict[str, str]  # for each node of the complete topology, the node that stands for it
-    labels: dict[str, str]  # the names of nodes that stand for several
-    note: str  # a line for readers; "": nothing is folded
+    labels: dict[str, str]  # the names of nodes that stand for several nodes
+    note: str  # a line for readers, or "" if nothing is folded
 
 
 def fold_topology(topology: Topology) -> Folding:
     """Return a topology with fewer nodes if it has too many devices for a picture.
 
-    >>> found = fold_topology(Topology.machine("hgx-h100", hosts=16))
-    >>> len(found.topology.devices), found.labels["host3/cuda:0"]
+    >>> folding = fold_topology(Topology.machine("hgx-h100", hosts=16))
+    >>> len(folding.topology.devices), folding.labels["host3/cuda:0"]
     (16, 'host3 (8)')
     """
     hosts = hosts_of(topology)
     if len(hosts) > 1 and len(topology.devices) > HOSTS_FROM:
-        own = switches_of(topology, hosts)
-        groups = {f"{host or 'this host'} ({len(nodes)})": [*nodes, *own[host]] for host, nodes in hosts.items()}
+        switches_by_host = switches_of(topology, hosts)
+        groups = {
+            f"{host or 'this host'} ({len(nodes)})": [*nodes, *switches_by_host[host]] for host, nodes in hosts.items()
+        }
         note = "each box is a host (with its number of devices)"
     elif len(hosts) == 1 and len(topology.devices) > DEVICES_FROM:
         groups = {f"{run[0]}-{run[-1].rpartition(':')[2]}": run for run in _runs(topology) if len(run) > 1}
@@ -74,9 +76,9 @@ def hosts_of(topology: Topology) -> dict[str, list[str]]:
 
 
 def switches_of(topology: Topology, hosts: dict[str, list[str]]) -> dict[str | None, list[str]]:
-    """Return the switches of each host, and under ``None`` those between hosts.
+    """Return the switches of each host, and with the key ``None`` those between hosts.
 
-    A switch is in the host that its name starts with, or in the only host whose devices it is linked to.
+    A switch belongs to the host with which its name starts, or to the only host with devices that are linked to it.
     """
     host_of = {device: host for host, devices in hosts.items() for device in devices}
     near: dict[str, set[str]] = {switch.name: set() for switch in topology.switches}
@@ -84,16 +86,16 @@ def switches_of(topology: Topology, hosts: dict[str, list[str]]) -> dict[str | N
         for a, b in ((link.src, link.dst), (link.dst, link.src)):
             if a in near and b in host_of:
                 near[a].add(host_of[b])
-    own: dict[str | None, list[str]] = {None: [], **{host: [] for host in hosts}}
-    for switch, around in near.items():
-        named = switch.partition("/")[0]
-        found = {named} if named in hosts else around
-        own[found.pop() if len(found) == 1 else None].append(switch)
-    return own
+    by_host: dict[str | None, list[str]] = {None: [], **{host: [] for host in hosts}}
+    for switch, linked_hosts in near.items():
+        prefix = switch.partition("/")[0]
+        candidates = {prefix} if prefix in hosts else linked_hosts
+        by_host[candidates.pop() if len(candidates) == 1 else None].append(switch)
+    return by_host
 
 
 def _runs(topology: Topology) -> Iterable[list[str]]:
-    """Yield the devices in runs of neighbours in the list that have the same links to all others."""
+    """Yield runs of neighbouring devices in the list that have the same links to all other nodes."""
     most = math.ceil(len(topology.devices) / BOXES)
     links: dict[str, dict[tuple[str, bool], Fraction]] = {device: {} for device in topology.devices}
     for link in topology.links:
@@ -111,7 +113,7 @@ def _runs(topology: Topology) -> Iterable[list[str]]:
 
 
 def _alike(a: str, b: str, links: dict[str, dict[tuple[str, bool], Fraction]]) -> bool:
-    """Return whether two devices have the same links to all others, and the same in both directions to each other."""
+    """Return whether two devices have the same links to all other nodes, and equal links to each other."""
     if len(links[a]) != len(links[b]):
         return False
     swapped = {a: b, b: a}

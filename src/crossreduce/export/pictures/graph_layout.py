@@ -23,12 +23,10 @@ class GraphLayout:
     """Positions of the nodes of a topology."""
 
     positions: dict[str, complex]
-    hosts: tuple[tuple[str, complex, complex], ...] = ()  # the frame of each: name, lower left, upper right corner
+    hosts: tuple[tuple[str, complex, complex], ...] = ()  # for each frame: name, lower left corner, upper right corner
     bent: frozenset[frozenset[str]] = frozenset()  # links drawn as curves, since other nodes are between their ends
-    bars: dict[str, float] = field(
-        default_factory=dict
-    )  # wide boxes with half of their widths; links to them are vertical
-    labels: dict[str, str] = field(default_factory=dict)  # names in the picture, if others than those of ``label``
+    bars: dict[str, float] = field(default_factory=dict)  # half the widths of wide boxes, whose links are vertical
+    labels: dict[str, str] = field(default_factory=dict)  # names in the picture that differ from those of ``label``
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -107,10 +105,10 @@ def half_width(node: str) -> float:
 def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> GraphLayout:
     """Return the positions of a topology's nodes.
 
-    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, those of a large star in rows
-    above and below its switch, and others clockwise on a circle, with the switches inside. Several hosts are placed in
-    two rows with the network between the rows. With ``labels``, of ``folded``, each device stands for several, and
-    hosts have no frames.
+    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid. Devices of a large star are
+    placed in rows above and below the switch, and other devices clockwise on a circle, with the switches inside.
+    Several hosts are placed in two rows with the network between the rows. With ``labels`` (see ``Folding``), each
+    device stands for several, and hosts have no frames.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)
@@ -128,7 +126,7 @@ def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> Gr
     if (
         len(topology.devices) > BAR_FROM
         and len(switches) == 1
-        and all(near[one] == {*switches} for one in topology.devices)
+        and all(near[device] == {*switches} for device in topology.devices)
     ):
         return _bar(topology.devices, switches[0])
     shape = None if switches else _grid(topology.devices, near)
@@ -138,7 +136,7 @@ def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> Gr
 
 
 def _bar(devices: Sequence[str], switch: str) -> GraphLayout:
-    """Place the devices of a star in two rows above its switch, which is a bar, and two below it.
+    """Place the devices of a star in two rows above the switch, which is a bar, and in two rows below it.
 
     The outer rows are shifted by half a column, so that their links pass between the boxes of the inner rows.
     """
@@ -188,7 +186,7 @@ def _on_grid(devices: Sequence[str], near: dict[str, set[str]], shape: tuple[int
 def _circle(
     devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]], labels: dict[str, str] | None = None
 ) -> dict[str, complex]:
-    """Place devices on a circle, clockwise from the top, and switches inside it, those far from devices innermost."""
+    """Place devices on a circle, clockwise from the top, and switches inside; those far from devices are innermost."""
     widest = 2 * max(half_width(name) for name in labels.values()) + 0.1 if labels else 0.0
     levels = _levels(devices, switches, near)
     radii: list[float] = []
@@ -204,12 +202,14 @@ def _circle(
     return positions
 
 
-def _hosts(hosts: dict[str, list[str]], own: dict[str | None, list[str]], near: dict[str, set[str]]) -> GraphLayout:
-    """Place hosts with their own switches in two rows, above and below the network (``own[None]``) between them."""
-    inner = {host: _host(devices, own[host], near) for host, devices in hosts.items()}
+def _hosts(
+    hosts: dict[str, list[str]], switches: dict[str | None, list[str]], near: dict[str, set[str]]
+) -> GraphLayout:
+    """Place hosts with their switches in two rows, and the network (``switches[None]``) between the rows."""
+    inner = {host: _host(devices, switches[host], near) for host, devices in hosts.items()}
     wide = max(abs(place.real) for positions in inner.values() for place in positions.values()) * 2 + 1.0
     high = max(place.imag for positions in inner.values() for place in positions.values())
-    core = _levels({node for positions in inner.values() for node in positions}, own[None], near)
+    core = _levels({node for positions in inner.values() for node in positions}, switches[None], near)
     middle = 0.9 + 0.45 * len(core)  # the distance from the network's middle to the nearest row of each host
     across = math.ceil(len(hosts) / 2)
     positions: dict[str, complex] = {}
@@ -229,7 +229,7 @@ def _hosts(hosts: dict[str, list[str]], own: dict[str | None, list[str]], near: 
 
 
 def _host(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place the nodes of one host of several: switches with links out of the host lowest, above them the devices."""
+    """Place the nodes of one host: switches with links out of the host are lowest, and the devices are above them."""
     inside = {*devices, *switches}
     gates = [switch for switch in switches if not near[switch] <= inside]
     others = [switch for switch in switches if switch not in gates]
@@ -259,11 +259,11 @@ def _row(
 
 def _levels(outside: Collection[str], switches: Sequence[str], near: dict[str, set[str]]) -> list[list[str]]:
     """Return the switches in groups, by their distance in links from the nodes in ``outside``."""
-    levels, front, left = [], set(outside), list(switches)
-    while left:
-        level = [switch for switch in left if near[switch] & front] or left
+    levels, front, remaining = [], set(outside), list(switches)
+    while remaining:
+        level = [switch for switch in remaining if near[switch] & front] or remaining
         levels.append(level)
-        front, left = set(level), [switch for switch in left if switch not in level]
+        front, remaining = set(level), [switch for switch in remaining if switch not in level]
     return levels
 
 

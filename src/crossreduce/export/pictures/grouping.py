@@ -1,7 +1,7 @@
-"""The trees of a schedule, and groups of trees that have the same shape, so that a reader sees each shape once.
+"""The trees of a schedule, and groups of trees with the same shape, so that a reader sees each shape once.
 
-Input: a ``Schedule`` and its ``Topology``. Output: ``TreeGroup`` values, in the order of their first chunks. The
-chunks of a ring are one group: they use the same links, with other roots and in both directions. Pure: no I/O.
+Input: a ``Schedule`` and its ``Topology``. Output: ``TreeGroup`` values, in the order of their first chunks. The chunks
+of a ring are one group: they use the same links with different roots and in both directions. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ Ids = dict[object, int]  # numbers of values, in the order of their first use
 class ScheduleTree:
     """Chunks of a schedule with the same roots and the same transfers.
 
-    Roots are the devices that produce the result, or the only source. ``links`` counts the values that pass each link,
-    by (src, dst, whether the value is final); links to and from switches are included.
+    Roots are the devices that produce the result, or the only source.
     """
 
     chunks: tuple[int, ...]
-    share: Fraction  # of the buffer, of all these chunks
+    share: Fraction  # the part of the buffer in these chunks
     roots: tuple[str, ...]
-    links: Counter[tuple[str, str, bool]]
+    links: Counter[tuple[str, str, bool]]  # the number of values on each link, by (src, dst, whether they are final)
 
     @cached_property
     def pairs(self) -> frozenset[frozenset[str]]:
@@ -43,28 +42,28 @@ class ScheduleTree:
 
     @cached_property
     def is_ring(self) -> bool:
-        """Whether the links form one cycle, as those of a chunk of the ring algorithm do."""
-        near: dict[str, list[str]] = {}
+        """Whether the links form one cycle, as in a chunk of the ring algorithm."""
+        neighbours: dict[str, list[str]] = {}
         for src, dst in map(sorted, self.pairs):
-            near.setdefault(src, []).append(dst)
-            near.setdefault(dst, []).append(src)
-        if len(near) < 3 or any(len(others) != 2 for others in near.values()):
+            neighbours.setdefault(src, []).append(dst)
+            neighbours.setdefault(dst, []).append(src)
+        if len(neighbours) < 3 or any(len(others) != 2 for others in neighbours.values()):
             return False
-        seen, left = set[str](), [next(iter(near))]
-        while left:
-            node = left.pop()
+        seen, to_visit = set[str](), [next(iter(neighbours))]
+        while to_visit:
+            node = to_visit.pop()
             if node not in seen:
                 seen.add(node)
-                left += near[node]
-        return len(seen) == len(near)
+                to_visit += neighbours[node]
+        return len(seen) == len(neighbours)
 
 
 @dataclass(frozen=True)
 class TreeGroup:
     """Trees of the same shape.
 
-    A renaming of the nodes maps the links of one tree, without their directions, to the links of each other tree. It
-    keeps devices, switches, bandwidths and latencies. Trees with the same links and other roots are the usual case.
+    For every two trees, a renaming of nodes maps the links of one, without their directions, to the links of the other.
+    It keeps devices, switches, bandwidths and latencies. Usually, the trees have the same links and different roots.
     """
 
     trees: tuple[ScheduleTree, ...]
@@ -91,7 +90,7 @@ class TreeGroup:
 
     @cached_property
     def link_sets(self) -> int:
-        """The number of different sets of links that trees use. Directions do not count. 1: only the roots differ."""
+        """The number of different sets of links, without directions. If it is 1, trees differ only in their roots."""
         return len({tree.pairs for tree in self.trees})
 
     @cached_property
@@ -109,11 +108,11 @@ class TreeGroup:
 
 
 def chunk_transfers(program: Program) -> list[list[tuple[int, int, Route, bool]]]:
-    """Return for each chunk its transfers in order: the devices' numbers, the route, and whether the value is final."""
-    found: list[list[tuple[int, int, Route, bool]]] = [[] for _ in program.chunks]
+    """Return the transfers of each chunk, in order, as (src, dst, route, whether the value is final)."""
+    transfers: list[list[tuple[int, int, Route, bool]]] = [[] for _ in program.chunks]
     for chunk, src, dst, through, final in chain.from_iterable(program.transfers):
-        found[chunk].append((src, dst, through, final))
-    return found
+        transfers[chunk].append((src, dst, through, final))
+    return transfers
 
 
 def chunk_roots(chunk: ChunkProgram) -> frozenset[int]:
@@ -124,7 +123,7 @@ def chunk_roots(chunk: ChunkProgram) -> frozenset[int]:
 
 
 def trees_of(schedule: Schedule, topology: Topology) -> tuple[ScheduleTree, ...]:
-    """Return the trees of a schedule; chunks with the same roots and transfers are one tree.
+    """Return the trees of a schedule. Chunks with the same roots and transfers are one tree.
 
     Raises:
       PlanError: the topology has no route for a transfer.
@@ -167,14 +166,14 @@ def tree_groups(schedule: Schedule, topology: Topology) -> tuple[TreeGroup, ...]
     for pairs, trees in by_links.items():
         graph = _graph(pairs, topology, ids)
         colours = _colours(graph, topology, ids)
-        known = shapes.setdefault(tuple(sorted(colours.values())), [])
-        for other, others_colours, group in known:
+        similar = shapes.setdefault(tuple(sorted(colours.values())), [])
+        for other, others_colours, group in similar:
             if _isomorphic(graph, colours, other, others_colours):
                 group += trees
                 break
         else:
             groups.append(trees)
-            known.append((graph, colours, trees))
+            similar.append((graph, colours, trees))
     in_order = [sorted(group, key=lambda tree: tree.chunks) for group in groups]
     return tuple(TreeGroup(tuple(group)) for group in in_order)
 
@@ -192,9 +191,9 @@ def _graph(pairs: frozenset[frozenset[str]], topology: Topology, ids: Ids) -> Gr
 
 
 def _colours(graph: Graph, topology: Topology, ids: Ids) -> dict[str, int]:
-    """Return a number for each node. Nodes that a renaming can map to each other have the same number.
+    """Return a number for each node. If a renaming can map one node to another, both have the same number.
 
-    Each round refines the numbers by the numbers of the neighbours, until the number of classes stays the same (the
+    Each round refines the numbers by those of the neighbours, until the number of classes stays the same (the
     Weisfeiler-Leman test). Numbers of different graphs can be compared.
     """
     reducing = {switch.name: switch.reduces for switch in topology.switches}
@@ -214,9 +213,10 @@ def _number(ids: Ids, value: object) -> int:
 
 
 def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[str, int]) -> bool:
-    """Return whether a renaming maps one graph to the other; nodes keep their colours and links their kinds.
+    """Return whether a renaming maps one graph to the other and keeps the colours of nodes and the kinds of links.
 
-    The nodes of ``a`` are mapped in breadth-first order. If no node of ``b`` fits, the last choice is changed.
+    This is a search with backtracking: it maps the nodes of ``a`` in breadth-first order, and changes the last choice
+    when no node of ``b`` fits.
     """
     order = _breadth_first(a)
     fitting: dict[int, list[str]] = {}
@@ -229,8 +229,8 @@ def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[s
         mapped = [(images[near], kind) for near, kind in a[node].items() if near in images]
         near_image: Sequence[str] = list(b[mapped[0][0]]) if mapped else fitting.get(colours_a[node], ())
         for image in near_image:
-            alike = image not in used and colours_b[image] == colours_a[node]
-            if alike and all(b[image].get(other) == kind for other, kind in mapped):
+            fits = image not in used and colours_b[image] == colours_a[node]
+            if fits and all(b[image].get(other) == kind for other, kind in mapped):
                 yield image
 
     tried: list[Iterator[str]] = []

@@ -1,4 +1,4 @@
-"""Topologies in files of any supported format; the content of a file determines which one it is."""
+"""Topologies in files of any supported format. The content of a file determines its format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia
 
 
 def read_file(path: Any) -> bytes:
-    """Return at most ``LARGEST`` + 1 bytes of a file; ArgumentError: not a path; OSError: the file cannot be read."""
+    """Return at most ``LARGEST`` + 1 bytes of a file; ArgumentError if this is not a path, OSError if it fails."""
     try:
         with Path(path).open("rb") as file:
             return file.read(LARGEST + 1)
@@ -27,16 +27,17 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    The table of nvidia-smi has no speeds: an NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe is PCIe 3; for
-    other links use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or cut data.
+    The table of nvidia-smi has no speeds. Each NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe is taken as
+    PCIe 3. For other links use ``Topology(*read_nvidia_smi(text, ...))``. If the format is unknown, or the data are
+    malformed or truncated, an ArgumentError is raised.
     """
     if len(data) > LARGEST:
         given = f"a larger file, which begins with {shown(data[:40])}"
         raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", given, _FORMATS)
     # Windows PowerShell writes UTF-16 when the output of a program is redirected.
-    wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+    is_utf_16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
-        text = data.decode("utf-16" if wide else "utf-8-sig")
+        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
     start = text.lstrip()[:1]

@@ -32,8 +32,8 @@ def read_json(text: str) -> Wiring:
     try:
         read = load(text, FORMAT, "devices", "links")
         switches = [
-            Switch(check_type(str, name), check_type(bool, able))
-            for name, able in check_list(list, read.get("switches", []))
+            Switch(check_type(str, name), check_type(bool, reduces))
+            for name, reduces in check_list(list, read.get("switches", []))
         ]
         links = [
             Link(
@@ -53,14 +53,14 @@ def read_json(text: str) -> Wiring:
 
 
 def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, Any]:
-    """Return the object in a JSON text of a format; ValueError if the text has another format or lacks a part."""
-    read = json.loads(text)
+    """Return the object in a JSON text of a format in ``written``; ValueError: another format, or a part is missing."""
+    content = json.loads(text)
     formats = (written,) if isinstance(written, str) else written
-    if not isinstance(read, dict) or read.get("format") not in formats:
+    if not isinstance(content, dict) or content.get("format") not in formats:
         raise ValueError(f'its format is not "{formats[0]}"')
-    if missing := [part for part in parts if part not in read]:
+    if missing := [part for part in parts if part not in content]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return read
+    return content
 
 
 def check_type(kind: type[T], value: object) -> T:
@@ -76,11 +76,10 @@ def check_list(kind: type[T], values: object) -> tuple[T, ...]:
 
 
 def _exact(what: str, value: object) -> Fraction:
-    """Return a number of a file: text such as "64/3" or "12.5", or a JSON number."""
+    """Return the number that a JSON number, or text such as "64/3" or "12.5", stands for."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return exact(what, value)
-    if not re.fullmatch(
-        r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", check_type(str, value)
-    ):  # converting "1e99999999" takes hours
+    text = check_type(str, value)
+    if not re.fullmatch(r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", text):  # Fraction("1e99999999") would take hours
         raise ValueError(f'{value!r} must be like "12.5" or "64/3": no sign or exponent, at most 40 digits per part')
-    return Fraction(check_type(str, value))
+    return Fraction(text)

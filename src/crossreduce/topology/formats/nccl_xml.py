@@ -1,12 +1,13 @@
 """The topology that NCCL or RCCL writes: the XML of NCCL_TOPO_DUMP_FILE.
 
-Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so on by their ``dev``. A document type,
-and with it any entity, is refused, and so is text that is too long or too deeply nested.
+Input: the text of the file. Output: a ``Wiring`` of its GPUs. Their ``dev`` is their number: ``cuda:0`` and so on. A
+document type, and with it any entity, is refused, and so is text that is too long or too deeply nested.
 
-``<nvlink>`` and ``<xgmi>`` entries join GPUs: each is a number of links, whose kind follows from the GPU's ``sm`` or
-``gcn``. All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring includes
-links of PCIe and between CPUs only if the entries do not join all GPUs. A PCI bridge with GPUs on one branch only is no
-node, but part of a link. Network cards are left out: the file does not state to which other cards they lead.
+``<nvlink>`` and ``<xgmi>`` entries join GPUs. Each stands for a number of links, whose kind follows from the GPU's
+``sm`` or ``gcn``. All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring
+includes links of PCIe and between CPUs only if the entries do not join all GPUs. A PCI bridge with GPUs on only one
+branch is part of a link, and not a node. Network cards are left out, because the file does not state to which other
+cards they lead.
 
 Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
 CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.
@@ -37,8 +38,8 @@ _PCIE: Final = {"2.5": "pcie1", "5": "pcie2", "8": "pcie3", "16": "pcie4", "32":
 # The start of a GPU's gcn after "gfx"; RCCL writes 910 for gfx90a.
 _XGMI: Final = {"95": "xgmi-mi350", "94": "xgmi-mi300", "90a": "xgmi-mi200", "910": "xgmi-mi200", "90": "xgmi-vega"}
 _BUS: Final = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2}\.[0-9a-f])")
-# GPUs that may be on modules, which always have NVLink or xGMI: their sm or gcn, and the PCI numbers of the modules
-# (P100, V100, A100, H100, H200, B200; MI250, MI300X, MI325X; from general knowledge of pci-ids.ucw.cz).
+# Modules (SXM, OAM) always have NVLink or xGMI. The sm or gcn of GPUs that exist as modules, and the PCI device numbers
+# of the modules (P100, V100, A100, H100, H200, B200; MI250, MI300X, MI325X; from general knowledge of pci-ids.ucw.cz).
 _CHIPS: Final = {"60", "70", "80", "90", "100", "910", "gfx90a", "gfx942"}
 _MODULES: Final = re.compile("15f9|1db[158]|20b[02]|233[05]|2901|740[8c]|74a[15]")
 
@@ -61,7 +62,7 @@ class _Element:
 
     @property
     def bus(self) -> str:
-        """The bus number in NCCL's spelling, 0000:07:00.0, which the driver writes as 00000000:07:00.0."""
+        """The PCI bus id in NCCL's spelling, 0000:07:00.0. The driver would write 00000000:07:00.0."""
         match = _BUS.fullmatch(self.get("busid") or self.get("target"))
         return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}" if match else self.get("busid") or self.get("target")
 
@@ -72,28 +73,28 @@ class _Element:
 
 class _Cpu(NamedTuple):
     name: str
-    host: str
+    host: str  # the start of all names on the host, "" or "host0/"
     element: _Element
 
 
 class _Gpu(NamedTuple):
     name: str
     cpu: _Cpu
-    pci: _Element
+    pci: _Element  # the PCI device, which contains the <gpu>
     element: _Element
 
 
 def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     """Return the wiring in NCCL's ``<system version="1">`` or RCCL's ``version="2"``.
 
-    PCIe links have the speed and width in the file; where it lacks them, as on some virtual machines, they have NCCL's
-    default, x16 at 8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
+    PCIe links have the speed and width in the file. Where these are missing, as on some virtual machines, links have
+    NCCL's default, x16 at 8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
 
     Args:
       text: the content of the file.
       speeds: the speeds of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
     Raises:
-      ArgumentError: the text is not such XML, has no GPUs, or has no NVLink or xGMI though its GPUs always have them.
+      ArgumentError: the text is not such XML, has no GPUs, or has no NVLink or xGMI although its GPUs always have them.
 
     >>> text = '''<system version="1"><cpu numaid="0">
     ... <pci busid="0000:01:00.0" link_speed="16.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="89"/></pci>
@@ -121,7 +122,7 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
 
 
 def _cpus(system: _Element) -> list[_Cpu]:
-    """Return the NUMA nodes; in a file of several hosts, as of a rack, with the name of the host in front."""
+    """Return the NUMA nodes. In a file of several hosts, such as a rack, their names start with that of the host."""
     elements = system.all("cpu")
     if len(elements) > MOST_CPUS:
         system.refuse(f"a topology has at most {MOST_CPUS} CPUs.", "")
@@ -138,7 +139,7 @@ def _cpus(system: _Element) -> list[_Cpu]:
 
 
 def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
-    """Return the GPUs host by host, in the order of their numbers."""
+    """Return the GPUs, sorted by host and number."""
     elements = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
     if not elements:
         missing = sum(
@@ -162,40 +163,41 @@ def _pci_devices(element: _Element) -> Iterator[_Element]:
 
 
 def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
-    """Return the links of NVLink and xGMI, by (src, dst), with the parallel ones added up."""
+    """Return the links of NVLink and xGMI by (src, dst); parallel links are added up."""
     by_bus = {(gpu.cpu.host, gpu.pci.bus): gpu.name for gpu in gpus}
     links: dict[tuple[str, str], Link] = {}
     for gpu in gpus:
         for entry in (*gpu.element.all("nvlink"), *gpu.element.all("xgmi")):
             if entry.integer("count") < 1:
                 entry.refuse("an entry must have the number of its links.", 'count="2"')
-            peer, both = by_bus.get((gpu.cpu.host, entry.bus), ""), False
+            # A peer GPU has an entry for the other direction, but a switch or a CPU has none.
+            peer, both_ways = by_bus.get((gpu.cpu.host, entry.bus), ""), False
             if entry.get("tclass").startswith("0x068000"):
-                peer, both = "nvswitch", True
+                peer, both_ways = "nvswitch", True
             elif entry.get("tclass").startswith("0x068001"):  # a POWER9 CPU, which has NVLink itself
-                peer, both = gpu.cpu.name, True
+                peer, both_ways = gpu.cpu.name, True
             elif not entry.get("target"):
                 entry.refuse("an entry must have the target of its links.", 'target="0000:07:00.0"')
             if peer == gpu.name:
                 problem = f"the links of {gpu.name} lead to itself"
                 entry.refuse(f"{problem}, so the file does not define the links between GPUs.")
-            if peer:  # otherwise a GPU that is not in the file, since the job that wrote it did not use it
-                of = kind(_kinds(gpu, entry)[peer == "nvswitch"])
-                for link in of.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both]:
-                    same = links.get(link[:2])
-                    links[link[:2]] = link._replace(bandwidth=link.bandwidth + (same.bandwidth if same else 0))
+            if peer:  # otherwise the peer is not in the file, since the job that wrote the file did not use this GPU
+                link_kind = kind(_kinds(gpu, entry)[peer == "nvswitch"])
+                for link in link_kind.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both_ways]:
+                    parallel = links.get(link[:2])
+                    links[link[:2]] = link._replace(bandwidth=link.bandwidth + (parallel.bandwidth if parallel else 0))
     return links
 
 
 def _kinds(gpu: _Gpu, entry: _Element) -> tuple[str, str]:
-    """Return the kinds of the links of a GPU, to another GPU and to a switch."""
+    """Return the kinds of the links of a GPU to another GPU and to a switch."""
     if entry.tag == "nvlink" and gpu.element.integer("sm") >= 0:
         return nvlink(gpu.element.integer("sm"))
     chip = gpu.element.get("gcn").removeprefix("gfx")
-    of = next((of for start, of in _XGMI.items() if chip.startswith(start)), None)
-    if entry.tag == "nvlink" or of is None:
+    xgmi = next((link_kind for start, link_kind in _XGMI.items() if chip.startswith(start)), None)
+    if entry.tag == "nvlink" or xgmi is None:
         gpu.element.refuse("a GPU must have its model: sm, or gcn if its links are xGMI.", 'sm="80", gcn="gfx942"')
-    return of, of
+    return xgmi, xgmi
 
 
 def _check_modules(gpus: list[_Gpu]) -> None:
@@ -213,24 +215,25 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
     links: list[Link] = []
     used: list[_Cpu] = []
 
-    # The nodes below a CPU or bridge, each with the width and kind of its link.
+    # The nodes directly below a CPU or bridge, each with the width and kind of the link to it.
     def branches(element: _Element) -> list[tuple[str, Fraction, str]]:
         return [branch for pci in element.all("pci") for branch in branch_of(pci)]
 
     def branch_of(pci: _Element) -> list[tuple[str, Fraction, str]]:
-        number, of = _width(pci)
+        width, pcie = _width(pci)
         if id(pci) in names:
-            return [(names[id(pci)], number, of)]
+            return [(names[id(pci)], width, pcie)]
         below = branches(pci)
         if len(below) > 1:
             bridge = f"{host}pci-{pci.bus.replace(':', '-')}"
             connect(bridge, below)
-            return [(bridge, number, of)]
-        return [min(branch, (branch[0], number, of), key=lambda link: link[1] * kind(link[2]).raw) for branch in below]
+            return [(bridge, width, pcie)]
+        # With one branch, the bridge is only a part of its link, which is as fast as the slower part.
+        return [min(branch, (branch[0], width, pcie), key=lambda link: link[1] * kind(link[2]).raw) for branch in below]
 
     def connect(node: str, below: list[tuple[str, Fraction, str]]) -> None:
-        for name, number, of in below:
-            links.extend(kind(of).between(node, name, number, speeds))
+        for name, width, pcie in below:
+            links.extend(kind(pcie).between(node, name, width, speeds))
 
     for cpu in cpus:
         host = cpu.host
@@ -243,7 +246,7 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
 
 
 def _width(pci: _Element) -> tuple[Fraction, str]:
-    """Return the PCIe width of a device divided by 16, and its kind of PCIe."""
+    """Return the number of PCIe lanes of a device divided by 16, and the kind of PCIe."""
     lanes = pci.integer("link_width")
     rate = re.match(r"([0-9]+(?:\.5)?)(?:\.0)? gt/s", pci.get("link_speed"))
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), _PCIE.get(rate[1] if rate else "", "pcie3")
@@ -308,7 +311,7 @@ def _parse(text: str) -> _Element:
 
 
 def _strip_comments(text: str) -> str:
-    """Remove comments, but keep line breaks: RCCL's comments start with more dashes than XML allows."""
+    """Remove comments but keep line breaks; RCCL's comments start with more dashes than XML allows."""
     kept: list[str] = []
     here = 0
     while (start := text.find("<!--", here)) >= 0 and (end := text.find("-->", start + 4)) >= 0:

@@ -2,10 +2,11 @@
 
 Input: the text, with or without its underlining. Output: a ``Wiring`` of the GPUs in it, ``cuda:0`` for ``GPU0``.
 
-The table has an entry for every two GPUs: ``NV#``, joined by # NVLinks; else the part of PCIe that joins them: ``PIX``
-and ``PXB``, one PCIe switch or several; ``PHB`` and ``NODE``, one CPU; ``SYS``, several CPUs. It has no speeds, so they
-are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of PCIe switches
-below linked CPUs, ``pcie0``, ``cpu0``; network cards only serve to find the GPUs that share a switch.
+The table has an entry for every two GPUs. ``NV#`` means that # NVLinks join them. Other entries name the part of PCIe
+that joins them: ``PIX`` one PCIe switch, ``PXB`` several, ``PHB`` and ``NODE`` one CPU, ``SYS`` several CPUs. The table
+has no speeds, so these are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of
+PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only help to find the GPUs that share a
+switch.
 
 Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 """
@@ -37,9 +38,9 @@ Slot = tuple[Fraction, str]  # a PCIe link: its width divided by 16, and its kin
 
 
 class _Row(NamedTuple):
-    line: int
-    cells: dict[str, str]
-    cores: str
+    line: int  # in the text, for errors
+    cells: dict[str, str]  # by column
+    cores: str  # the CPU affinity, or ""
 
 
 def read_nvidia_smi(
@@ -99,8 +100,12 @@ def gpu_wiring(
 ) -> Wiring:
     """Return the wiring of GPUs: NVLinks, and a tree of PCIe switches and CPUs if NVLinks do not join all of them.
 
-    The first of the members are the GPUs, each with its slot; the others are network cards. For two members, ``near``
-    returns PIX, PXB, PHB, NODE, SYS, or "" if it is not known. The links of ``fast`` may lead to switches.
+    Args:
+      devices: the GPUs.
+      fast: the NVLinks, which may lead to switches.
+      members: the number of GPUs and network cards; the GPUs come first.
+      near: returns for two members PIX, PXB, PHB, NODE, SYS, or "" if it is not known.
+      slots: the PCIe link of each GPU.
     """
     links = fast if is_connected(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
     return Wiring.of(devices, links)
@@ -109,17 +114,18 @@ def gpu_wiring(
 def _pcie_links(
     devices: Sequence[str], members: int, near: Callable[[int, int], str], slots: Sequence[Slot]
 ) -> list[Link]:
+    """Return the links of the PCIe tree: GPUs are joined under switches and CPUs, the nearest ones first."""
     links: list[Link] = []
     # The highest node above each GPU so far, and its link upwards.
     top = dict(enumerate(zip(devices, slots, strict=True)))
     count = {"pcie": 0, "cpu": 0}
 
-    def gather(switch: str, group: Iterable[int]) -> None:
+    def join(switch: str, group: Iterable[int]) -> None:
         below = dict.fromkeys(top[k] for k in group)
         name = f"{switch}{count[switch]}"
         count[switch] += 1
-        for node, (number, of) in below:
-            links.extend(kind(of).between(node, name, number, "raw"))
+        for node, (width, pcie) in below:
+            links.extend(kind(pcie).between(node, name, width, "raw"))
         widest = max((slot for _, slot in below), key=lambda slot: slot[0] * kind(slot[1]).raw)
         top.update(dict.fromkeys(group, (name, widest)))
 
@@ -128,19 +134,19 @@ def _pcie_links(
         for neighbours in groups(range(members), pairs):
             group = [k for k in neighbours if k in top]
             if len({top[k] for k in group}) > 1:
-                gather(switch, group)
+                join(switch, group)
     tops = dict.fromkeys(top.values())
     if len(tops) > 1:  # several CPUs; those with only one GPU or switch still lack a node
         for node in tops:
             if not node[0].startswith("cpu"):
-                gather("cpu", [k for k in top if top[k] == node])
+                join("cpu", [k for k in top if top[k] == node])
     for a, b in combinations(dict.fromkeys(name for name, _ in top.values()), 2):
         links += kind("cpu-skylake").between(a, b, 1, "effective")
     return links
 
 
 def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
-    """Return the NVLinks between devices, or to a switch if some device has more than ``most`` links in its row."""
+    """Return the NVLinks of each group of joined devices; they lead to a switch if a row's sum exceeds ``most``."""
     links: list[Link] = []
     switches = 0
     pairs = [pair for pair in combinations(range(len(devices)), 2) if number(*pair)]
@@ -159,7 +165,7 @@ def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: F
 
 
 def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
-    """Return the names of the columns, and the rows by name; each GPU has a row."""
+    """Return the names of the columns (GPUs and NICs), and the rows by name. Every GPU has a row."""
     if not isinstance(text, str) or len(text) > LONGEST:
         given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
         raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
@@ -197,7 +203,7 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
 
 
 def _columns(words: list[str]) -> list[str]:
-    """Return the names of a header, up to "CPU Affinity"."""
+    """Return the words of a header before "CPU Affinity"."""
     return words[: next((k for k, word in enumerate(words) if word in ("CPU", "NUMA")), len(words))]
 
 

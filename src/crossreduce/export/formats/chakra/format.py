@@ -1,8 +1,8 @@
 """The format of Chakra's execution traces: protobuf messages, each after its length as a varint.
 
 Input: the nodes of one rank. Output: the bytes of its trace, and back. A trace is a ``GlobalMetadata`` and then
-``Node``s. The message classes are made here from descriptors, with the fields that these traces have; other fields are
-skipped. The runtime of protobuf (the "chakra" extra) is imported at the first call.
+``Node``s. The message classes are created here from descriptors, only with the fields that these traces use; other
+fields are skipped. The protobuf package (the "chakra" extra) is imported at the first call.
 
 Source: github.com/mlcommons/chakra, schema/protobuf/et_def.proto (messages and numbers of fields) and src/feeder
 (lengths before messages; ``comm_size`` is an int64, ``comm_src``, ``comm_dst`` and ``comm_tag`` are int32).
@@ -57,29 +57,25 @@ _NODE_TYPES: Final = {
 
 
 class TraceNode(NamedTuple):
-    """A node of a trace: a message that its rank sends or receives, or a computation (the other fields are unused).
-
-    ``deps``: the nodes of the same rank that must be complete before it starts. ``through``: the nodes of the network
-    that the message passes; ``None``: the network's own route.
-    """
+    """A node of a trace: a message that its rank sends or receives, or a computation."""
 
     id: int
     kind: int  # COMP_NODE, COMM_SEND_NODE or COMM_RECV_NODE
     name: str
-    deps: tuple[int, ...]
-    src: int = -1
+    deps: tuple[int, ...]  # the nodes of the same rank that must be complete before this one starts
+    src: int = -1  # this field and the next four are only for messages
     dst: int = -1
     size: int = 0  # bytes
     tag: int = 0
-    through: tuple[str, ...] | None = None
+    through: tuple[str, ...] | None = None  # the network nodes that the message passes; None: the network's own route
     duration_micros: int = 0
 
 
 class Trace(NamedTuple):
-    """The trace of one rank: its nodes in the order of the file, and the texts of its metadata by their names."""
+    """The trace of one rank."""
 
-    nodes: list[TraceNode]
-    about: dict[str, str]
+    nodes: list[TraceNode]  # in the order of the file
+    about: dict[str, str]  # the attributes of the metadata, by name
 
 
 def encode(nodes: Iterable[TraceNode], about: dict[str, str]) -> bytes:
@@ -92,13 +88,13 @@ def encode(nodes: Iterable[TraceNode], about: dict[str, str]) -> bytes:
     >>> decode(trace).nodes[0][:7]
     (0, 5, 'send', (), 0, 1, 1000)
     """
-    metadata, node = _classes()
+    metadata_class, node_class = _classes()
     attributes = [{"name": name, "string_val": text} for name, text in about.items()]
     stream = io.BytesIO()
-    _write(stream, metadata(version=VERSION, attr=attributes))
-    for one in nodes:
-        fields = {"id": one.id, "name": one.name, "type": one.kind, "data_deps": one.deps}
-        _write(stream, node(**fields, duration_micros=one.duration_micros, attr=_attributes(one)))
+    _write(stream, metadata_class(version=VERSION, attr=attributes))
+    for node in nodes:
+        fields = {"id": node.id, "name": node.name, "type": node.kind, "data_deps": node.deps}
+        _write(stream, node_class(**fields, duration_micros=node.duration_micros, attr=_attributes(node)))
     return stream.getvalue()
 
 
@@ -109,16 +105,16 @@ def decode(trace: bytes) -> Trace:
       ArgumentError: the bytes are not a trace of Chakra.
       BackendError: protobuf is not installed.
     """
-    metadata, node = _classes()
+    metadata_class, node_class = _classes()
     from google.protobuf.message import DecodeError
 
     stream = io.BytesIO(trace)
     problem, remedy = "these bytes are not an execution trace of Chakra.", "the bytes of a file NAME.RANK.et"
     try:
-        head = _read(stream, metadata)
+        head = _read(stream, metadata_class)
         nodes = []
-        while (one := _read(stream, node)) is not None:
-            nodes.append(_node(one))
+        while (message := _read(stream, node_class)) is not None:
+            nodes.append(_node(message))
     except (DecodeError, ValueError, TypeError, IndexError) as error:
         raise ArgumentError.of(problem, f"{shown(trace)}: {error}", remedy) from error
     if head is None:
@@ -145,18 +141,19 @@ def _node(message: Any) -> TraceNode:
 
 
 def _attributes(node: TraceNode) -> list[dict[str, Any]]:
-    """Return a node's attributes. ``is_cpu_op``: Chakra's first feeder takes nodes without it for work of the CPU."""
-    found: list[dict[str, Any]] = [{"name": "is_cpu_op", "bool_val": False}]
+    """Return the attributes of a node's message."""
+    # Without is_cpu_op, Chakra's first feeder would take a node for work of the CPU.
+    attributes: list[dict[str, Any]] = [{"name": "is_cpu_op", "bool_val": False}]
     if node.kind != COMP_NODE:
-        found += [{"name": "comm_src", "int32_val": node.src}, {"name": "comm_dst", "int32_val": node.dst}]
-        found += [{"name": "comm_size", "int64_val": node.size}, {"name": "comm_tag", "int32_val": node.tag}]
+        attributes += [{"name": "comm_src", "int32_val": node.src}, {"name": "comm_dst", "int32_val": node.dst}]
+        attributes += [{"name": "comm_size", "int64_val": node.size}, {"name": "comm_tag", "int32_val": node.tag}]
     if node.through is not None:
-        found.append({"name": "through", "string_val": ",".join(node.through)})
-    return found
+        attributes.append({"name": "through", "string_val": ",".join(node.through)})
+    return attributes
 
 
 def _value(attribute: Any) -> Any:
-    """Return the value of an attribute; ``None``: it has a type that these traces do not use."""
+    """Return the value of an attribute, or ``None`` if it has a type that these traces do not use."""
     kind = attribute.WhichOneof("value")
     return None if kind is None else getattr(attribute, kind)
 
@@ -168,7 +165,7 @@ def _write(stream: io.BytesIO, message: Any) -> None:
 
 
 def _read(stream: io.BytesIO, kind: Any) -> Any:
-    """Return the next message; ``None``: there are no more."""
+    """Return the next message, or ``None`` at the end."""
     from google.protobuf import proto
 
     return proto.parse_length_prefixed(kind, stream)
@@ -178,7 +175,7 @@ def _read(stream: io.BytesIO, kind: Any) -> Any:
 def _classes() -> tuple[Any, Any]:
     """Return the classes of ``GlobalMetadata`` and ``Node``.
 
-    They have a pool of their own, so that they do not clash with classes that protoc generated from the same schema.
+    They are in a separate pool, to avoid conflicts with classes that protoc generated from the same schema.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -200,6 +197,6 @@ def _classes() -> tuple[Any, Any]:
                 field.oneof_index = 0
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    found = [pool.FindMessageTypeByName(f"{package}.{name}") for name in ("GlobalMetadata", "Node")]
-    metadata, node = map(message_factory.GetMessageClass, found)
-    return metadata, node
+    types = [pool.FindMessageTypeByName(f"{package}.{name}") for name in ("GlobalMetadata", "Node")]
+    metadata_class, node_class = map(message_factory.GetMessageClass, types)
+    return metadata_class, node_class

@@ -1,4 +1,4 @@
-"""What ``crossreduce export`` prints about exported traces: their sizes.
+"""The sizes of exported traces, which ``crossreduce export`` prints.
 
 Input: a plan and the contents of its trace files. Output: lines of text.
 """
@@ -12,20 +12,20 @@ from .writer import MOST_NODES
 
 
 def remarks(plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
-    """Return lines by their labels.
+    """Return the lines by their labels.
 
     >>> from crossreduce.export.formats.chakra import to_chakra
     >>> from crossreduce.planning import plan
-    >>> made = plan("hgx-h100", nbytes="1G", operation_s=0)
-    >>> remarks(made, to_chakra(made.schedule, made.topology, made.nbytes))["traces"]
+    >>> h100 = plan("hgx-h100", nbytes="1G", operation_s=0)
+    >>> remarks(h100, to_chakra(h100.schedule, h100.topology, h100.nbytes))["traces"]
     '8 files for 1073741824 bytes, 28736 nodes, 1 piece per chunk, 128 packets per routed piece'
     """
-    read = [decode(content) for content in files.values()]
-    about = read[0].about
+    traces = [decode(content) for content in files.values()]
+    about = traces[0].about
     pieces, packets = int(about["pieces"]), int(about["packets"])
     parts = [
         f"{many(len(files), 'file')} for {about['nbytes']} bytes",
-        many(sum(len(trace.nodes) for trace in read), "node"),
+        many(sum(len(trace.nodes) for trace in traces), "node"),
         f"{many(pieces, 'piece')} per chunk",
     ]
     if pieces < plan.schedule.pieces:

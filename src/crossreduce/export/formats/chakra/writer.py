@@ -1,20 +1,20 @@
 """Write a schedule as Chakra execution traces, one per rank, which ASTRA-sim runs as a custom collective.
 
 Input: a ``Schedule``, its ``Topology``, bytes. Output: the nodes of each rank, or the contents of the files. The trace
-of a rank is made of the rank's part of the program (``Program.on``) alone, without those of the other ranks.
+of a rank needs only the rank's part of the program (``Program.on``), and not the parts of other ranks.
 
-A transfer of a piece becomes one message, or several packets if its route has more than one link: ASTRA-sim's switches
-forward whole messages, those of ``simulate`` forward bytes as they arrive. A packet is a send node of its source and a
-receive node of its destination. A computation combines operands, or joins the packets of a copied piece.
+A transfer of a piece becomes one message, or several packets if its route has more than one link: switches in ASTRA-sim
+forward whole messages, but switches in ``simulate`` forward bytes as they arrive. A packet is a send node of its source
+and a receive node of its destination. A computation combines operands, or joins the packets of a copied piece.
 
-The messages of a tick (piece + round) leave over a link together: when the values of all of them are there, and when
-the messages of the link's previous tick have arrived, apart from the last packets, one on each further link of their
-route. So each tick keeps a link busy for the latency and for its bytes, as in ``simulate``. This has to be in the
-dependencies of the send nodes, since ASTRA-sim starts nodes that wait for nothing in the order of a hash table. The
-messages leave packet by packet in turn, so that they share their link, and rank i sends to rank i + 1 first, so that
-ranks do not all send to the same one through a switch.
+All messages of a tick (piece + round) over a link leave together. They wait for the values of all these messages, and
+for the link's messages of the previous tick to arrive; but some packets at the end of a routed message may still be on
+the further links of the route. So each tick keeps a link busy for its latency and its bytes, as in ``simulate``. Send
+nodes express this by dependencies, since ASTRA-sim starts nodes that wait for nothing in the order of a hash table.
+Messages take turns packet by packet, so that they share their link. Rank i sends to rank i + 1 first, so that not all
+ranks send to the same one through a switch.
 
-The two ranks of a message number it alike, since both list the messages between them in the same order.
+Both ranks of a message give it the same tag, since both list the messages between them in the same order.
 
 Source: github.com/astra-sim/astra-sim, astra-sim/system/astraccl/custom_collectives/CustomAlgorithm.cc (types of nodes;
 names of files; a send is complete when its message has arrived) and astra-sim/network_frontend/analytical/common
@@ -39,17 +39,17 @@ from ..ranks import one_rank
 from .format import COMM_RECV_NODE, COMM_SEND_NODE, COMP_NODE, TraceNode, encode
 
 MOST_NODES: Final = 100_000
-"""The greatest number of nodes in all traces, as long as fewer packets and pieces can reduce it: about 12 MB."""
+"""The greatest number of nodes in all traces (about 12 MB), unless even one piece and one packet need more."""
 
 PACKETS: Final = 128
-"""The least number of packets of a chunk that passes a switch: the switch delays it by 1 / 128 of its bytes' time."""
+"""The least number of packets of a chunk that passes a switch, which then delays it by 1 / 128 of its transfer time."""
 
 LEAST_PACKETS: Final = 16
-"""The packets of a piece that passes a switch, unless there would be too many nodes."""
+"""The least number of packets of a piece that passes a switch, unless there would be too many nodes."""
 
 
 class Traces(NamedTuple):
-    """The nodes of some ranks, and into how many parts chunks are cut."""
+    """The nodes of some ranks, and the numbers of pieces and packets."""
 
     nodes: dict[int, tuple[TraceNode, ...]]  # by rank
     pieces: int  # per chunk
@@ -59,20 +59,21 @@ class Traces(NamedTuple):
 def to_chakra(
     schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, rank: int | None = None
 ) -> dict[str, bytes]:
-    """Return the traces of a schedule, by the name of their file: ``COLLECTIVE_ALGORITHM.RANK.et``.
+    """Return the traces of a schedule by file name: ``COLLECTIVE_ALGORITHM.RANK.et``.
 
     Rank k is the schedule's k-th device. Messages have fixed sizes, so traces are for one size of the buffer. ASTRA-sim
-    finds its own routes; a send node stores the schedule's in the attribute ``through`` if it is not the topology's.
+    finds routes itself. If the schedule's route is not the topology's, the attribute ``through`` of a send node stores
+    it.
 
     Args:
-      schedule: any collective whose nodes are devices.
+      schedule: any collective in which only devices combine.
       topology: determines the links of each transfer.
       nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
-      rank: the only rank whose trace is made, without the work for the others; ``None``: all ranks.
+      rank: the only rank whose trace is made. By default, the traces of all ranks are made.
     Raises:
       PlanError: a switch combines, or the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: an invalid number of bytes, schedule, topology or rank.
+      ArgumentError: the number of bytes, the schedule, the topology or the rank is invalid.
       BackendError: protobuf is not installed.
 
     >>> from crossreduce.planning import ring
@@ -80,19 +81,19 @@ def to_chakra(
     >>> sorted(to_chakra(ring(pair.devices), pair, 1 << 20))
     ['all_reduce_ring.0.et', 'all_reduce_ring.1.et']
     """
-    made = traces(schedule, topology, nbytes, rank=rank)
+    nodes_of_ranks, pieces, packets = traces(schedule, topology, nbytes, rank=rank)
     about = {
         "schema": "1.0.2-chakra.0.0.4",
         "collective": schedule.collective,
         "algorithm": schedule.algorithm,
         "nbytes": str(byte_count(nbytes)),
-        "pieces": str(made.pieces),
-        "packets": str(made.packets),
+        "pieces": str(pieces),
+        "packets": str(packets),
     }
     name = f"{schedule.collective}_{schedule.algorithm}"
     return {
         f"{name}.{each}.et": encode(nodes, {**about, "rank": str(each), "device": schedule.devices[each]})
-        for each, nodes in made.nodes.items()
+        for each, nodes in nodes_of_ranks.items()
     }
 
 
@@ -115,12 +116,12 @@ def traces(schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, ran
         problem = "a rank of a Chakra trace must be a device, but in this schedule switches combine or copy."
         raise PlanError.of(problem, ", ".join(switches), "a machine without in_network")
     division = _Division(program, topology, size)
-    made = {each: _RankWriter(division, each).nodes() for each in ranks}
-    return Traces(made, division.pieces, division.packets)
+    nodes = {each: _RankWriter(division, each).nodes() for each in ranks}
+    return Traces(nodes, division.pieces, division.packets)
 
 
 class _Division:
-    """Into how many pieces and packets chunks are cut, and over which links each transfer goes; alike for all ranks."""
+    """The numbers of pieces and packets, and the links of each transfer. They are the same for all ranks."""
 
     def __init__(self, program: Program, topology: Topology, nbytes: int) -> None:
         self.program, self.topology = program, topology
@@ -129,13 +130,14 @@ class _Division:
         self.pieces, self.packets = self._parts()
 
     def _parts(self) -> tuple[int, int]:
-        """Return the pieces per chunk and the packets per piece; fewer than planned if there were too many nodes."""
+        """Return the pieces per chunk and the packets per piece. They are fewer if there would be too many nodes."""
         counted, times, whole = self.program, 1, self.program
         if isinstance(whole, GeneratedProgram) and orbits_of(whole.schedule, self.topology, NO_COSTS) is not None:
             counted, times = whole.base, whole.schedule.symmetry.order  # all images of a route have as many links
-        routes = [len(self.links(one.src, one.dst, one.through)) for sent in counted.transfers for one in sent]
-        direct, routed = times * routes.count(1), times * (len(routes) - routes.count(1))
-        combinations = times * sum(len(made.operands) > 1 for chunk in counted.chunks for made in chunk.instructions)
+        hops = [len(self.links(move.src, move.dst, move.through)) for moves in counted.transfers for move in moves]
+        direct, routed = times * hops.count(1), times * (len(hops) - hops.count(1))
+        instructions = [instruction for chunk in counted.chunks for instruction in chunk.instructions]
+        combinations = times * sum(len(instruction.operands) > 1 for instruction in instructions)
         pieces = self.program.pieces
         packets = max(LEAST_PACKETS, -(-PACKETS // pieces)) if routed else 1
         while pieces * (2 * (direct + routed * packets) + combinations + routed) > MOST_NODES:
@@ -163,39 +165,40 @@ class _Division:
 
 @dataclass
 class _Message:
-    """A transfer of a piece that the rank sends or receives; ``value``: the rank's number of the value."""
+    """A transfer of a piece that the rank sends or receives."""
 
-    value: int
+    value: int  # in the numbering of the rank
     piece: int
     src: int
     dst: int
-    name: str  # of its nodes
+    name: str  # a part of the names of its nodes
     packets: tuple[int, ...]  # the bytes of each
     links: tuple[Pair, ...]
-    through: tuple[str, ...] | None  # of a message that is sent: the route if it is not the topology's own
-    received: list[int] = field(default_factory=list)  # the receive nodes of its packets, once they exist
+    through: tuple[str, ...] | None  # for a message that is sent: the route, unless it is the topology's own
+    received: list[int] = field(default_factory=list)  # the receive nodes of the packets that have been added
 
 
 class _RankWriter:
-    """Builds the nodes of one rank, tick by tick; a node depends only on nodes of earlier ticks or before it."""
+    """Builds the nodes of one rank, tick by tick. A node depends only on nodes that were added before it."""
 
     def __init__(self, division: _Division, rank: int) -> None:
         self.division, self.rank, self.part = division, rank, division.program.on(rank)
-        self.found: list[TraceNode] = []
-        self.tags: Counter[tuple[int, int]] = Counter()  # the messages so far, by source and destination
+        self.added: list[TraceNode] = []
+        self.tags: Counter[tuple[int, int]] = Counter()  # the number of packets so far, by source and destination
         self.ready: dict[tuple[int, int], int] = {}  # by piece and value: the node that completes the value
-        self.passed: dict[Pair, tuple[int, ...]] = {}  # for each first link: the nodes of its latest tick to wait for
+        # For each link on which messages leave the rank: the send nodes for which its next tick waits.
+        self.passed: dict[Pair, tuple[int, ...]] = {}
 
     def nodes(self) -> tuple[TraceNode, ...]:
         """Return the nodes. Without work there is one computation, since ASTRA-sim rejects traces without nodes."""
         for tick in range(self.division.program.round_count + self.division.pieces - 1):
             self._add_tick(tick)
-        if not self.found:
+        if not self.added:
             self._add(COMP_NODE, "nothing to do", ())
-        return tuple(self.found)
+        return tuple(self.added)
 
     def _add_tick(self, tick: int) -> None:
-        """Add the messages of a tick, packet by packet in turn, and then its computations."""
+        """Add the packets of a tick's messages, which take turns, and then the computations of the tick."""
         pieces, rounds = self.division.pieces, self.division.program.round_count
         active = [(r, tick - r) for r in reversed(range(max(0, tick - pieces + 1), min(tick + 1, rounds)))]
         ranks = len(self.division.program.devices)
@@ -203,30 +206,31 @@ class _RankWriter:
             (message for r, piece in active for message in self._messages(r, piece)),
             key=lambda message: (message.dst - message.src) % ranks,
         )
-        together: defaultdict[Pair, list[_Message]] = defaultdict(list)
+        leaving: defaultdict[Pair, list[_Message]] = defaultdict(list)
         for message in messages:
             if message.src == self.rank:
-                together[message.links[0]].append(message)
-        starts = {link: self._start(link, leaving) for link, leaving in together.items()}
-        sent: defaultdict[Pair, list[tuple[int, int]]] = defaultdict(list)  # packets, with the number of their message
+                leaving[message.links[0]].append(message)
+        dependencies = {link: self._dependencies(link, together) for link, together in leaving.items()}
+        sent: defaultdict[Pair, list[tuple[int, int]]] = defaultdict(list)  # (number of the message, node of a packet)
         for number in range(max((len(message.packets) for message in messages), default=0)):
             for k, message in enumerate(messages):
                 if number < len(message.packets):
                     link = message.links[0]
-                    node = self._add_packet(message, number, starts.get(link, ()))
+                    node = self._add_packet(message, number, dependencies.get(link, ()))
                     if message.src == self.rank:
                         sent[link].append((k, node))
                     else:
                         message.received.append(node)
         for link, packets in sent.items():
-            behind = len(messages[packets[-1][0]].links) - 1  # the packets on the further links of the route
+            behind = len(messages[packets[-1][0]].links) - 1  # the packets that may still be on further links
+            # dict() keeps the last packet of each message.
             self.passed[link] = tuple(dict(packets[: max(1, len(packets) - behind)]).values())
         arrived = {(message.piece, message.value): message for message in messages if message.dst == self.rank}
         for r, piece in active:
             self._add_values(r, piece, arrived)
 
     def _messages(self, r: int, piece: int) -> Iterator[_Message]:
-        """Yield what the rank sends and receives in a round, for one piece."""
+        """Yield the messages of one piece that the rank sends and receives in a round."""
         division, stage = self.division, self.part.stages[r]
         sends = [(value, self.rank, other) for value, other in stage.sends]
         for value, src, dst in (*sends, *((value, other, self.rank) for value, other in stage.receives)):
@@ -242,8 +246,8 @@ class _RankWriter:
                 name = f"chunk {chunk} round {r} piece {piece}"
                 yield _Message(value, piece, src, dst, name, sizes, links, through)
 
-    def _start(self, link: Pair, messages: list[_Message]) -> tuple[int, ...]:
-        """Return the nodes that a tick's messages over a link wait for."""
+    def _dependencies(self, link: Pair, messages: list[_Message]) -> tuple[int, ...]:
+        """Return the nodes for which all messages of a tick over a link wait."""
         values = [self.ready.get((message.piece, message.value)) for message in messages]
         return (*dict.fromkeys(node for node in values if node is not None), *self.passed.get(link, ()))
 
@@ -258,18 +262,18 @@ class _RankWriter:
         return self._add(COMM_RECV_NODE, f"receive {message.name} from {src}", (), **facts)
 
     def _add_values(self, r: int, piece: int, arrived: dict[tuple[int, int], _Message]) -> None:
-        """Record the nodes that complete the values of a round, and add a computation where several nodes do."""
+        """Record for each new value of a round the node that completes it: a packet, or a computation that is added."""
         stage, combined = self.part.stages[r], set[int]()
-        for made, operands, _ in stage.combinations:
+        for result, operands, _ in stage.combinations:
             combined.update(operands)
-            chunk = self.part.values[made].chunk
+            chunk = self.part.values[result].chunk
             if self.division.size(chunk, piece):
                 messages = [arrived[piece, value] for value in operands if (piece, value) in arrived]
-                # An input is there at the start.
+                # Inputs have no node: they exist at the start.
                 needed = [self.ready[piece, value] for value in operands if (piece, value) in self.ready]
                 needed += [node for message in messages for node in message.received]
                 name = f"combine chunk {chunk} round {r} piece {piece}"
-                self.ready[piece, made] = self._add(COMP_NODE, name, tuple(needed))
+                self.ready[piece, result] = self._add(COMP_NODE, name, tuple(needed))
         for value, _ in stage.receives:
             if value not in combined and (piece, value) in arrived:
                 message = arrived[piece, value]
@@ -279,5 +283,5 @@ class _RankWriter:
                 )
 
     def _add(self, kind: int, name: str, deps: tuple[int, ...], **facts: Any) -> int:
-        self.found.append(TraceNode(len(self.found), kind, name, deps, **facts))
-        return len(self.found) - 1
+        self.added.append(TraceNode(len(self.added), kind, name, deps, **facts))
+        return len(self.added) - 1

@@ -4,10 +4,11 @@ Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an orde
 ScheduleError, for example for a connection with one end, a dependency that no step meets, or a deadlock.
 
 - A ``nop`` only carries a dependency: the next step of another type waits for it. A step with ``hasdep`` signals when
-  it is done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
-  reductions) with the same destination and source buffer run as one if no wait or signal is between them.
-- The k-th send of a connection (source, destination, channel) is received by its k-th receive. A connection has a few
-  slots for messages that are not yet received, and a send waits for a free one; a step of many chunks may need several.
+  it is done. The first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
+  reductions) with the same destination and source buffer run as one step if no wait or signal is between them.
+- The k-th send of a connection (source, destination, channel) is received by the k-th receive of the connection. A
+  connection has a few slots for messages that are not yet received, and a send waits for a free slot. A step of many
+  chunks may need several slots.
 
 Source: the parsers and interpreters in github.com/Azure/msccl-executor-nccl (src/misc/msccl/msccl_parser.cc,
 src/device/msccl_kernel.cu) and github.com/ROCm/rccl (src/device/msccl_kernel_impl.h).
@@ -25,7 +26,7 @@ from ..collective import Location
 from ..proof import quoted_name
 from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep
 
-# The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
+# The number of slots of a connection. NCCL_STEPS is 8. A send takes one of them under LL and LL128, and 4 under Simple
 # (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
 SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
 # Bytes of a slot. A larger chunk is sent in slices, several smaller ones in one message. The values are those of the
@@ -36,7 +37,7 @@ MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
 # Larger files are not verified: at these limits it takes minutes and 1 GB. The runtimes' own limits are far lower.
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
-_MOST_WAITS: Final = 32  # of a deadlock, in a message
+_MOST_WAITS: Final = 32  # that the error for a deadlock lists
 
 ThreadblockId = tuple[int, int]  # a GPU and the number of one of its threadblocks
 Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the channel
@@ -44,7 +45,7 @@ Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the 
 
 @dataclass
 class RuntimeStep:
-    """A step as the runtimes run it, not a ``nop``. Fields after ``count`` are positions in ``MscclProgram.steps``."""
+    """A step other than ``nop``. Fields after ``count`` are positions in ``MscclProgram.steps``, or -1 for none."""
 
     gpu: int
     block: int
@@ -52,9 +53,9 @@ class RuntimeStep:
     xml: XmlStep
     count: int  # the number of chunks that the runtimes move
     waits: list[int]  # the steps whose signals it waits for
-    previous: int  # the previous step of the threadblock; -1: it is the first one
-    sender: int = -1  # the step whose message it receives; -1: it receives none
-    receiver: int = -1  # the step that receives its message; -1: it sends none
+    previous: int  # the previous step of the threadblock
+    sender: int = -1  # the step whose message this one receives
+    receiver: int = -1  # the step that receives the message of this one
 
     @property
     def threadblock(self) -> ThreadblockId:
@@ -66,9 +67,9 @@ class RuntimeStep:
 
 
 def too_large(steps: int, work: int) -> str:
-    """Return why a file of at least so many steps, and of so many chunks in its buffers and steps, is not verified.
+    """Return why a file is not verified that has at least this number of steps, and of chunks in buffers and steps.
 
-    "": it is.
+    The result is "" if the file is verified.
     """
     if steps > MOST_STEPS:
         return f"at most {MOST_STEPS} steps are verified, the file needs {steps}"
@@ -107,18 +108,18 @@ class MscclProgram:
         return ScheduleError(f"{self.name}, {step}: {text}")
 
     def _signal(self, step: RuntimeStep, block: int, number: int, target: _ThreadblockParser | None) -> int:
-        """Return the step whose signal meets a dependency."""
+        """Return the step whose signal meets a dependency on step ``number`` of a threadblock."""
         if target is None:
             raise self.error(step, f"waits for tb {block}, which gpu {step.gpu} does not have.")
-        place = bisect_left(target.signals, (number, 0))  # the counters increase
-        if place < len(target.signals):
-            return target.signals[place][1]
+        position = bisect_left(target.signals, (number, 0))  # the counters increase
+        if position < len(target.signals):
+            return target.signals[position][1]
         reason = "no step of that threadblock signals from there on (none has hasdep=1), so it would wait forever"
         raise self.error(step, f"waits for tb {block}, step {number}, but {reason}.")
 
     def _connect(self) -> None:
         """Pair each connection's sends with its receives, in order."""
-        # Of each connection: for "send" and "recv" the threadblock at this end, and its steps.
+        # For each connection and each end ("send", "recv"): the threadblock at this end, and its steps.
         connections: defaultdict[Connection, dict[str, tuple[int, list[int]]]] = defaultdict(dict)
         for (g, t), run in self.blocks.items():
             block = self.algo.gpus[g].threadblocks[t]
@@ -131,16 +132,16 @@ class MscclProgram:
             ):
                 if peer < 0:
                     continue
-                known = connections[*pair, block.channel]
-                if end in known:
-                    same = f"tb {known[end][0]} has the same {end} peer {peer} on channel {block.channel}"
+                connection_ends = connections[*pair, block.channel]
+                if end in connection_ends:
+                    same = f"tb {connection_ends[end][0]} has the same {end} peer {peer} on channel {block.channel}"
                     raise ScheduleError(f"{here}: {same}, but a connection's end belongs to one threadblock.")
-                known[end] = t, [number for number in run if self.steps[number].xml.type in types]
+                connection_ends[end] = t, [number for number in run if self.steps[number].xml.type in types]
         for (src, dst, channel), ends in connections.items():
-            for end, own, missing in (("send", src, f"gpu {dst} receives from"), ("recv", dst, f"gpu {src} sends to")):
+            for end, gpu, missing in (("send", src, f"gpu {dst} receives from"), ("recv", dst, f"gpu {src} sends to")):
                 if [*ends] == [end]:
-                    problem = f"no threadblock of {missing} gpu {own} on channel {channel}."
-                    raise ScheduleError(f"{self.name}, gpu {own}, tb {ends[end][0]}: {problem}")
+                    problem = f"no threadblock of {missing} gpu {gpu} on channel {channel}."
+                    raise ScheduleError(f"{self.name}, gpu {gpu}, tb {ends[end][0]}: {problem}")
             (t, out), (u, into) = ends["send"], ends["recv"]
             if len(out) != len(into):
                 sends = f"gpu {src}, tb {t}: sends {len(out)} times to gpu {dst} on channel {channel}"
@@ -154,7 +155,7 @@ class MscclProgram:
 
 
 class _ThreadblockParser:
-    """Turns one threadblock's elements into steps as the runtimes' parsers do."""
+    """Converts the elements of one threadblock to steps in the same way as the runtimes' parsers."""
 
     def __init__(self, program: MscclProgram, gpu: int, number: int, block: Threadblock) -> None:
         self.program, self.gpu, self.block = program, gpu, number
@@ -168,7 +169,7 @@ class _ThreadblockParser:
     def _parse(self, block: Threadblock) -> None:
         """Add the steps to the program."""
         pending: list[tuple[int, int]] = []
-        # The destination and source buffer that the next ``re`` must have to run as one with the last one.
+        # The destination and source buffer with which the next ``re`` would run as one step with the ``re`` before it.
         chain: tuple[Location, str] | None = None
         fused: list[RuntimeStep] = []
         counter = reductions = 0
@@ -203,6 +204,7 @@ class _ThreadblockParser:
             self.program.steps.append(step)
 
     def _fuse(self, number: int, fused: list[RuntimeStep]) -> None:
+        """Give all steps that run as one the count of the last one, as the runtimes do, and note what is wrong."""
         count = fused[-1].count
         if any(step.count != count for step in fused):
             self._note(number, "the runtimes fuse it with the re before, and use its cnt for all of them")
@@ -216,7 +218,7 @@ class _ThreadblockParser:
 
 
 def chunks_per_slot(algo: Algo) -> int:
-    """Return how many chunks of a step fit into a slot if the buffer has ``max_bytes`` bytes; at least 1."""
+    """Return the number of chunks of a step that fit into a slot if the buffer has ``max_bytes`` bytes; at least 1."""
     if not algo.max_bytes:
         return 1
     chunk = -(-algo.max_bytes // algo.chunks)
@@ -226,14 +228,15 @@ def chunks_per_slot(algo: Algo) -> int:
 class Execution:
     """One execution of a program's steps that respects all waits.
 
-    Steps depend on other threadblocks only through counts that never decrease, so if one execution ends, all end.
+    Steps depend on other threadblocks only through counts that never decrease. So if one execution ends, every one
+    does.
     """
 
     def __init__(self, program: MscclProgram, slots: int, per_slot: int) -> None:
         self.program, self.slots, self.per_slot = program, slots, per_slot
         self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
         self.done = [False] * len(program.steps)
-        self.passed = [0] * len(program.steps)  # how many parts of its message each step has sent or received
+        self.passed = [0] * len(program.steps)  # for each step, the parts of its message that it has sent or received
         self.used: Counter[ThreadblockId] = Counter()  # slots in use of each threadblock's outgoing connection
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
@@ -260,6 +263,7 @@ class Execution:
         return order
 
     def _waits_for(self, number: int) -> int:
+        """Return the first step that is not done and for which a step waits, or -1."""
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
@@ -267,17 +271,17 @@ class Execution:
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)
-        can = parts - self.passed[number]
+        movable = parts - self.passed[number]
         if step.sender >= 0:
-            can = min(can, self.passed[step.sender] - self.passed[number])
+            movable = min(movable, self.passed[step.sender] - self.passed[number])
         if step.receiver >= 0:
-            can = min(can, self.slots - self.used[step.threadblock])
-        self.passed[number] += can
-        if can and step.sender >= 0:
-            self.used[steps[step.sender].threadblock] -= can
+            movable = min(movable, self.slots - self.used[step.threadblock])
+        self.passed[number] += movable
+        if movable and step.sender >= 0:
+            self.used[steps[step.sender].threadblock] -= movable
             self.ready[steps[step.sender].threadblock] = None
-        if can and step.receiver >= 0:
-            self.used[step.threadblock] += can
+        if movable and step.receiver >= 0:
+            self.used[step.threadblock] += movable
             self.ready[steps[step.receiver].threadblock] = None
         return self.passed[number] == parts
 

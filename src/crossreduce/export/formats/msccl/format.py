@@ -28,7 +28,7 @@ TYPES: Final = SENDS | RECEIVES | READS | WRITES | {"nop"}
 PROTOCOLS: Final = ("Simple", "LL", "LL128")
 
 LARGEST_COUNT: Final = 71  # MSCCL_MAX_COUNT is 72, and a step's cnt must be below it
-MOST_PEERS: Final = 32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: send peers, and receive peers, of a channel
+MOST_PEERS: Final = 32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: of the send peers, and receive peers, of a channel
 MOST_CHUNKS: Final = 32768  # an offset is an int16
 LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
 LONGEST_TEXT: Final = 1 << 26
@@ -43,17 +43,14 @@ _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # no leading zeros: the ru
 
 @dataclass(frozen=True)
 class Runtime:
-    """The limits of a runtime: channels, threadblocks per GPU, steps per threadblock, XML elements.
-
-    ``required``: the attributes of ``<algo>`` without which it refuses a file, of those that ``Algo.missing`` lists.
-    """
+    """The limits of a runtime."""
 
     name: str
     channels: int
-    threadblocks: int
-    steps: int
-    elements: int
-    required: tuple[str, ...] = ("name", "outofplace", "minBytes", "maxBytes")
+    threadblocks: int  # per GPU
+    steps: int  # per threadblock
+    elements: int  # of the XML
+    required: tuple[str, ...] = ("name", "outofplace", "minBytes", "maxBytes")  # the attributes of <algo> that it needs
 
 
 # In this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
@@ -68,7 +65,7 @@ RUNTIMES: Final = {
 
 
 class XmlStep(NamedTuple):
-    """A ``step`` element. It depends on step ``step`` of threadblock ``threadblock``; -1: on no step."""
+    """A ``step`` element. It depends on step ``step`` of threadblock ``threadblock``, or on no step if these are -1."""
 
     type: str
     src: Location
@@ -80,23 +77,23 @@ class XmlStep(NamedTuple):
 
 
 class Threadblock(NamedTuple):
-    """A ``tb`` element: the ranks that it sends to and receives from (-1: none), its channel and its steps."""
+    """A ``tb`` element."""
 
-    send: int
-    recv: int
+    send: int  # the rank to which it sends, or -1
+    recv: int  # the rank from which it receives, or -1
     channel: int
     steps: tuple[XmlStep, ...]
 
 
 class Gpu(NamedTuple):
-    """A ``gpu`` element: the number of chunks in each of its buffers, its threadblocks in the order of their ids."""
+    """A ``gpu`` element."""
 
-    sizes: dict[str, int]
-    threadblocks: tuple[Threadblock, ...]
+    sizes: dict[str, int]  # the number of chunks in each buffer
+    threadblocks: tuple[Threadblock, ...]  # in the order of their ids
 
 
 class Algo(NamedTuple):
-    """An ``algo`` element. ``missing``: which of name, outofplace, minBytes and maxBytes it lacks."""
+    """An ``algo`` element. ``missing`` lists which of name, outofplace, minBytes and maxBytes it does not have."""
 
     name: str
     proto: str
@@ -112,7 +109,7 @@ class Algo(NamedTuple):
 
 
 def units_of_xml(text: str) -> int:
-    """Return the number of chunks of a file, of which a message's number of elements must be a multiple."""
+    """Return the number of chunks of a file, which must divide the number of elements of a message."""
     return read_msccl_xml(text).chunks
 
 
@@ -237,13 +234,13 @@ def _parse(text: str) -> _XmlElement:
 
 def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
     """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
-    found = {element.number("id", at): element for element in elements}
+    by_id = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
-    if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
+    if sorted(by_id) != list(range(len(elements))) or len(elements) != wanted:
         given = cut(", ".join(element.attributes["id"] for element in elements)) or "none"
         problem = f"{at}: there must be {wanted} <{what}>, whose ids are 0, 1, 2, ..., each once."
         raise ScheduleError.of(problem, f"ids {given}", f"ids 0 to {wanted - 1}")
-    return [found[number] for number in range(wanted)]
+    return [by_id[number] for number in range(wanted)]
 
 
 def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
@@ -283,7 +280,7 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
 
 
 def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
-    """Yield the limits of a runtime that a file breaks, in words. The runtime refuses the file, or runs it wrongly."""
+    """Yield, in words, the limits of a runtime that a file breaks. The runtime refuses the file, or runs it wrongly."""
     if missing := [name for name in algo.missing if name in runtime.required]:
         yield f"{runtime.name} refuses a file without the attribute {', '.join(missing)}"
     if algo.channels > runtime.channels:
@@ -306,7 +303,7 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
 
 
 def _needs(blocks: tuple[Threadblock, ...], gpus: int) -> tuple[int, ...]:
-    """Return how much of each limit of ``broken_limits`` a GPU needs, in the same order."""
+    """Return the numbers of a GPU that ``broken_limits`` compares with its limits, in the same order."""
     steps = [step for block in blocks for step in block.steps]
     return (
         len(blocks),

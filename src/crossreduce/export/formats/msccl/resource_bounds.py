@@ -1,7 +1,8 @@
-"""What every MSCCL XML file of a collective needs at least.
+"""The least resources that any MSCCL XML file of a collective needs.
 
-Input: a collective and the limits of runtimes. Output: a limit that each of its files breaks, in words. This is counted
-on one rank of each group of equal ranks before any file is arranged, so a plan that cannot fit is refused at once.
+Input: a collective and the limits of runtimes. Output: a limit that every file of the collective breaks, in words. It
+is counted on one rank of each group of equal ranks, before any file is arranged. So a plan that cannot fit is refused
+at once.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from .execution import too_large
 from .format import LARGEST_COUNT, Runtime
 
 
-def least_broken(made: Collective, limits: Sequence[Runtime]) -> str:
-    """Return the first limit that is found to be broken by every file of a collective; "": none.
+def least_broken(collective: Collective, limits: Sequence[Runtime]) -> str:
+    """Return a limit that every file of a collective breaks, in words, or "" if none is found.
 
-    >>> from crossreduce.export.formats.collective import collective
+    >>> from crossreduce.export.formats.collective import collective as nccl_collective
     >>> from crossreduce.export.formats.msccl.format import RUNTIMES
     >>> from crossreduce.planning import direct
-    >>> least_broken(collective(direct([f"cuda:{k}" for k in range(80)])), [RUNTIMES["rccl"]])
+    >>> least_broken(nccl_collective(direct([f"cuda:{k}" for k in range(80)])), [RUNTIMES["rccl"]])
     'RCCL has 64 threadblocks per GPU, gpu 0 needs at least 79'
     """
-    blocks = Counter[int]()  # of each chunk
-    for block in made.blocks:
+    blocks = Counter[int]()  # the least number of blocks of each chunk
+    for block in collective.blocks:
         blocks[block.chunk] += -(-block.size // LARGEST_COUNT)
     total = 0
-    for rank, count in made.program.alike.items():
-        peers = _messages(made.program.on(rank), blocks)
+    for rank, count in collective.program.alike.items():
+        peers = _messages(collective.program.on(rank), blocks)
         steps = max(sum(messages.values()) for messages in peers)  # a step sends at most one message, and receives one
         total += count * steps
         for runtime in limits:
             threadblocks = max(sum(-(-n // runtime.steps) for n in messages.values()) for messages in peers)
-            elements = 1 + made.ranks + threadblocks + steps
+            elements = 1 + collective.ranks + threadblocks + steps
             for what, need, most in (
                 ("threadblocks", threadblocks, runtime.threadblocks),
                 ("XML elements", elements, runtime.elements),
@@ -45,10 +46,10 @@ def least_broken(made: Collective, limits: Sequence[Runtime]) -> str:
 
 
 def _messages(part: DeviceProgram, blocks: Counter[int]) -> tuple[Counter[int], Counter[int]]:
-    """Return how many messages a rank sends to each other rank, and receives from it."""
+    """Return the numbers of messages that a rank sends to each other rank, and that it receives from each."""
     sent, received = Counter[int](), Counter[int]()
     for stage in part.stages:
-        for messages, found in ((stage.sends, sent), (stage.receives, received)):
+        for messages, counts in ((stage.sends, sent), (stage.receives, received)):
             for value, other in messages:
-                found[other] += blocks[part.values[value].chunk]
+                counts[other] += blocks[part.values[value].chunk]
     return sent, received

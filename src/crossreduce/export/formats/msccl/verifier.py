@@ -4,13 +4,13 @@ No GPU runs; contributions are counted (never, once, more than once), as in ``sc
 effect as in the runtimes' own interpreters, see ``execution.py``.
 
 - All threadblocks of all GPUs run at the same time. Two accesses to the same memory race if one of them writes and
-  they are not ordered by their threadblock, by dependencies or by a chain of messages. The message that a step
-  receives orders its writes, but not its reads, after the steps that were done before the message was sent: the LL
-  protocols read local data before they wait for the message. A step that forwards its message (rcs, rrs, rrcs) does so
-  chunk by chunk, so the message that it sends orders only steps that were done when it began. Without races every
-  execution gives the same result, so one of them is a proof.
-- The runtimes run all steps for each slice of a long message, one slice after the other. Slices touch different bytes,
-  and each leaves all connections empty, so if one slice is right, all are.
+  they are not ordered by their threadblock, by dependencies or by a chain of messages. When a step receives a message,
+  its writes come after the steps that were done before the message was sent, but its reads need not: the LL protocols
+  read local data before they wait for the message. A step that forwards its message (rcs, rrs, rrcs) does so chunk by
+  chunk, so only the steps that were done when it began precede the message that it sends. Without races every execution
+  gives the same result, so one execution is a proof.
+- The runtimes run all steps for each slice of a long message, one slice after the other. Slices access different bytes,
+  and each leaves all connections empty. So if one slice is right, all are.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class MscclReport:
     chunks: int  # the number of equal parts of the full buffer
     threadblocks: int  # the largest number of threadblocks of a GPU
     steps: int  # the number of steps of all threadblocks of all GPUs
-    inplace: bool  # right for calls whose input and output share memory
-    outofplace: bool  # right for calls whose input and output are different memory
-    slots: int  # the unreceived messages that a connection can hold, assumed when deadlocks were excluded
+    inplace: bool  # whether it is right for calls in which input and output share memory
+    outofplace: bool  # whether it is right for calls in which input and output are different memory
+    slots: int  # the number of unreceived messages that a connection was assumed to hold
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
     def __str__(self) -> str:
@@ -66,15 +66,16 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
 
     Args:
       text: the file's content.
-      root: the destination of a reduce or the source of a broadcast; ``None``: found, as the format does not store it.
-      slots: the number of messages that a connection holds before they are received; ``None``: as in NCCL's protocol.
+      root: the destination of a reduce or the source of a broadcast. By default it is found, since the format does not
+        store it.
+      slots: the number of messages that a connection holds before they are received, by default as in NCCL's protocol.
     Returns:
       The facts about the file, and notes on limits of the runtimes that it breaks.
     Raises:
       ScheduleError: the file is malformed or too large, has a deadlock or race, reads memory that was never written, or
-        leaves a wrong result; the message names the step at fault, if there is one. Also for a collective other than
-        all-reduce, reduce, reduce-scatter, broadcast, all-gather and all-to-all.
-      ArgumentError: an invalid root or number of slots.
+        leaves a wrong result. The message names the step at fault, if there is one. Collectives other than all-reduce,
+        reduce, reduce-scatter, broadcast, all-gather and all-to-all raise it, too.
+      ArgumentError: the root or the number of slots is invalid.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.formats.msccl.writer import to_msccl_xml
@@ -121,7 +122,7 @@ def _sums(values: list[Contributions], added: list[Contributions]) -> list[Contr
 
 
 class _Memory:
-    """The buffers of all GPUs during one call, in place or not; only inputs of the ranks ``sources`` may be read."""
+    """The buffers of all GPUs during one call, in place or not. Only inputs of the ranks ``sources`` may be read."""
 
     def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
         self.program, self.inplace, self.sources = program, inplace, sources
@@ -139,7 +140,7 @@ class _Memory:
                 self.cells[self.key(rank, "i", k)].value = Contributions(chunk, 1 << rank)
 
     def key(self, gpu: int, buffer: str, chunk: int) -> Key:
-        """Return the key of a chunk of a buffer; a chunk that two buffers share, in place, has one key.
+        """Return the key of a chunk of a buffer. A chunk that two buffers share, in place, has one key.
 
         In place, an all-gather's input is a part of its output, and a reduce-scatter's output a part of its input.
         """
@@ -149,7 +150,7 @@ class _Memory:
         return gpu, larger, chunk + (gpu * self.part if self.sizes["i"] != self.sizes["o"] else 0)
 
     def run(self, order: list[int]) -> None:
-        """Run all steps, one by one; raise for a race or another invalid access to memory."""
+        """Run all steps one by one; ScheduleError for a race or another invalid access to memory."""
         clocks = _Clocks(self.program.steps)
         messages: dict[int, list[Contributions]] = {}
         for number in order:
@@ -162,8 +163,8 @@ class _Memory:
                 raise self.program.error(step, "src and dst overlap, but are not the same.")
             values = messages.pop(step.sender, [])
             if reads:
-                own = [self._read(number, key, start) for key in reads]
-                values = _sums(values, own) if kind in RECEIVES else own
+                local = [self._read(number, key, start) for key in reads]
+                values = _sums(values, local) if kind in RECEIVES else local
             if kind == "re":
                 values = _sums([self._read(number, key, start) for key in writes], values)
             if writes:
@@ -216,7 +217,7 @@ class _Memory:
         return self.cells[self.key(rank, "o", 0)].value
 
     def fault(self, rank: int) -> str | None:
-        """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
+        """Return what is wrong with a rank's output at the end, in words, or ``None`` if it is right."""
         for k in range(self.sizes["o"]):
             key = self.key(rank, "o", k)
             cell = self.cells[key]
@@ -232,11 +233,11 @@ class _Memory:
 
 
 class _Clocks:
-    """The steps that are certainly done at each moment, as sets of bits (bit k: step k)."""
+    """The steps that are certainly done at each moment, as sets of bits: bit k stands for step k."""
 
     def __init__(self, steps: list[RuntimeStep]) -> None:
         self.steps = steps
-        # For each step that later steps depend on: the steps that are done when it begins to send, and when it ends.
+        # For each step on which later steps depend: the steps that are done when it begins to send, and when it ends.
         self.past: dict[int, tuple[int, int]] = {}
         self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
 
@@ -253,7 +254,7 @@ class _Clocks:
         return start, arrived
 
     def _use(self, other: int) -> tuple[int, int]:
-        """Return the entry of ``past`` for a step (-1: no steps), and delete it after its last use."""
+        """Return the entry of ``past`` for a step, and delete it after its last use. Step -1 stands for no step."""
         if other < 0:
             return 0, 0
         self.uses[other] -= 1

@@ -18,7 +18,8 @@ from ....errors import ArgumentError, PlanError, ScheduleError, shown
 from ....schedule import Schedule, fluid_rate
 from ....topology import Topology, TopologyLike, byte_count, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
-from ..collective import Collective, collective, require_integers
+from ..collective import Collective, require_integers
+from ..collective import collective as nccl_collective
 from .arrangement import MOST_SINGLE, Arrangement, cut, pipeline_arrangement, plain, shared_arrangement
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
@@ -54,32 +55,33 @@ def to_msccl_xml(
 ) -> str:
     """Return a schedule as MSCCL XML.
 
-    Rank k is ``schedule.devices[k]``. The buffer is divided into equal chunks, as small as the shares need; the
+    Rank k is ``schedule.devices[k]``. The buffer is divided into equal chunks, as small as the shares need. The
     runtimes use the file for messages whose element count is a multiple of the number of chunks. If the schedule has
-    pieces, each chunk is divided into as many of them as a threadblock has steps for, and each stage of a chunk's way
-    has threadblocks of its own, so that the stages overlap as planned.
+    pieces, each chunk is divided into as many pieces as a threadblock has steps for, and each stage of a chunk's route
+    has separate threadblocks, so that the stages overlap as planned.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
-      topology: the topology that it was planned for. Chunks are divided into parts with channels of their own until
-        each channel carries at most ``CHANNEL_GB_PER_S``; ``None``: the speeds of links are unknown, one part.
-      nbytes: the size that it was planned for: parts of more than ``LARGE_STEP`` bytes are divided into more pieces;
-        ``None``: unknown, the planned pieces.
-      name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
+      topology: the topology that it was planned for. Chunks are divided into parts with separate channels until each
+        channel carries at most ``CHANNEL_GB_PER_S``. Without a topology, each chunk is one part.
+      nbytes: the size that it was planned for. Parts of more than ``LARGE_STEP`` bytes are divided into more pieces.
+        Without a size, the number of pieces is the planned one.
+      name: the name in the file, for readers. By default, it has the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", "microsoft"
-        (microsoft/msccl, which needs ``max_bytes``: it uses files for messages below it), or "both": the first two.
-      channels: the number of channels over which the chunks are spread, without pieces and parts; ``None``: as the
-        pieces and the topology require, and without both the fewest of ``CHANNELS`` that the limits allow.
+        (microsoft/msccl, which needs ``max_bytes``, since it uses files only for smaller messages), or "both" for the
+        first two.
+      channels: the number of channels over which the chunks are spread, without pieces and parts. By default, the
+        pieces and the topology determine it, and without both it is the least of ``CHANNELS`` that the limits allow.
       inplace: whether the file is for calls whose input and output are the same memory.
       outofplace: whether the file is for calls whose input and output are different memory.
       min_bytes: the smallest message that the runtimes use the file for.
-      max_bytes: the largest; 0: no limit.
+      max_bytes: the largest such message, or 0 for no limit.
     Returns:
-      The text. The format does not store the root of a reduce or broadcast, so such a file is right for one root only.
+      The text. The format does not store the root of a reduce or broadcast, so such a file is right for only one root.
     Raises:
-      PlanError: the schedule is not such a collective, or a limit of the runtime does not allow it. The message has
-        the limit and a remedy.
+      PlanError: the schedule is not such a collective, or it breaks a limit of the runtime. The message has the limit
+        and a remedy.
       ScheduleError: ``verify`` rejects the schedule.
       ArgumentError: another argument is invalid.
 
@@ -110,30 +112,30 @@ def to_msccl_xml(
     if max_bytes and max_bytes < min_bytes:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError.of("max_bytes must not be below min_bytes.", given, "max_bytes=0: no limit")
-    made = collective(schedule)
-    title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
+    collective = nccl_collective(schedule)
+    title = f"{collective.kind}_{schedule.algorithm}_{collective.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title)[:200] if name is None else title
     if not isinstance(title, str) or not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
         raise ArgumentError.of("the name must have 1 to 200 plain characters.", shown(title), remedy)
-    if made.units > MOST_CHUNKS:
-        problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
-        given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"
+    if collective.units > MOST_CHUNKS:
+        problem = f"the shares need {collective.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
+        given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{collective.units}"
         raise PlanError.of(problem, given, "fewer packs, another algorithm, or shares of a smaller denominator")
     limits = [RUNTIMES["msccl"], RUNTIMES["rccl"]] if runtime == "both" else [RUNTIMES[runtime]]
-    if broken := least_broken(made, limits):
+    if broken := least_broken(collective, limits):
         raise _misfit(schedule, runtime, broken)
     head = (
-        f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" ngpus="{made.ranks}" '
-        f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
-        f'maxBytes="{max_bytes}"'
+        f'name="{title}" proto="{proto}" nchannels="{{channels}}" nchunksperloop="{{units}}" '
+        f'ngpus="{collective.ranks}" coll="{collective.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" '
+        f'minBytes="{min_bytes}" maxBytes="{max_bytes}"'
     )
     file = _File(head, channels or 1, inplace, outofplace, limits)
     if channels is not None or (wiring is None and schedule.pieces == 1):
-        text = file.first(_plain_arrangements(made, channels))
+        text = file.first(_plain_arrangements(collective, channels))
     else:
-        builds = _pipelined_arrangements(made, schedule, wiring, file.threadblocks)
-        text = file.first(builds, _pieces(made, schedule, wiring, size))
+        builds = _pipelined_arrangements(collective, schedule, wiring, file.threadblocks)
+        text = file.first(builds, _pieces(collective, schedule, wiring, size))
     if text is not None:
         return text
     raise _misfit(schedule, runtime, file.broken)
@@ -147,21 +149,21 @@ def _misfit(schedule: Schedule, runtime: str, broken: str) -> PlanError:
     return PlanError.of(f"this schedule does not fit into the runtime: {broken}.", schedule.head, remedy)
 
 
-def _pieces(made: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
+def _pieces(collective: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
     """Return the number of pieces: that of the schedule, or more if parts are large.
 
-    Without planned pieces only parts of several units are divided, since a step of several units waits for all of them.
-    The runtimes divide a large unit into slices themselves.
+    If the schedule has no pieces, only parts of several units are divided, since a step of several units waits for all
+    of them. The runtimes themselves divide a large unit into slices.
     """
     parts = parts_of_chunks(schedule, topology)
     least = 0 if schedule.pieces > 1 else MOST_SINGLE
-    large = [block.size / parts[block.chunk] for block in made.blocks if block.size > least * parts[block.chunk]]
+    large = [block.size / parts[block.chunk] for block in collective.blocks if block.size > least * parts[block.chunk]]
     if not nbytes or not large:
         return schedule.pieces
-    return max(schedule.pieces, math.ceil(max(large) / made.units * nbytes / LARGE_STEP))
+    return max(schedule.pieces, math.ceil(max(large) / collective.units * nbytes / LARGE_STEP))
 
 
-Build = Callable[[int], Arrangement]  # from a number of pieces
+Build = Callable[[int], Arrangement]  # returns an arrangement with a number of pieces
 
 
 class _File:
@@ -191,7 +193,7 @@ class _File:
         return None
 
     def _fitting(self, build: Build, pieces: int) -> str | None:
-        """Return the text of an arrangement with as many pieces as the limits allow; ``None``: not even one."""
+        """Return the text of an arrangement with as many pieces as the limits allow, or ``None`` if 1 is too many."""
         trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
         arrangement = build(trial)
         if trial > 1 and too_large(arrangement.messages, 0):  # each step sends at most one
@@ -199,54 +201,55 @@ class _File:
         if problem := too_large(arrangement.messages, 0):
             self.broken = problem
             return None
-        export, found = self._written(arrangement)
-        if found is None and (trial == 1 or export.most_steps <= self.steps):
+        export, trial_text = self._write(arrangement)
+        if trial_text is None and (trial == 1 or export.most_steps <= self.steps):
             return None
         count = min(pieces, max(1, int(trial * min(self.steps / export.most_steps, MOST_STEPS / export.steps))))
-        while count > trial or found is None:
-            export, text = self._written(build(count))
+        while count > trial or trial_text is None:
+            export, text = self._write(build(count))
             if text is not None:
                 return text
             if count == 1:
                 return None
             count = max(1, min(count - 1, count * self.steps // export.most_steps))
-        return found
+        return trial_text
 
-    def _written(self, arrangement: Arrangement) -> tuple[XmlWriter, str | None]:
+    def _write(self, arrangement: Arrangement) -> tuple[XmlWriter, str | None]:
         """Return the operations of an arrangement, and the text if the limits allow it."""
         export = XmlWriter(arrangement, self.threadblocks, inplace=self.inplace, outofplace=self.outofplace)
         broken = export.too_large()
         text = ""
         if not broken:
             channels = max(self.channels, export.channels)
-            text = export.text(self.head.format(channels=channels, units=arrangement.made.units))
+            text = export.text(self.head.format(channels=channels, units=arrangement.collective.units))
             algo = read_msccl_xml(text)
             broken = next((problem for limit in self.limits for problem in broken_limits(algo, limit)), "")
         self.broken = broken or self.broken
         return export, None if broken else text
 
 
-def _plain_arrangements(made: Collective, channels: int | None) -> Iterator[Build]:
-    """Yield arrangements without pieces, with the given number of channels, or with more and more channels."""
-    blocks = sum(len(cut(block, LARGEST_COUNT)) for block in made.blocks)
+def _plain_arrangements(collective: Collective, channels: int | None) -> Iterator[Build]:
+    """Yield arrangements without pieces: with the given number of channels, or with increasing numbers."""
+    blocks = sum(len(cut(block, LARGEST_COUNT)) for block in collective.blocks)
     for count in CHANNELS if channels is None else (channels,):
         if count > max(1, blocks) and channels is None:
             break
-        yield partial(plain, made, count)
+        yield partial(plain, collective, count)
 
 
 def _pipelined_arrangements(
-    made: Collective, schedule: Schedule, topology: Topology | None, threadblocks: int
+    collective: Collective, schedule: Schedule, topology: Topology | None, threadblocks: int
 ) -> Iterator[Build]:
     """Yield arrangements whose channels fill the links, then some that need fewer threadblocks."""
     parts = parts_of_chunks(schedule, topology)
     rate = Fraction(0) if topology is None else fluid_rate(schedule, topology) or Fraction(0)
-    whole = parts
+    all_parts = parts
     while schedule.pieces > 1:
-        yield partial(pipeline_arrangement, made, parts)
+        yield partial(pipeline_arrangement, collective, parts)
         if max(parts) == 1:
             break
         parts = tuple(-(-count // 2) for count in parts)
-    loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in zip(schedule.chunks, whole, strict=True)]
-    for kept in (1, 8, threadblocks):  # threadblocks for copies
-        yield partial(shared_arrangement, made, whole, loads, threadblocks - kept)
+    chunks = zip(schedule.chunks, all_parts, strict=True)
+    loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in chunks]
+    for for_copies in (1, 8, threadblocks):
+        yield partial(shared_arrangement, collective, all_parts, loads, threadblocks - for_copies)

@@ -3,19 +3,20 @@
 Input: an ``Arrangement``: the blocks, their channels and their forwarded messages. Output: the text of the file.
 
 Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
-from, so that no receive is queued behind a send; a receive that forwards its message has both peers in one threadblock.
-An instruction of several operands becomes one message from each other device, in the listed order; each is added as it
-arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up first, in other
-memory.
+from, so that no receive is queued behind a send. A receive that forwards its message has both peers in one threadblock.
+An instruction of several operands becomes one message from each other device, in the listed order. Each message is
+added as it arrives (``rrc``). If the device's own operand is third or later, the messages before it are first added up
+in other memory.
 
 The order in which operations are added proves that no threadblocks wait for each other in a cycle. Piece k of a chunk
-does round r in tick k + r. Tick by tick, chunk by chunk and block by block, all sends are added before the receives, so
+does round r in tick k + r. Tick by tick, chunk by chunk and block by block, all sends are added before the receives. So
 the values that the previous round left are sent before new values take their memory, and a connection has at most one
 message that is not yet received. A message of one unit needs one of the connection's slots, so each operation can run
-when all operations before it are done. A message of more units may need more slots than the connection has, and then
-its send ends only after its receive has begun. In a block of more units, values that a round sends therefore keep their
-memory until the round ends, so that no receive of a round waits for a send of the same round other than its own. A
-forwarded message is sent earlier than in this order; for such files the verifier has the only proof.
+when all operations before it are done. A message of more units may need more slots than the connection has. Then its
+send ends only after its receive has begun. So in a block of more units, values that a round sends keep their memory
+until the round ends, and no receive of a round waits for a send of the same round other than its own. A forwarded
+message is sent earlier than in this order. For files with such messages, only the verifier proves that there is no
+deadlock.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from .arrangement import MOST_CHANNELS, Arrangement
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_ELEMENTS, READS, SENDS, WRITES
 
-Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
+Threads = tuple[
+    int, int, int, int
+]  # a threadblock: its GPU, its channel, and the ranks that it sends to, receives from
 
 MOST_COPIES: Final = 32
-"""The copies of a threadblock; more copies get another one. A copy may have to wait twice, which takes two steps."""
+"""The most copies of a threadblock. A copy may have to wait twice, which takes two steps."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class _XmlOp:
     dst: Location
     size: int  # the number of units
     waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
-    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are surely done when it is done
+    past: dict[Threads, int]  # the number of operations of each threadblock that are surely done when it is done
     order: int  # its position among all operations
     place: int  # its position in its threadblock
     number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too
@@ -61,15 +64,15 @@ class _LocalOp(NamedTuple):
 
     type: str
     peer: int
-    sent: int | None  # the value that ``peer`` sends for a receive (r and rrc); None: a local re or cpy
+    sent: int | None  # the value that ``peer`` sends for a receive (r and rrc); None for a local re or cpy
     src: Location
     dst: Location
 
 
 class _Copy(NamedTuple):
-    """A copy from one buffer of a rank to another one; ``is_input``: of an input, which waits for nothing."""
+    """A copy from one buffer of a rank to another one."""
 
-    is_input: bool
+    is_input: bool  # then the copy waits for nothing
     src: Location
     dst: Location
     size: int
@@ -79,18 +82,18 @@ class XmlWriter:
     """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
 
     def __init__(self, arrangement: Arrangement, most: int, *, inplace: bool, outofplace: bool) -> None:
-        self.arrangement, self.made = arrangement, arrangement.made
-        made = self.made
-        self.placement = MemoryPlacement(made, range(len(made.blocks)), inplace=inplace)
+        self.arrangement, self.collective = arrangement, arrangement.collective
+        collective = arrangement.collective
+        self.placement = MemoryPlacement(collective, range(len(collective.blocks)), inplace=inplace)
         self.blocks: defaultdict[Threads, list[_XmlOp]] = defaultdict(list)
         # By rank and unit of memory: the last writer, and the readers since then.
         self.writers: dict[tuple[int, Location], _XmlOp] = {}
         self.readers: defaultdict[tuple[int, Location], list[_XmlOp]] = defaultdict(list)
         self.count = 0
         blocks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by chunk and piece
-        for b, block in enumerate(made.blocks):
+        for b, block in enumerate(collective.blocks):
             blocks_of[block.chunk, arrangement.pieces[b]].append(b)
-        rounds = made.program.by_round
+        rounds = collective.program.by_round
         last_piece = max(arrangement.pieces, default=0)
         for tick in range(len(rounds) + last_piece):
             for r in range(max(0, tick - last_piece), min(tick + 1, len(rounds))):
@@ -111,12 +114,12 @@ class XmlWriter:
         return sum(max(len(op.waits), 1) for ops in self.blocks.values() for op in ops)
 
     def too_large(self) -> str:
-        """Return why the file cannot be read or verified; "": it can be."""
+        """Return why the file is too large to be read or verified, or "" if it is not."""
         lists = self.blocks.values()
-        elements = 1 + self.made.ranks + len(lists) + self.steps
+        elements = 1 + self.collective.ranks + len(lists) + self.steps
         if elements > MOST_ELEMENTS:
             return f"at most {MOST_ELEMENTS} XML elements are read, the file needs {elements}"
-        work = 2 * self.made.ranks * self.made.units + sum(op.size for ops in lists for op in ops)
+        work = 2 * self.collective.ranks * self.collective.units + sum(op.size for ops in lists for op in ops)
         return too_large(sum(map(len, lists)), work)
 
     @property
@@ -127,21 +130,21 @@ class XmlWriter:
 
     def _add_round(self, b: int, instructions: list[Numbered]) -> None:
         """Add a round's instructions of one block: all sends, then the receives and local operations."""
-        block, placement, forwards = self.made.blocks[b], self.placement, self.arrangement.forwards
-        devices = self.made.places[block.chunk]
+        block, placement, forwards = self.collective.blocks[b], self.placement, self.arrangement.forwards
+        devices = self.collective.places[block.chunk]
         sent = [
             value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
         ]
         for value in sent if block.size == 1 else ():
             placement.read(b, value)
-        made = [(entry.value, entry.instruction, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
-        for value, instruction, ops in made:
+        listed = [(entry.value, entry.instruction, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
+        for value, instruction, ops in listed:
             for op in ops:
                 if op.sent is not None and forwards.get((block.chunk, op.sent)) != value:
                     channel = self.arrangement.channel(b, op.sent, value)
                     threads = op.peer, channel, instruction.device, -1
                     self._op(threads, "s", placement.locations[b, op.sent], op.dst, block.size)
-        for value, instruction, ops in made:
+        for value, instruction, ops in listed:
             channel, after = 0, forwards.get((block.chunk, value))
             for k, op in enumerate(ops):
                 channel = channel if op.sent is None else self.arrangement.channel(b, op.sent, value)
@@ -157,27 +160,27 @@ class XmlWriter:
     def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
         """Yield the operations of an instruction on its own device, and choose the memory of its value."""
         device, operands = instruction.device, instruction.operands
-        number, placement = self.made.blocks[b].chunk, self.placement
-        places, results = self.made.places[number], self.made.program.chunks[number].results
-        own = next((operand for operand in operands if places[operand] == device), None)
+        number, placement = self.collective.blocks[b].chunk, self.placement
+        places, results = self.collective.places[number], self.collective.program.chunks[number].results
+        local = next((operand for operand in operands if places[operand] == device), None)
         total = None  # the location of the operands combined so far
-        if own is not None:
-            total = placement.locations[b, own]
-            placement.read(b, own)
-        unstored = own is not None and (number, value) in self.arrangement.unstored
+        if local is not None:
+            total = placement.locations[b, local]
+            placement.read(b, local)
+        unstored = local is not None and (number, value) in self.arrangement.unstored
         target = total if unstored and total and len(operands) == 2 else placement.store(device, b, value)
 
         def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
             src = add or placement.locations.get((b, operand), to)  # runtimes ignore the source of r
             return _LocalOp("r" if add is None else "rrc", places[operand], operand, src, to)
 
-        position = 0 if own is None else operands.index(own)
-        before, after = operands[:position], operands[position + (own is not None) :]
-        if total is None or len(before) < 2:  # two operands commute: own + first is first + own
+        position = 0 if local is None else operands.index(local)
+        before, after = operands[:position], operands[position + (local is not None) :]
+        if total is None or len(before) < 2:  # two operands commute: local + first is first + local
             after = (*before, *after)
-        else:
-            apart = placement.memory(device, total) != placement.memory(device, target)
-            aside = target if apart else placement.spare(device, b)
+        else:  # add up the operands before the local one in ``aside``
+            is_separate = placement.memory(device, total) != placement.memory(device, target)
+            aside = target if is_separate else placement.spare(device, b)
             for k, operand in enumerate(before):
                 yield receive(operand, aside if k else None, aside)
             src, total = (aside, target) if total == target else (total, aside)
@@ -192,34 +195,34 @@ class XmlWriter:
             total = target
 
     def _add_copies(self, most: int, *, outofplace: bool) -> None:
-        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place.
+        """Copy results to the output that are not there, such as a broadcast root's input in calls out of place.
 
-        If the arrangement spreads copies, each part of a chunk has a threadblock for them while the rank has at most
-        ``most`` threadblocks. Otherwise a rank has as few threadblocks for them as their number needs.
+        If the arrangement spreads copies, each part of a chunk has a separate threadblock for its copies, as long as
+        the rank has at most ``most`` threadblocks. Otherwise a rank has only as many as ``MOST_COPIES`` requires.
         """
         copies: defaultdict[int, dict[tuple[int, int], list[_Copy]]] = defaultdict(dict)  # by rank, chunk and part
-        for b, block in enumerate(self.made.blocks):
-            chunk = self.made.program.chunks[block.chunk]
+        for b, block in enumerate(self.collective.blocks):
+            chunk = self.collective.program.chunks[block.chunk]
             for rank, result in zip(chunk.destinations, chunk.results, strict=True):
-                src, dst = self.placement.locations[b, result], self.made.output(rank, block)
-                apart = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
-                if apart or (outofplace and src != dst):
-                    lane = copies[rank].setdefault((block.chunk, self.arrangement.parts[b]), [])
-                    _append_copy(lane, _Copy(result < len(chunk.sources), src, dst, block.size))
+                src, dst = self.placement.locations[b, result], self.collective.output(rank, block)
+                is_elsewhere = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
+                if is_elsewhere or (outofplace and src != dst):
+                    part_copies = copies[rank].setdefault((block.chunk, self.arrangement.parts[b]), [])
+                    _append_copy(part_copies, _Copy(result < len(chunk.sources), src, dst, block.size))
         used = Counter(rank for rank, *_ in self.blocks)
-        for rank, lanes in copies.items():
-            count = sum(map(len, lanes.values()))
-            room = min(most - used[rank], MOST_CHANNELS) if self.arrangement.spread else 0
-            room = max(room, -(-count // MOST_COPIES))
-            done = 0
-            for number, lane in enumerate(lanes.values()):
-                for _, src, dst, size in lane:
-                    channel = number if len(lanes) <= room else done * room // count
+        for rank, by_part in copies.items():
+            count = sum(map(len, by_part.values()))
+            threadblocks = min(most - used[rank], MOST_CHANNELS) if self.arrangement.spread else 0
+            threadblocks = max(threadblocks, -(-count // MOST_COPIES))
+            added = 0
+            for number, part_copies in enumerate(by_part.values()):
+                for _, src, dst, size in part_copies:
+                    channel = number if len(by_part) <= threadblocks else added * threadblocks // count
                     self._op((rank, channel, -1, -1), "cpy", src, dst, size)
-                    done += 1
+                    added += 1
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
+        """Return the units of memory at a location. A unit that input and output share has one name."""
         buffer, offset = self.placement.memory(rank, location)
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
@@ -230,11 +233,11 @@ class XmlWriter:
         writes = self._units(rank, dst, size) if kind in WRITES else []
         if kind == "re":
             reads = reads + writes
-        # A write waits for the old value's readers. They have waited for the old value's writer: the write need not.
+        # A write waits for the readers of the old value. These have waited for its writer, so the write need not.
         earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
         earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
-        mine = self.blocks[block]
-        past = dict(mine[-1].past) if mine else {}
+        before = self.blocks[block]
+        past = dict(before[-1].past) if before else {}
         waits = []
         for other in sorted(earlier.values(), key=lambda op: -op.order):
             if other.block != block and past.get(other.block, 0) <= other.place:
@@ -242,10 +245,10 @@ class XmlWriter:
                 other.signals = True
                 for key, count in other.past.items():
                     past[key] = max(past.get(key, 0), count)
-        past[block] = len(mine) + 1
-        op = _XmlOp(block, kind, src, dst, size, waits, past, self.count, len(mine))
+        past[block] = len(before) + 1
+        op = _XmlOp(block, kind, src, dst, size, waits, past, self.count, len(before))
         self.count += 1
-        mine.append(op)
+        before.append(op)
         for unit in reads:
             self.readers[unit].append(op)
         for unit in writes:
@@ -253,7 +256,7 @@ class XmlWriter:
             self.readers[unit] = [op] if kind in SENDS else []  # a value that only this step sends has no other reader
 
     def text(self, head: str) -> str:
-        """Return the file. Each wait of an operation but the last is a ``nop`` element in front of the operation."""
+        """Return the text of the file, given the attributes of ``<algo>``."""
         numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # by GPU: the ids of its threadblocks
         for block in sorted(self.blocks):
             numbers[block[0]][block] = len(numbers[block[0]])
@@ -262,8 +265,8 @@ class XmlWriter:
                 number += max(len(op.waits), 1)
                 op.number = number
         lines = [f"<algo {head}>"]
-        for rank in range(self.made.ranks):
-            sizes = self.made.inputs, self.made.outputs, self.placement.scratch[rank]
+        for rank in range(self.collective.ranks):
+            sizes = self.collective.inputs, self.collective.outputs, self.placement.scratch[rank]
             lines.append('  <gpu id="{}" i_chunks="{}" o_chunks="{}" s_chunks="{}">'.format(rank, *sizes))
             for block, number in numbers[rank].items():
                 _, channel, send, recv = block
@@ -277,17 +280,18 @@ class XmlWriter:
 
 
 def _append_copy(copies: list[_Copy], new: _Copy) -> None:
-    """Append a copy; copies of inputs, which wait for nothing, are joined if they are adjacent."""
+    """Append a copy. Adjacent copies of inputs, which wait for nothing, are joined."""
     if copies and new.is_input and copies[-1].is_input:
-        _, (buffer, start), (to, target), count = copies[-1]
-        if new[1:3] == ((buffer, start + count), (to, target + count)) and count + new.size <= LARGEST_COUNT:
+        _, (buffer, start), (dst_buffer, dst_start), count = copies[-1]
+        is_next = new[1:3] == ((buffer, start + count), (dst_buffer, dst_start + count))
+        if is_next and count + new.size <= LARGEST_COUNT:
             copies[-1] = copies[-1]._replace(size=count + new.size)
             return
     copies.append(new)
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's elements: a ``nop`` for each wait (threadblock, step) but the last, then its own."""
+    """Return an operation's elements: a ``nop`` for each (threadblock, step) to wait for but the last, then its own."""
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

@@ -4,7 +4,7 @@ Input: the text of a plan of any tool, for MSCCL++'s executor. Output: a ``Msccl
 ``limits.py`` lists the executor's limits that a plan exceeds; ``verifier.py`` proves what the operations compute.
 
 Source: src/core/executor/execution_plan.cc in github.com/microsoft/mscclpp (the fields and how they refer to each
-other); python/mscclpp/language/internal/operations.py (which fields its own tool writes).
+other); python/mscclpp/language/internal/operations.py (the fields that MSCCL++'s tool writes).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ON_PORTS: Final = frozenset({"put", "pws", "pwsf", "ppkt", "rppkt"})  # operatio
 ON_CHANNELS: Final = frozenset({"signal", "wait", "flush", "rlxsignal", "rlxwait"})
 OTHERS: Final = ON_CHANNELS | {"nop", "barrier", "sem_acquire", "sem_release", "pipeline"}
 
-# Larger texts are refused before they take gigabytes or minutes. The text may have as many objects, lists and commas.
+# Larger texts are refused before they take gigabytes or minutes. These are the greatest numbers in a text.
 LONGEST_TEXT: Final = 1 << 26
 MOST_OBJECTS: Final = 1 << 20
 MOST_LISTS: Final = 1 << 21
@@ -58,34 +58,34 @@ MOST_GPUS: Final = 1 << 12
 
 
 class ChunkSpan(NamedTuple):
-    """Chunks that an operation reads or writes: of a local buffer, or of a buffer of other GPUs."""
+    """Chunks that an operation reads or writes, in a local buffer or in buffers of other GPUs."""
 
-    kind: str  # "l": of the local buffer ``buffer``; "r": of remote buffer, "w": through switch channel ``number``
-    buffer: str  # "i", "o" or "s"; "": not local
-    number: int  # a position in the threadblock's remote buffers or switch channels; -1: local
+    kind: str  # "l" for a local buffer, "r" for a remote buffer, "w" for a switch channel
+    buffer: str  # "i", "o" or "s" for a local buffer, otherwise ""
+    number: int  # the position in the threadblock's remote buffers or switch channels, or -1
     first: int
     size: int
 
 
 class PlanOperation(NamedTuple):
-    """An operation. ``channels``: positions in the threadblock's channels of the type ``channel_type``."""
+    """An operation of a threadblock."""
 
     name: str
     channel_type: str = "none"
-    channels: tuple[int, ...] = ()
+    channels: tuple[int, ...] = ()  # positions in the threadblock's channels of this type
     srcs: tuple[ChunkSpan, ...] = ()
     dsts: tuple[ChunkSpan, ...] = ()
     group: tuple[int, int] = (0, 1)  # (k, n): it processes the k-th of n parts of its chunks
     barrier: tuple[int, int] = (-1, 0)  # the number of the barrier, and of threadblocks that meet there
     semaphores: tuple[int, ...] = ()
     reduce_op: str = "sum"  # the executor does not read it
-    unit: int = 0  # of a pipeline: the bytes of an iteration, ...
-    chunks: int = 0  # ... the chunks whose bytes determine the number of iterations, ...
-    operations: tuple[PlanOperation, ...] = ()  # ... and what each iteration does
+    unit: int = 0  # for a pipeline, the bytes of an iteration
+    chunks: int = 0  # for a pipeline, the chunks whose bytes determine the number of iterations
+    operations: tuple[PlanOperation, ...] = ()  # for a pipeline, the operations of each iteration
 
 
 class PlanThreadblock(NamedTuple):
-    """A threadblock. Channels and buffers are numbers in the lists of its GPU, by the type of channel."""
+    """A threadblock. Channels and buffers are numbers in the lists of the GPU, by the type of channel."""
 
     operations: tuple[PlanOperation, ...]
     channels: dict[str, tuple[int, ...]]
@@ -107,7 +107,7 @@ class PlanGpu(NamedTuple):
     outputs: int
     scratch: int
     channels: dict[str, tuple[int, ...]]  # the other rank of each memory channel and of each port channel
-    switches: tuple[tuple[str, tuple[int, ...]], ...]  # of each switch channel: the buffer and the ranks
+    switches: tuple[tuple[str, tuple[int, ...]], ...]  # the buffer and the ranks of each switch channel
     buffers: tuple[RemoteBuffer, ...]
     semaphores: tuple[int, ...]  # their initial values
     threadblocks: tuple[PlanThreadblock, ...]

@@ -12,7 +12,7 @@ LARGEST: Final = 2**64 - 1
 
 
 class Fields:
-    """An object of the JSON, with typed access to its fields; ``at`` is its place, for errors."""
+    """A JSON object with typed access to its fields. ``at`` describes its place in the file, for errors."""
 
     def __init__(self, content: Any, at: str) -> None:
         self.content, self.at = content, at
@@ -54,11 +54,11 @@ class Fields:
         return value
 
     def numbers(self, key: str, count: int, what: str) -> tuple[int, ...]:
-        """Return a list of numbers, each of which refers to one of ``count`` things."""
-        found = self.items(key)
-        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < count for n in found):
-            raise self.error(f"{key} must be numbers of {what}, of which there are {count}.", shown(found))
-        return tuple(found)
+        """Return a list of numbers, each of which refers to one of ``count`` things that errors call ``what``."""
+        values = self.items(key)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < count for n in values):
+            raise self.error(f"{key} must be numbers of {what}, of which there are {count}.", shown(values))
+        return tuple(values)
 
     def children(self, key: str, name: str, default: Any = None) -> list[Fields]:
         return [Fields(child, f"{self.at}, {name} {k}") for k, child in enumerate(self.items(key, default))]

@@ -1,4 +1,4 @@
-"""Where the chunks of a plan are in memory, in bytes, for a message of one size; and which sizes represent all others.
+"""The positions of a plan's chunks in memory, in bytes, for a message of one size; and sizes that represent all others.
 
 Input: a ``MscclppPlan`` and the bytes of a chunk. Output: ranges of memory areas.
 
@@ -10,8 +10,8 @@ The executor's arithmetic, in ``getOffset``, ``calcOffset`` and ``calScratchBuff
 - In place, the input of an all-gather is a part of the output, and the output of a reduce-scatter a part of the input.
   A GPU that accesses such a part of another GPU adds the offset of its *own* part, and a port channel reads its own
   GPU's buffers at their start. So plans should name the larger buffer.
-- With two scratch buffers, even calls use the second half: local operations and packets do; remote accesses without
-  packets, port channels without packets and switch channels use the first half in all calls.
+- With two scratch buffers, local operations and packets use the second half in even calls. Remote accesses without
+  packets, port channels without packets, and switch channels use the first half in all calls.
 - Packets take twice the bytes of their data, at twice the offset. With ``reuse_resources``, chunks longer than a
   chunk's share of 64 MiB use it repeatedly.
 
@@ -28,23 +28,23 @@ from ....errors import ArgumentError, ScheduleError, shown
 from ..proof import quoted_name
 from .format import MscclppPlan, PlanOperation, read_mscclpp_json
 
-WORD: Final = 16  # bytes; operations on data process such words, and wrongly handle what remains
+WORD: Final = 16  # bytes; operations on data process such words, and handle the remaining bytes wrongly
 REUSED_SCRATCH: Final = 1 << 26  # PREDFINED_SCRATCH_SIZE, bytes
-MOST_SIZES: Final = 8  # how many sizes of chunks are verified; spread over all that fit
+MOST_SIZES: Final = 8  # the most sizes of chunks that are verified, spread over all sizes that fit
 
-Area = tuple[int, str]  # a GPU and one of its buffers: "i", "o", "s", or "io": input and output in place
+Area = tuple[int, str]  # a GPU and one of its buffers: "i", "o", "s", or "io" for input and output in place
 
 
 class Range(NamedTuple):
-    """Bytes of an area. ``scale``: 1, or 2 for packets, which take twice the bytes of their data."""
+    """The start of bytes in an area."""
 
     area: Area
     start: int
-    scale: int = 1
+    scale: int = 1  # 2 for packets, which take twice the bytes of their data
 
 
 class PlanLayout:
-    """The memory of a plan whose chunks have ``chunk`` bytes; ``half``: which half of two scratch buffers is used."""
+    """The memory of a plan whose chunks have ``chunk`` bytes; ``half`` (0 or 1) is the half of two scratch buffers."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, half: int = 0) -> None:
         self.plan, self.chunk = plan, chunk
@@ -56,7 +56,7 @@ class PlanLayout:
     def _scratch_bytes(self, chunks: int) -> int:
         """Return the size of a scratch buffer of so many chunks (calScratchBufferSize)."""
         if self.plan.reuse and chunks:
-            return REUSED_SCRATCH << int(self.plan.double)  # half of the default buffer of 128 MiB; two halves: all
+            return REUSED_SCRATCH << int(self.plan.double)  # half of the default buffer of 128 MiB, or all of it
         size = self.chunk * chunks * (2 if self.plan.protocol == "LL" else 1) * (2 if self.plan.double else 1)
         return -(-size // self.plan.alignment) * self.plan.alignment
 
@@ -79,11 +79,13 @@ class PlanLayout:
         return chunk * self.chunk
 
     def shifted(self, rank: int, buffer: str, offset: int) -> int:
-        """Return by how much an iteration that starts at ``offset`` moves accesses to a buffer."""
+        """Return the distance by which an iteration that starts at ``offset`` moves accesses to a buffer."""
         return offset % self.share(rank) if buffer == "s" and self.plan.reuse else offset
 
     def part(self, size: int, group: tuple[int, int]) -> tuple[int, int]:
-        """Return offset and size of the k-th of n parts of some bytes (calcOffset, calcSize).
+        """Return the offset and size of one part of ``size`` bytes; ``group`` is (k, n): part k of n.
+
+        This repeats the executor's calcOffset and calcSize.
 
         If there are fewer alignments than parts, the executor's remainders are wrong, and sizes can be huge.
         """
@@ -94,12 +96,12 @@ class PlanLayout:
         return starts[0] * self.plan.alignment, (starts[1] - starts[0]) * self.plan.alignment % (1 << 32)
 
     def local(self, rank: int, buffer: str, offset: int, scale: int = 1) -> Range:
-        """Return the bytes that a GPU finds at an offset of its own buffer."""
+        """Return the bytes that a GPU accesses at an offset of its own buffer."""
         base = self.second_half[rank] if buffer == "s" else self._own_part(rank, buffer)
         return Range(self._area(rank, buffer), base + scale * offset, scale)
 
     def remote(self, accessor: int, rank: int, buffer: str, offset: int, scale: int = 1) -> Range:
-        """Return the bytes that one GPU finds at an offset of another GPU's buffer."""
+        """Return the bytes that one GPU accesses at an offset of another GPU's buffer."""
         base = self.second_half[accessor] if scale == 2 else 0
         return Range(self._area(rank, buffer), base + scale * (offset + self._own_part(accessor, buffer)), scale)
 
@@ -111,7 +113,7 @@ class PlanLayout:
         return rank, "io" if self.plan.inplace and buffer in "io" else buffer
 
     def _own_part(self, rank: int, buffer: str) -> int:
-        """Return the offset of a rank's part, if the buffer is a part of the other one in place."""
+        """Return the offset of a rank's part if ``buffer`` is the one that, in place, is a part of the other."""
         smaller, size = {"allgather": ("i", self.input), "reducescatter": ("o", self.output)}.get(
             self.plan.collective, ("", 0)
         )
@@ -119,7 +121,7 @@ class PlanLayout:
 
     @property
     def nbytes(self) -> int:
-        """The size of the message: the bytes of the output of an all-gather, else of the input."""
+        """The size of the message: the bytes of the output for an all-gather, and of the input otherwise."""
         return self.output if self.plan.collective == "allgather" else self.input
 
 
@@ -146,7 +148,7 @@ def message_chunks(plan: MscclppPlan) -> int:
 
 
 def bytes_of_json(text: str) -> int:
-    """Return the number of which a message's bytes must be a multiple, from the text of a plan.
+    """Return the number that must divide the bytes of a message, given the text of a plan.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.formats.mscclpp import to_mscclpp_json
@@ -157,7 +159,7 @@ def bytes_of_json(text: str) -> int:
 
 
 def unit_bytes(plan: MscclppPlan) -> int:
-    """Return the number of which a message's bytes must be a multiple (checkMessageSize)."""
+    """Return the number that must divide the bytes of a message (checkMessageSize)."""
     return plan.alignment * message_chunks(plan)
 
 
@@ -174,7 +176,7 @@ def chunk_bytes(plan: MscclppPlan, nbytes: int) -> int:
 
 
 def typical_chunks(plan: MscclppPlan) -> list[int]:
-    """Return bytes of chunks that represent all messages: see ``verifier.py``. ScheduleError: no message fits."""
+    """Return sizes of chunks that represent all messages (see ``verifier.py``); ScheduleError if no message fits."""
     step, count = math.lcm(plan.alignment, WORD), message_chunks(plan)
     least = max(step, -(-plan.min_bytes // (count * step)) * step, -(-least_divisible(plan) // step) * step)
     most = plan.max_bytes // count // step * step
@@ -197,7 +199,7 @@ def typical_chunks(plan: MscclppPlan) -> list[int]:
 def reuse_chunk(plan: MscclppPlan) -> int | None:
     """Return the bytes of a chunk that uses its share of a reused scratch buffer more than once.
 
-    ``None``: the plan has no scratch buffer, or is not for messages of this size.
+    The result is ``None`` if the plan has no scratch buffer, or is not for messages of this size.
     """
     step = math.lcm(plan.alignment, WORD)
     shares = [PlanLayout(plan, step).share(rank) for rank, gpu in enumerate(plan.gpus) if gpu.scratch]
@@ -212,6 +214,6 @@ def least_divisible(plan: MscclppPlan) -> int:
 
 
 def all_operations(plan: MscclppPlan) -> list[PlanOperation]:
-    """Return the operations of all threadblocks, those in pipelines included."""
+    """Return the operations of all threadblocks, including those in pipelines."""
     outer = [op for gpu in plan.gpus for block in gpu.threadblocks for op in block.operations]
     return outer + [op for pipeline in outer for op in pipeline.operations]

@@ -1,4 +1,4 @@
-"""Facts about an MSCCL++ plan that its proof does not decide: limits of the executor, and its slips.
+"""Facts about an MSCCL++ plan that are not part of its proof: exceeded limits of the executor, and faults of it.
 
 Source: src/core/include/{execution_common,execution_kernel}.hpp and src/core/executor/{execution_plan,executor}.cc in
 github.com/microsoft/mscclpp; the numbers of multiprocessors are those of NVIDIA's specifications.
@@ -24,7 +24,7 @@ MULTIPROCESSORS: Final = {"V100": 80, "MI250X (one die)": 110, "A100": 108, "H10
 
 
 def broken_limits(plan: MscclppPlan) -> Iterator[str]:
-    """Yield the limits that a plan exceeds, and what the executor does with the plan besides running it, in words."""
+    """Yield, in words, the limits that a plan exceeds, and what the user must know about running it."""
     for rank, gpu in enumerate(plan.gpus):
         for number, block in enumerate(gpu.threadblocks):
             counts = {
@@ -50,11 +50,11 @@ def broken_limits(plan: MscclppPlan) -> Iterator[str]:
             yield f"the executor allows {most} {what}, the plan has {count}"
     yield from _residency(plan)
     yield from _sizes(plan)
-    yield from _slips(plan, operations)
+    yield from _executor_faults(plan, operations)
 
 
 def resident(threads: int) -> int:
-    """Return how many threadblocks of so many threads a multiprocessor runs at the same time.
+    """Return the number of threadblocks that a multiprocessor runs at the same time, given their number of threads.
 
     >>> resident(1024), resident(512), resident(340), resident(32)
     (1, 2, 2, 4)
@@ -80,7 +80,7 @@ def _sizes(plan: MscclppPlan) -> Iterator[str]:
         yield f"chunks of messages of less than {least} bytes {text}: set min_message_size"
 
 
-def _slips(plan: MscclppPlan, operations: list[PlanOperation]) -> Iterator[str]:
+def _executor_faults(plan: MscclppPlan, operations: list[PlanOperation]) -> Iterator[str]:
     names = {op.name for op in operations}
     if names & {"glres", "gstore"}:
         yield "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"

@@ -11,7 +11,7 @@ from .memory import Cell, Cells
 
 
 class Buffers:
-    """The cells of all GPUs. ``sources``: the ranks whose input may be read."""
+    """The cells of all GPUs; only the inputs of the ranks ``sources`` may be read."""
 
     def __init__(self, plan: MscclppPlan, layout: PlanLayout, sources: range, moves: list[Move]) -> None:
         self.plan, self.layout, self.sources = plan, layout, sources
@@ -33,20 +33,20 @@ class Buffers:
         return ("io",) if self.plan.inplace else ("i", "o")
 
     def input_value(self, cell: Cell) -> Contributions | None:
-        """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read.
+        """Return the value of a cell of the user's areas when a call begins, or ``None`` if it must not be read.
 
-        The value has the cell's position in the full buffer of the collective, and the contribution of its rank alone.
+        The value has the cell's position in the full buffer of the collective, and only the contribution of the rank.
         """
         rank, name = cell.area
-        own = 1 << rank
+        once = 1 << rank
         if rank not in self.sources or name == "o":
             return None
         if self.kind != "allgather":
-            return Contributions(cell.start, own)
+            return Contributions(cell.start, once)
         if not self.plan.inplace:  # the input is the rank's part of the full buffer
-            return Contributions(rank * self.part + cell.start, own)
+            return Contributions(rank * self.part + cell.start, once)
         # In place the area is the full buffer, of which only the rank's part has input.
-        return Contributions(cell.start, own) if cell.start // self.part == rank else None
+        return Contributions(cell.start, once) if cell.start // self.part == rank else None
 
     def output(self, rank: int) -> list[Cell]:
         """Return the cells of a rank's output."""
@@ -54,7 +54,7 @@ class Buffers:
         return self.memory.cells_between((rank, self.user_areas[-1]), start, start + self.layout.output)
 
     def output_fault(self, cell: Cell) -> str | None:
-        """Return the fault of a cell of an output at the end of a call in words, or ``None`` if it is right."""
+        """Return what is wrong with a cell of an output at the end of a call, in words, or ``None`` if it is right."""
         rank = cell.area[0]
         offset = cell.start - (rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0)
         due = right_result(self.kind, rank, offset, self.part, self.ranks, self.sources[0])

@@ -4,10 +4,10 @@ A bit stands for the accesses of one threadblock between two synchronisations of
 thread on channels and semaphores in this time, or for one piece of an operation that writes packets or of a transfer
 of a port channel. A ``Clock`` has two sets: accesses that are over, and writes that are visible.
 
-- A signal passes both sets of its sender on to the wait that receives it. If one of the two is relaxed, and for
-  packets, the receiver gets the first set: it may overwrite memory that was read. But of writes it gets only those
-  that were visible when the sender's kernel began. (Packets are read in a loop until their flags arrive, and later
-  accesses depend on that loop.)
+- A signal passes both sets of its sender on to the wait that receives it. If the signal or the wait is relaxed, and for
+  packets, the receiver gets only the first set, so it may overwrite memory that was read. Of the writes, it gets only
+  those that were visible when the sender's kernel began. (Packets are read in a loop until their flags arrive, and
+  later accesses depend on that loop.)
 - A signal, wait or packet is an action of single threads. The other threads of the threadblock get the clock of one
   thread, and the bits of its accesses, when the threads are synchronised. Until then, only accesses of the same thread
   are ordered.
@@ -37,11 +37,11 @@ NOTHING: Final = Clock()
 
 
 class AccessRecord(NamedTuple):
-    """An access: the bit that stands for it, its threadblock, and the threads that make it."""
+    """An access to memory."""
 
-    bit: int
-    block: int  # the number of the threadblock; -1: a port channel, or the user between two calls
-    threads: tuple[int, int]  # equal for two accesses to the same bytes: the same threads made them
+    bit: int  # the bit that stands for it
+    block: int  # the number of the threadblock, or -1 for a port channel or the user between two calls
+    threads: tuple[int, int]  # if this is equal for two accesses to the same bytes, the same threads made them
     text: str
 
 
@@ -61,14 +61,14 @@ class BlockClock:
         """Begin a kernel with this clock."""
         self.known = clock
         self.start = clock.visible
-        self.own: dict[int, Clock] = {}  # the additional clocks of single threads
-        self.own_bits: dict[int, int] = {}  # of their actions
+        self.own: dict[int, Clock] = {}  # by thread: what it has learned since the last synchronisation
+        self.own_bits: dict[int, int] = {}  # by thread: the bit of its actions on channels and semaphores
         self.arrived = NOTHING  # from packets that threads have read
         self.unsynced = 0  # the bits of accesses since the last synchronisation
         self.bit = next(self.bits)
 
     def sync(self) -> None:
-        """Let the threads wait for each other."""
+        """Synchronise the threads."""
         for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
             self.known = self.known.union(clock)
         self.own, self.own_bits, self.arrived, self.unsynced = {}, {}, NOTHING, 0

@@ -1,13 +1,14 @@
-"""What the data operations of an MSCCL++ plan move, in bytes: the handlers of the executor's kernel.
+"""The bytes that the data operations of an MSCCL++ plan move, as in the handlers of the executor's kernel.
 
 Input: an operation and the ``PlanLayout`` of a message. Output: moves of ranges of memory.
 
-- Data is processed in words of 16 bytes, packets with 8 bytes of data each. Packets are always read from scratch
-  memory, whatever buffer the operation names.
+- Data is processed in words of 16 bytes. A packet has 8 bytes of data. Packets are always read from scratch memory,
+even
+  if the operation names another buffer.
 - ``put`` uses the buffer of its first source for all sources. ``get`` swaps the offsets of the two GPUs. ``pwsf``
   passes an invalid source offset; the moves use the offset of the plan.
-- In a pipeline, iteration k of an operation processes bytes k * unit_size and on, at most unit_size of them. Beyond
-  the end of the operation's bytes, the subtraction overflows, and it processes unit_size bytes. Operations on packets
+- In a pipeline, iteration k of an operation processes up to unit_size bytes from byte k * unit_size on. Beyond the end
+  of the operation's bytes, a subtraction overflows, and the iteration processes unit_size bytes. Operations on packets
   process all bytes in each iteration.
 - A port channel copies packets with their flags.
 
@@ -27,12 +28,12 @@ _WRAP: Final = 1 << 32  # sizes and offsets are numbers of 32 bits
 
 
 class Move(NamedTuple):
-    """Data that threads combine (in the listed order) and store. ``word``: the bytes of data of a thread's step."""
+    """Data that threads combine in the listed order, and store."""
 
     srcs: tuple[Range, ...]
     dsts: tuple[Range, ...]
     size: int  # bytes of data; a range with scale 2 has twice the bytes
-    word: int
+    word: int  # the bytes of data that a thread processes in one step
 
 
 class MoveMaker:
@@ -47,13 +48,13 @@ class MoveMaker:
         """Yield the moves that the threads make, one after the other."""
         if op.name in ("put", "pws", "pwsf"):
             for src, dst in zip(op.srcs, op.dsts, strict=True):
-                own = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, offset))
-                yield Move((own,), (self._remote(op, dst, offset),), self._size(op, dst, offset, unit), WORD)
+                near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, offset))
+                yield Move((near,), (self._remote(op, dst, offset),), self._size(op, dst, offset, unit), WORD)
         elif op.name == "get":
             for src, dst in zip(op.srcs, op.dsts, strict=True):
                 far = self.layout.remote(self.rank, *self._target(op, src), self._start(op, dst, offset))
-                own = self.layout.local(self.rank, dst.buffer, self._start(op, src, offset))
-                yield Move((far,), (own,), self._size(op, src, offset, unit), WORD)
+                near = self.layout.local(self.rank, dst.buffer, self._start(op, src, offset))
+                yield Move((far,), (near,), self._size(op, src, offset, unit), WORD)
         elif op.name in ("glres", "gstore"):  # 4 bytes, since the switch adds some dtypes one by one
             srcs = (
                 self._switch(op, op.srcs[0], offset) if op.name == "glres" else (self._local(op, op.srcs[0], offset),)
@@ -75,8 +76,8 @@ class MoveMaker:
         size = self._bytes(op, op.srcs[0])
         if op.name == "ppkt":
             for src, dst in zip(op.srcs, op.dsts, strict=True):
-                own = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, 0))
-                yield Move((own,), (self._remote(op, dst, 0, 2),), self._bytes(op, src), WORD // 2)
+                near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, 0))
+                yield Move((near,), (self._remote(op, dst, 0, 2),), self._bytes(op, src), WORD // 2)
             return
         if op.name in ("rppkt", "upkt"):
             srcs = [self.packets(op, 0)]
@@ -144,7 +145,7 @@ class MoveMaker:
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)
 
     def _reused_source(self, op: PlanOperation, k: int, offset: int) -> Range:
-        """Return source k of a ``re``, whose position moves with the iterations as that of destination k (a slip)."""
+        """Return source k of a ``re``. By a fault of the executor, iterations move it like destination k."""
         span, number = op.srcs[k], op.dsts[k].number if k < len(op.dsts) else 0
         start = self._start(op, span, 0) + self.layout.shifted(self.rank, "ios"[number] if number < 3 else "i", offset)
         return self.layout.local(self.rank, span.buffer, start)

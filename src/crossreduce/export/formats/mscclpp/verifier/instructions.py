@@ -31,19 +31,19 @@ ChannelEnd = tuple[str, int, int, int]  # type, a rank, the other rank, the numb
 class PlanInstruction(NamedTuple):
     """An instruction of a threadblock.
 
-    ``kind``: "move", "post" (a move that a port channel makes later), "sync" (of the threads of the threadblock),
-    "barrier" (of threadblocks), "signal", "wait", "flush", "complete" (as flush, but part of a pwsf), "acquire" or
+    Its kind is "move", "post" (a move that a port channel makes later), "sync" (of the threads of the threadblock),
+    "barrier" (of threadblocks), "signal", "wait", "flush", "complete" (a flush as a part of pwsf), "acquire" or
     "release".
     """
 
     kind: str
-    operation: str  # its place in the threadblock, in words
-    thread: int = -1  # the only thread that runs it; -1: all threads together
+    operation: str  # the position of the operation in the threadblock, in words
+    thread: int = -1  # the only thread that runs it, or -1 if all threads run it together
     move: Move | None = None
-    channel: ChannelEnd | None = None  # of the GPU that runs it
-    relaxed: bool = False  # of a signal or wait: it does not make data visible
+    channel: ChannelEnd | None = None  # the end at the GPU that runs it
+    relaxed: bool = False  # whether a signal or wait does not make data visible
     number: int = -1  # of a barrier or semaphore
-    meeting: int = 0  # of a barrier: the number of its threadblocks
+    meeting: int = 0  # for a barrier, the number of its threadblocks
 
 
 def channel_ends(plan: MscclppPlan) -> list[dict[tuple[str, int], ChannelEnd]]:
@@ -72,14 +72,14 @@ def instructions(plan: MscclppPlan, layout: PlanLayout) -> list[list[PlanInstruc
     """
     ends = channel_ends(plan)
     lists: list[list[PlanInstruction]] = []
-    made = 0
+    total = 0
     for rank, gpu in enumerate(plan.gpus):
         for block in range(len(gpu.threadblocks)):
             lists.append([])
             for instruction in _Unroller(plan, layout, rank, block, ends[rank]).instructions():
                 lists[-1].append(instruction)
-                made += 1
-                if made > MOST_INSTRUCTIONS:
+                total += 1
+                if total > MOST_INSTRUCTIONS:
                     problem = f"plan {quoted_name(plan.name)}: the plan is too large to be verified."
                     remedy = f"up to {MOST_INSTRUCTIONS} operations, with all iterations of pipelines"
                     raise ScheduleError.of(problem, f"messages of {layout.nbytes} bytes", remedy)
@@ -98,7 +98,7 @@ class _Unroller:
         self.maker = MoveMaker(plan, layout, rank, block)
 
     def instructions(self) -> Iterator[PlanInstruction]:
-        """Yield the instructions, those of pipelines once for each iteration."""
+        """Yield the instructions. Those of pipelines are repeated for each iteration."""
         for number, op in enumerate(self.block.operations):
             at = f"op {number} ({op.name})"
             if op.name != "pipeline":
@@ -146,7 +146,7 @@ class _Unroller:
         return self.ends[kind, self.block.channels[kind][position]]
 
     def _check_move(self, move: Move, at: str) -> Move:
-        """Return a move, after checks that it is within memory and consists of whole words."""
+        """Return a move, or raise a ScheduleError unless it is within buffers and consists of whole words."""
         for place in move.srcs + move.dsts:
             end, size = place.start + place.scale * move.size, self.layout.size(place.area)
             rank, name = place.area

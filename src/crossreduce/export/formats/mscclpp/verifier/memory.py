@@ -1,4 +1,4 @@
-"""The memory of a symbolic run: areas divided into cells, each of which an operation accesses as a whole or not at all.
+"""The memory of a symbolic run: areas are divided into cells, which every operation accesses completely or not at all.
 
 Input: all moves of a plan, and the bytes of the ranks' buffers. Output: cells with their values, and for each move its
 cells. The number of cells depends on how the moves divide the memory, not on the number of bytes.
@@ -18,8 +18,8 @@ from ..layout import Area
 from .clocks import NOTHING, AccessRecord, Clock
 from .data_moves import Move
 
-MOST_CELLS: Final = 2_000_000  # of all moves together, counted once for each operand; more take minutes
-MOST_CUTS: Final = 1 << 19  # how often an operation's memory is divided because another operation divides it
+MOST_CELLS: Final = 2_000_000  # in all moves together, counted once for each operand; more would take minutes
+MOST_CUTS: Final = 1 << 19  # the most divisions of an operation's memory that are due to other operations
 
 
 @dataclass(eq=False)
@@ -30,21 +30,21 @@ class Cell:
     start: int
     size: int
     value: Contributions | None = None
-    packets: int = 0  # the number of the call whose packets it contains; 0: data without flags
+    packets: int = 0  # the number of the call whose packets it contains, or 0 for data without flags
     writer: AccessRecord | None = None
     readers: list[AccessRecord] = field(default_factory=list)
-    sent: Clock = NOTHING  # of packets: the clock that their receiver gets
-    received: bool = False  # the packets were read, so they had arrived
+    sent: Clock = NOTHING  # for packets, the clock that their receiver gets
+    received: bool = False  # whether the packets were read, so that they had arrived
 
 
-Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # the cells of a part of a move: of its sources and destinations
+Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # for a part of a move, one cell of each source and each destination
 
 
 class Cells:
-    """All cells, and the pieces of each move: its parts that are one cell of each source and destination."""
+    """All cells, and for each move its pieces, whose sources and destinations are one cell each."""
 
     def __init__(self, name: str, moves: list[Move], areas: dict[Area, tuple[int, ...]]) -> None:
-        """Divide areas, given with the positions at which they are divided anyway (their ends included)."""
+        """Divide areas into cells. Each area is given with positions at which it must be divided, and its ends."""
         self.cuts = {area: sorted(set(positions)) for area, positions in areas.items()}
         self._known = {area: set(positions) for area, positions in self.cuts.items()}
         self.name = name
@@ -90,7 +90,7 @@ class Cells:
         return ScheduleError.of(f"{self.name}: the plan is too large to be verified.", given)
 
     def _cut(self, area: Area, position: int) -> bool:
-        """Cut an area at a position; return whether it was not cut there before."""
+        """Cut an area at a position, and return whether this is a new cut."""
         if position in self._known[area]:
             return False
         self._known[area].add(position)

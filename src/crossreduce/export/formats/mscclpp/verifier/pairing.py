@@ -1,6 +1,6 @@
 """Check that the synchronisation of an MSCCL++ plan is paired in each call: signals, semaphores and barriers.
 
-The next call would receive signals that are left over from a call, and then run too early or wait forever.
+If signals of a call were left over, the next call would receive them, and then run too early or wait forever.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ GpuNumber = tuple[int, int]  # a GPU and the number of one of its semaphores or 
 
 
 def direction(instruction: PlanInstruction) -> ChannelEnd:
-    """Return the end of a channel from which a signal is sent, for the signal and for the wait that receives it."""
+    """Return the end of the channel that sends the signal, for an instruction that signals or waits."""
     assert instruction.channel is not None
     kind, rank, peer, number = instruction.channel
     return instruction.channel if instruction.kind != "wait" else (kind, peer, rank, number)
 
 
 def check_pairs(name: str, places: list[Place], lists: list[list[PlanInstruction]]) -> dict[GpuNumber, Counter[int]]:
-    """Check the instructions of all threadblocks; return how often each threadblock releases each semaphore.
+    """Check the instructions of all threadblocks, and return how often each threadblock releases each semaphore.
 
     Raises:
-      ScheduleError: a direction of a channel has more signals than waits, or fewer; a semaphore is released more often
-        than acquired, or less often; or a barrier does not always have the same threadblocks.
+      ScheduleError: in a direction of a channel, the numbers of signals and waits differ; a semaphore is not released
+        as often as acquired; or a barrier does not always have the same threadblocks.
     """
     signals: Counter[ChannelEnd] = Counter()
     waits: Counter[ChannelEnd] = Counter()

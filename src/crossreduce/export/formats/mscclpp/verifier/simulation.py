@@ -5,9 +5,9 @@ deadlock, race, unpaired signal or read of memory that was never written; and th
 
 One execution is run, call by call. Two accesses to the same bytes race if one of them writes and they are not ordered
 (see ``clocks.py``). Without races, and since signals and semaphores only count, every execution gives the same result.
-Between two calls, the user of a GPU reads its output and writes its next input: a GPU that accesses them must know
-that the call has begun, and the call must not end before all such accesses are over. Kernels of one GPU run one after
-the other; other GPUs may be in an earlier or later call.
+Between two calls, the user of a GPU reads its output and writes its next input. So another GPU may only access these
+buffers after the call has begun, and the call must not end before all such accesses are over. Kernels of one GPU run
+one after the other. Other GPUs may be in an earlier or later call.
 
 Source: src/core/executor/executor.cc (launches, flags) and src/core/include/execution_kernel.hpp (handlers) in
 github.com/microsoft/mscclpp.
@@ -35,7 +35,7 @@ _MOST_WAITS = 8  # of a deadlock, in a message
 
 
 class PlanRun:
-    """Several calls of a plan. ``flushes``: whether the operation ``flush`` waits (see ``verifier.py``)."""
+    """Several calls of a plan; ``flushes`` tells whether the operation ``flush`` waits (see ``verifier.py``)."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
         self.plan, self.flushes = plan, flushes
@@ -48,7 +48,7 @@ class PlanRun:
         self.bits = count()
         self.blocks = [BlockClock(number, self.bits) for number in range(len(self.places))]
         self.of_rank = [[n for n, place in enumerate(self.places) if place[0] == r] for r in range(len(plan.gpus))]
-        self.notes: list[str] = []  # doubts that do not refuse the plan
+        self.notes: list[str] = []  # doubts, for which the plan is not refused
         self.faults: list[str | None] = [None] * len(plan.gpus)
         self.channels: dict[ChannelEnd, Channel] = {}
         self.semaphores = {
@@ -58,7 +58,7 @@ class PlanRun:
 
     def run(self) -> PlanRun:
         """Run the calls."""
-        for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same one
+        for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same buffer
             self.buffers.call = call
             for rank in range(len(self.plan.gpus)):
                 self._begin(rank)
@@ -74,7 +74,7 @@ class PlanRun:
         return self.buffers.output(rank)[0].value
 
     def fault(self, rank: int) -> str | None:
-        """Return the fault of a rank's output after the first call for which it is wrong, or ``None``."""
+        """Return what is wrong with a rank's output after the first call with a wrong output, or ``None``."""
         return self.faults[rank]
 
     def _rank_clock(self, rank: int) -> Clock:
@@ -104,7 +104,7 @@ class PlanRun:
                 semaphore.begin()
 
     def _output_fault(self, rank: int) -> str | None:
-        """Return the fault of a rank's output at the end of a call in words, or ``None`` if it is right."""
+        """Return what is wrong with a rank's output at the end of a call, in words, or ``None`` if it is right."""
         clock = self._rank_clock(rank)
         for cell in self.buffers.output(rank):
             fault = self.buffers.output_fault(cell)
@@ -123,9 +123,9 @@ class PlanRun:
 
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
         """Run all instructions of a call; ScheduleError for a deadlock."""
-        at = [0] * len(lists)
-        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
-        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        at = [0] * len(lists)  # the position of the next instruction of each threadblock
+        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by what they wait for
+        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks at a barrier
         ready = OrderedDict.fromkeys(range(len(lists)))
         while ready:
             number, _ = ready.popitem(last=False)
@@ -158,7 +158,7 @@ class PlanRun:
             raise ScheduleError(f"{self.buffers.name}: a deadlock. {'; '.join(texts + more)}.")
 
     def _awaited(self, number: int, instruction: PlanInstruction) -> Hashable | None:
-        """Return the thing for which an instruction waits, or ``None`` if it can run."""
+        """Return the channel direction, semaphore or cell for which an instruction waits, or ``None`` if it can run."""
         if instruction.kind == "wait":
             channel = self.channel(instruction)
             return None if channel.received < len(channel.sent) else direction(instruction)
@@ -170,7 +170,7 @@ class PlanRun:
         return None
 
     def _unread(self, move: Move) -> Cell | None:
-        """Return a cell whose packets have not arrived, of those that a move reads."""
+        """Return a cell that a move reads and whose packets have not arrived, or ``None``."""
         if all(place.scale == 1 for place in move.srcs):
             return None
         for srcs, _ in self.pieces[move]:
@@ -216,7 +216,7 @@ class PlanRun:
             self.blocks[number].known = clock
 
     def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
-        """Run an instruction; add to ``woken`` the things for which threadblocks may have waited."""
+        """Run an instruction, and add to ``woken`` what it completes: see ``_awaited``."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
         named = f"{self.buffers.name}, {text}"
@@ -243,10 +243,10 @@ class PlanRun:
 
 
 class _MoveRun:
-    """A move as the threads of a threadblock make it, or as a port channel does after it was posted.
+    """A move that the threads of a threadblock make, or that a port channel makes after it was posted.
 
-    Packets of an element arrive only after the accesses with which they were made, to the same element of other
-    operands. So each piece of a move that writes packets has a bit of its own, which its packets pass on.
+    The packets of an element arrive only after the accesses to this element in all operands. So each piece of a move
+    that writes packets has a separate bit, which its packets pass on.
     """
 
     def __init__(self, run: PlanRun, block: BlockClock, instruction: PlanInstruction, text: str) -> None:

@@ -1,13 +1,13 @@
 """Channels and semaphores of a symbolic run: the clocks of threads after a wait, a flush or an acquire.
 
 - The k-th wait on an end of a channel receives the k-th signal of the other end. Threads count them without atomic
-  operations, so the signals of an end, and its waits, must be ordered. Threads that signal or wait are in the first
-  warp of their threadblock. If two of them use a channel one after the other without a ``nop`` between, their order
-  rests on the warp's threads running the operations together; this becomes a note.
-- A port channel makes transfers some time after they were posted. It makes them, and sends signals, in the order of the
-  posts: a signal is received after the transfers before it, and a flush ends after them.
-- A semaphore counts: when an acquire ends, some releases have happened, but not which ones, unless so many have
-  happened that a certain one must be among them.
+  operations. So the signals of an end must be ordered, and so must its waits. Threads that signal or wait are in the
+  first warp of their threadblock. If two of them use a channel one after the other without a ``nop`` between them, they
+  are ordered only if the threads of the warp run the operations together. A note states this.
+- A port channel makes transfers some time after they were posted. It makes transfers and sends signals in the order of
+  the posts. So a signal is received after the transfers before it, and a flush ends after them.
+- A semaphore only counts. When an acquire ends, it is known how many releases have happened, but not which ones, unless
+  so many have happened that a certain release must be among them.
 
 Source: include/mscclpp/{semaphore_device,port_channel_device,fifo_device,concurrency_device}.hpp and
 src/core/port_channel.cc in github.com/microsoft/mscclpp.
@@ -28,13 +28,13 @@ class Channel:
 
     name: str
     is_port: bool
-    notes: list[str]  # to which it adds
-    sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # what each signal passes on, see ``wait``
+    notes: list[str]  # a list to which the channel adds notes
+    sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # by signal: clock, visible at start, relaxed
     received: int = 0
     last_signal: AccessRecord | None = None
     last_wait: AccessRecord | None = None
-    done: Clock = NOTHING  # of a port channel: the clock after all its transfers
-    posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not part of ``done``
+    done: Clock = NOTHING  # for a port channel, the clock after its transfers
+    posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not in ``done`` yet
 
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
         """Send a signal."""
@@ -43,14 +43,14 @@ class Channel:
         self.sent.append((clock, block.start, relaxed))
 
     def wait(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
-        """Receive the next signal, which has been sent."""
+        """Receive the next signal, which must have been sent."""
         self.last_wait = self._next(self.last_wait, block, thread, text, "waits")
         clock, start, sent_relaxed = self.sent[self.received]
         self.received += 1
         block.learn(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
 
     def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
-        """Post a transfer to a port channel, for which ``bits`` stand; return the clock at its start."""
+        """Post a transfer, for which ``bits`` stand, to a port channel, and return the clock at its start."""
         clock = self.collect(block, thread)
         self.posts.append((block.record(thread, text), clock.union(Clock(bits, bits))))
         return clock
@@ -62,13 +62,13 @@ class Channel:
     def collect(self, block: BlockClock, thread: int) -> Clock:
         """Return the clock after all transfers of a port channel that were posted before now."""
         known = block.clock_of(thread)
-        left = []
+        remaining = []
         for record, clock in self.posts:
             if block.is_after(record, known.ended, one_thread(thread)):
                 self.done = self.done.union(clock)
             else:
-                left.append((record, clock))
-        self.posts = left
+                remaining.append((record, clock))
+        self.posts = remaining
         return self.done.union(known)
 
     def _next(self, last: AccessRecord | None, block: BlockClock, thread: int, text: str, does: str) -> AccessRecord:
@@ -107,7 +107,7 @@ class Semaphore:
         self.releases.append((block.record(thread, text), clock))
 
     def acquire(self, block: BlockClock, thread: int, text: str) -> None:
-        """Decrease the value, which is not 0."""
+        """Decrease the value, which must not be 0."""
         last = self.last_acquire
         if last is not None and not block.is_after(last, block.clock_of(thread).ended, one_thread(thread)):
             problem = f"It acquires {self.name}, as {last.text} does, and nothing determines which of them is first"
@@ -120,7 +120,7 @@ class Semaphore:
                 block.learn(thread, clock)
 
     def _others(self, index: int) -> int:
-        """Return how many releases of a call may happen before a certain one."""
+        """Return how many other releases of the call may happen before release ``index``."""
         record, _ = self.releases[index]
         pending = self.releasers - Counter(other.block for other, _ in self.releases)
         others = sum(times for block, times in pending.items() if block != record.block)

@@ -3,10 +3,10 @@
 No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. The operations have
 the same effect as in the executor's kernel: see ``data_moves.py``, ``instructions.py`` and ``simulation.py``.
 
-A message's size matters: it determines how many iterations a pipeline has, into which parts groups of threadblocks
-divide chunks, and which thread processes which word. So plans are proved for a few sizes that represent all others:
+The size of a message determines the number of iterations of a pipeline, the parts into which groups of threadblocks
+divide chunks, and the thread that processes each word. So plans are proved for a few sizes that represent all others:
 the smallest one, odd and even multiples of the parts, and chunks of less than one, 1, 2, 3, and more than two units of
-each pipeline. Iterations are alike, so a plan that is right for 1, 2 and 3 of them is right for more.
+each pipeline. Iterations are alike, so a plan that is right for 1, 2 and 3 iterations is right for more.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MscclppReport:
     chunks: int  # the number of equal parts of the full buffer
     threadblocks: int  # the largest number of threadblocks of a GPU
     operations: int  # the number of operations of all threadblocks of all GPUs
-    inplace: bool  # right for calls whose input and output share memory; else for calls with different memory
-    unit: int  # the bytes of a message must be a multiple of it
+    inplace: bool  # whether it is right for calls in which input and output share memory, or for other calls
+    unit: int  # the number that must divide the bytes of a message
     min_bytes: int
     max_bytes: int
     nbytes: tuple[int, ...]  # the messages for which the plan was run
@@ -61,7 +61,7 @@ class MscclppReport:
 
     @property
     def sizes(self) -> str:
-        """For which messages the executor runs the plan, in words."""
+        """The messages for which the executor runs the plan, in words."""
         fit = f"messages whose number of bytes is a multiple of {self.unit}"
         if self.min_bytes:
             fit += f", at least {self.min_bytes}"
@@ -77,17 +77,18 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
 
     Args:
       text: the plan.
-      root: the destination of a reduce or the source of a broadcast; ``None``: found, as the format does not store it.
-      nbytes: the size of the messages to prove it for: the bytes of the output of an all-gather, else of the input;
-        ``None``: a few sizes that represent all others.
+      root: the destination of a reduce or the source of a broadcast. By default it is found, since the format does not
+        store it.
+      nbytes: the size of the messages for which the plan is proved: the bytes of the output for an all-gather, and of
+        the input otherwise. By default, these are a few sizes that represent all others.
     Returns:
       The facts about the plan, and notes on limits of the executor that it exceeds.
     Raises:
       ScheduleError: the plan is malformed or too large, has a deadlock, a race or an unpaired signal, reads memory that
-        was never written, accesses bytes outside of a buffer, or leaves a wrong result; the message names the operation
-        at fault, if there is one. Also for a collective other than all-reduce, reduce, reduce-scatter, broadcast,
-        all-gather and all-to-all.
-      ArgumentError: an invalid root, or a size of messages that the executor refuses.
+        was never written, accesses bytes outside of a buffer, or leaves a wrong result. The message names the operation
+        at fault, if there is one. Collectives other than all-reduce, reduce, reduce-scatter, broadcast, all-gather and
+        all-to-all raise it, too.
+      ArgumentError: the root is invalid, or the executor refuses messages of this size.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.formats.mscclpp import to_mscclpp_json
@@ -139,7 +140,7 @@ def _short(error: ScheduleError) -> str:
 
 
 def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[str]:
-    """Return a note if a plan is wrong where flushes do nothing, as in the executor."""
+    """Return a note if a plan is wrong when flushes do nothing, as in the executor."""
     if not any(op.name == "flush" for op in all_operations(plan)):
         return []
     sources = range(len(plan.gpus)) if plan.collective != "broadcast" or root is None else range(root, root + 1)

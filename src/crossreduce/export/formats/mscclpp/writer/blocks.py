@@ -3,14 +3,14 @@
 Input: a collective. Output: threadblocks in ``GpuPlan``s. This suits schedules of one piece, and any order of steps.
 
 Blocks are independent of each other, so a threadblock never waits for another threadblock of its GPU. Operands of a
-combination are put into separate scratch memory. A copy is put into the memory where its value stays, once the owner of
-that memory has signalled that it no longer needs the old content. Nothing is put before the receiver has signalled that
-it has begun, since its memory may still belong to an earlier call.
+combination are put into separate scratch memory. A copy is put into the memory where it stays, once the owner of that
+memory has signalled that the old content is no longer needed. A sender puts nothing before the receiver has signalled
+that its call has begun, since the memory may still belong to an earlier call.
 
-Events are made in one order, in which each signal precedes the waits for it. So no threadblocks wait for each other
-in a cycle, provided that all of them run at the same time. Within a round and block, the order is: puts of
-operands, then copies, then combinations. A copy is put into scratch memory if the value that it replaces is still to
-be read, as when two devices swap their values.
+Events are created in one order, in which each signal precedes the waits for it. So no threadblocks wait for each other
+in a cycle, provided that all of them run at the same time. Within a round and block, puts of operands come first, then
+copies, then combinations. If the old value still has to be read, as when two devices swap their values, a copy is put
+into scratch memory.
 """
 
 from __future__ import annotations
@@ -36,49 +36,48 @@ class _Event:
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
     time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
-    data: bool = True  # for a signal or wait: True: it reports the data of a put; False: it permits the put
-    last: bool = False  # of a signal: all that the rank has done comes before it
-    since: int = -1  # for a wait: the time of the event whose end is signalled
+    data: bool = True  # for a signal or wait: whether it reports the data of a put, rather than permits the put
+    last: bool = False  # for a signal: whether it comes after all other work of the rank
+    since: int = -1  # for a wait: the time of the event after which the other rank signals
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
     dst: Extent = ("", 0, 0)  # the memory that it writes
     signals: list[_Event] = field(default_factory=list)  # the signals that follow it
 
     @property
     def ends(self) -> Pair:
-        """Of a signal or wait: the rank that signals, and the rank that waits."""
+        """For a signal or wait, the rank that signals and the rank that waits."""
         return self.pair if self.data else self.pair[::-1]
 
 
 class _BlockEvents:
     """The events of one threadblock of each GPU, which run all instructions of some blocks."""
 
-    def __init__(self, made: Collective, blocks: list[int], hosts: Hosts, *, inplace: bool) -> None:
-        self.made = made
-        self.placement, self.hosts = MemoryPlacement(made, blocks, inplace=inplace), hosts
+    def __init__(self, collective: Collective, blocks: list[int], hosts: Hosts, *, inplace: bool) -> None:
+        self.collective = collective
+        self.placement, self.hosts = MemoryPlacement(collective, blocks, inplace=inplace), hosts
         self.time = 0
-        self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
-        # Positions in ``events``. ``touched``, by rank and block: the rank's last event that uses the block's memory.
-        # ``cleared``, by sender and receiver: the last event of the receiver that it has signalled to the sender.
-        self.touched: dict[tuple[int, int], int] = {}
-        self.cleared: dict[Pair, int] = {}
+        self.events = [[_Event("begin", 0)] for _ in range(collective.ranks)]
+        # The values of both are positions in the rank's (the receiver's) ``events``.
+        self.touched: dict[tuple[int, int], int] = {}  # by rank and block: the last event that uses the block's memory
+        self.cleared: dict[Pair, int] = {}  # by sender and receiver: the last event that the receiver has reported
         for b in blocks:
-            chunk = made.program.chunks[made.blocks[b].chunk]
+            chunk = collective.program.chunks[collective.blocks[b].chunk]
             numbered = enumerate(chunk.instructions, start=len(chunk.sources))
             for _, together in groupby(numbered, key=lambda entry: entry[1].round):
                 self._add_round(b, list(together), chunk.devices)
         self._acknowledge(hosts)
         for b in blocks:
-            chunk = made.program.chunks[made.blocks[b].chunk]
+            chunk = collective.program.chunks[collective.blocks[b].chunk]
             self.time += 1
             for rank, result in zip(chunk.destinations, chunk.results, strict=True):
-                src, dst = self.placement.locations[b, result], made.output(rank, made.blocks[b])
+                src, dst = self.placement.locations[b, result], collective.output(rank, collective.blocks[b])
                 if self.placement.memory(rank, src) != self.placement.memory(rank, dst):
                     self._local(rank, b, "copy", [src], dst)
 
     def _acknowledge(self, hosts: Hosts) -> None:
-        """Let ranks wait until other hosts have received their data: a port channel reads its source later.
+        """Let ranks wait until other hosts have received their data, since a port channel reads its source later.
 
-        The operation ``flush`` would wait for this, but in MSCCL++ it does nothing.
+        The operation ``flush`` would wait for the channel, but in MSCCL++ it does nothing.
         """
         self.time += 1
         pairs = {event.pair: None for events in self.events for event in events if event.kind == "put"}
@@ -89,7 +88,7 @@ class _BlockEvents:
             self._event(pair[0], "wait", pair=pair, data=False, since=self.time)
 
     def _add_round(self, b: int, instructions: list[tuple[int, Instruction]], devices: tuple[int, ...]) -> None:
-        """Add a round's instructions of one block: puts of operands, then copies, then combinations."""
+        """Add the events of a block's instructions in a round: puts of operands, then copies, then combinations."""
         copies = [entry for entry in instructions if len(entry[1].operands) == 1]
         combinations = [entry for entry in instructions if len(entry[1].operands) > 1]
         landed: dict[tuple[int, int], Location] = {}  # where an operand arrived, by operand and device
@@ -101,7 +100,7 @@ class _BlockEvents:
                     landed[operand, device] = self.placement.fresh(device, b)
                     self._put(b, operand, (devices[operand], device), landed[operand, device], fresh=True)
         self.time += 1
-        ranks = self.made.ranks  # each rank begins with the next one, so that not all send to the same one first
+        ranks = self.collective.ranks  # each rank begins with the next one, so that not all send to the same one first
         for value, (device, (operand,), *_) in sorted(
             copies, key=lambda entry: (entry[1].device - devices[entry[1].operands[0]]) % ranks
         ):
@@ -118,16 +117,17 @@ class _BlockEvents:
                     self._event(device, "wait", pair=(devices[operand], device), since=since)
             inputs = [landed.get((operand, device), self.placement.locations[b, operand]) for operand in operands]
             aside = next(landed[operand, device] for operand in operands if devices[operand] != device)
-            self._add(device, b, inputs, aside, self.placement.store(device, b, value))
+            self._sum(device, b, inputs, aside, self.placement.store(device, b, value))
 
-    def _add(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
-        """Add the inputs in the listed order by as few operations as possible; partial sums are stored in ``aside``."""
+    def _sum(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
+        """Sum the inputs in the listed order with as few operations as possible; ``aside`` is for partial sums."""
         while len(inputs) > MOST_BUFFERS:
             self._local(rank, b, "re", inputs[:MOST_BUFFERS], aside)
             inputs = [aside, *inputs[MOST_BUFFERS:]]
         self._local(rank, b, "re", inputs, target)
 
     def _local(self, rank: int, b: int, kind: str, srcs: Iterable[Location], dst: Location) -> None:
+        """Add an event that only uses memory of the rank."""
         extents = tuple(self._extent(rank, b, src) for src in srcs)
         self._event(rank, kind, srcs=extents, dst=self._extent(rank, b, dst))
         self.touched[rank, b] = len(self.events[rank]) - 1
@@ -141,9 +141,9 @@ class _BlockEvents:
             last.signals.append(_Event("signal", last.time, pair, data=False))
             self.cleared[pair] = needed
             self._event(src, "wait", pair=pair, data=False, since=last.time)
-        own = self._extent(src, b, self.placement.locations[b, value])
+        memory = self._extent(src, b, self.placement.locations[b, value])
         signals = [_Event("signal", self.time, pair)]
-        self._event(src, "put", pair=pair, srcs=(own,), dst=self._extent(dst, b, target), signals=signals)
+        self._event(src, "put", pair=pair, srcs=(memory,), dst=self._extent(dst, b, target), signals=signals)
         self.touched[src, b] = len(self.events[src]) - 1
         if self.hosts.kind(*pair) != "port":  # a port channel reads later, so the value keeps its memory
             self.placement.read(b, value)
@@ -152,32 +152,32 @@ class _BlockEvents:
         self.events[rank].append(_Event(kind, self.time, **facts))
 
     def _extent(self, rank: int, b: int, location: Location) -> Extent:
-        """Return the extent of a location; in place, the smaller of input and output is a part of the larger."""
-        return (*self.placement.memory(rank, location), self.made.blocks[b].size)
+        """Return the extent of a block at a location; memory that input and output share has one name."""
+        return (*self.placement.memory(rank, location), self.collective.blocks[b].size)
 
     def order(self, rank: int) -> list[_Event]:
         """Return a rank's events and signals in the order of the plan.
 
-        So that events of one kind are adjacent and become one operation, waits move ahead of puts and signals whose
-        time is later than that of the awaited event, and puts move ahead of signals.
+        Adjacent events of one kind become one operation. To bring them together, waits move ahead of puts and signals
+        whose time is later than that of the awaited event, and puts move ahead of signals.
         """
         ordered: list[_Event] = []
         for event in self.events[rank]:
-            at = len(ordered)
+            position = len(ordered)
             passes = {"wait": ("put", "signal"), "put": ("signal",)}.get(event.kind, ())
-            while at and ordered[at - 1].kind in passes and ordered[at - 1].time > event.since:
-                at -= 1
+            while position and ordered[position - 1].kind in passes and ordered[position - 1].time > event.since:
+                position -= 1
             if event.kind != "begin":
-                ordered.insert(at, event)
+                ordered.insert(position, event)
             ordered += event.signals
         return ordered
 
 
 def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
-    """Return for each pair of ranks which of the channels between the two its puts use, 0 or 1.
+    """Return for each pair of ranks which channel between the two its puts use, 0 or 1.
 
-    A channel counts the signals of each direction. Puts in both directions share channel 0 if, in each direction, the
-    waits are in the order of the signals that they wait for; otherwise each direction has its own channel.
+    A channel counts the signals in each direction. Puts in both directions share channel 0 if, in each direction, the
+    waits have the same order as the signals that they wait for. Otherwise each direction has a separate channel.
     """
     pairs = {event.pair for events in orders for event in events if event.kind == "put"}
     separate = set()
@@ -192,7 +192,7 @@ def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
 
 
 class _BlockWriter:
-    """Writes the events of one threadblock; adjacent puts, signals or waits become one operation if possible."""
+    """Writes the events of one threadblock. Adjacent puts, signals or waits become one operation if possible."""
 
     def __init__(
         self, gpu: GpuPlan, events: list[_Event], ends: dict[Pair, LocalEnd], bases: list[int], *, inplace: bool
@@ -208,6 +208,7 @@ class _BlockWriter:
             self._flush()
 
     def _joins(self, event: _Event) -> bool:
+        """Return whether an event can become a part of the operation of the open events."""
         first = self.open[0]
         if (
             (event.kind, event.last) != (first.kind, first.last)
@@ -233,46 +234,48 @@ class _BlockWriter:
         elif kind == "put":
             self._put(events)
         else:
-            self.block.reduce([self._own(src) for src in first.srcs], self._own(first.dst), self._own(first.dst))
+            dst = self._local_extent(first.dst)
+            self.block.reduce([self._local_extent(src) for src in first.srcs], dst, dst)
 
     def _put(self, events: list[_Event]) -> None:
         targets = [
             Target(self.ends[event.pair].kind, event.pair[1], self._extent(event.pair[1], event.dst))
             for event in events
         ]
-        srcs = [self._own(event.srcs[0]) for event in events]
+        srcs = [self._local_extent(event.srcs[0]) for event in events]
         if targets[0].kind == "port":
             ends = [self.ends[event.pair] for event in events]
             self.block.put_on_ports(list(zip(srcs, targets, ends, strict=True)))
         elif len(set(srcs)) == 1 < len(srcs) and not self.posts and (self.inplace or srcs[0][0] != "i"):
-            self.block.reduce(srcs[:1], srcs[0], srcs[0], targets)  # sends to all of them at the same time
+            self.block.reduce(srcs[:1], srcs[0], srcs[0], targets)  # sends to all targets at the same time
         else:
             self.block.put(list(zip(srcs, targets, strict=True)))
 
-    def _own(self, extent: Extent) -> Extent:
+    def _local_extent(self, extent: Extent) -> Extent:
         return self._extent(self.gpu.rank, extent)
 
     def _extent(self, rank: int, extent: Extent) -> Extent:
+        """Return an extent in a rank's scratch buffer as a part of the scratch buffer of all threadblocks."""
         buffer, index, size = extent
         return buffer, index + (self.bases[rank] if buffer == "s" else 0), size
 
 
-def add_blocks(made: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks: int, *, inplace: bool) -> None:
+def add_blocks(collective: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks: int, *, inplace: bool) -> None:
     """Add threadblocks for all blocks of a collective.
 
     Args:
-      made: the collective.
+      collective: the collective.
       gpus: an empty plan for each rank.
       hosts: the kinds of channels.
-      threadblocks: at most this number per GPU, over which the blocks are spread.
+      threadblocks: the largest number of threadblocks per GPU, over which the blocks are spread.
       inplace: for calls whose input and output are the same memory.
     """
-    numbers = range(len(made.blocks))
+    numbers = range(len(collective.blocks))
     count = min(len(numbers), threadblocks)
     for k in range(count):
-        group = _BlockEvents(made, [b for b in numbers if b * count // len(numbers) == k], hosts, inplace=inplace)
-        orders = [group.order(rank) for rank in range(made.ranks)]
-        ends: list[dict[Pair, LocalEnd]] = [{} for _ in gpus]  # for each GPU: the channel of each pair's puts
+        group = _BlockEvents(collective, [b for b in numbers if b * count // len(numbers) == k], hosts, inplace=inplace)
+        orders = [group.order(rank) for rank in range(collective.ranks)]
+        ends: list[dict[Pair, LocalEnd]] = [{} for _ in gpus]  # for each GPU, the channel of the puts of each pair
         shared: dict[tuple[int, int, int], tuple[LocalEnd, LocalEnd]] = {}
         for (src, dst), which in _channels(orders).items():
             low, high = min(src, dst), max(src, dst)

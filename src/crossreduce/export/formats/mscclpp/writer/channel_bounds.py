@@ -1,6 +1,6 @@
-"""What every MSCCL++ plan of a schedule needs at least.
+"""The least number of channels that any MSCCL++ plan of a schedule needs.
 
-Input: a program. Output: nothing, or PlanError if each of its plans exceeds a limit of the executor. This is counted on
+Input: a program. Output: nothing, or PlanError if every plan exceeds a limit of the executor. Channels are counted on
 one rank of each group of equal ranks before any threadblock is made, so a schedule that cannot fit is refused at once.
 """
 
@@ -17,24 +17,26 @@ from .connections import Hosts, over_limit
 def check_least(schedule: Schedule, program: Program) -> None:
     """Raise a PlanError if a value has more receivers, or a combination more senders, than a threadblock has channels.
 
-    One threadblock sends a value to all of its receivers, and one receives all operands of a combination.
+    One threadblock sends a value to all receivers, and one threadblock receives all operands of a combination.
     """
     hosts = Hosts(schedule.devices)
     for rank in program.alike:
-        for peers in _groups(program.on(rank)):
+        for peers in _peers_of_threadblocks(program.on(rank)):
             for kind in ("memory", "port"):
                 count = sum(hosts.kind(rank, peer) == kind for peer in peers)
                 if count > MOST_CHANNELS:
                     raise over_limit(schedule, rank, "channels per threadblock", f"at least {count}", MOST_CHANNELS)
 
 
-def _groups(part: DeviceProgram) -> list[set[int]]:
-    """Return the ranks that each value is sent to, and those from which the operands of each combination come."""
+def _peers_of_threadblocks(part: DeviceProgram) -> list[set[int]]:
+    """Return the ranks to which each value is sent, and the ranks that send the operands of each combination."""
     receivers = defaultdict[int, set[int]](set)
-    found = []
+    senders = []
     for stage in part.stages:
         for value, peer in stage.sends:
             receivers[value].add(peer)
         source = dict(stage.receives)
-        found += [{source[value] for value in made.operands if value in source} for made in stage.combinations]
-    return [*receivers.values(), *found]
+        senders += [
+            {source[value] for value in combined.operands if value in source} for combined in stage.combinations
+        ]
+    return [*receivers.values(), *senders]

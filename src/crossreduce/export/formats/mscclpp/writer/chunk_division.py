@@ -1,11 +1,11 @@
 """Blocks of a collective divided into parts, so that several threadblocks move a chunk at the same time.
 
-Input: a collective with one block per chunk, and how many parts each chunk needs at least. Output: the same collective
+Input: a collective with one block per chunk, and the least number of parts of each chunk. Output: the same collective
 with smaller units and a block per part.
 
-Threadblocks that share a link each get about the same part of its bandwidth, whatever the size of their blocks. If
-blocks differ much, short ones end early and long ones late. So chunks whose shares differ are divided into more parts
-than the links need, of nearly equal size, as far as the number of threadblocks allows.
+Threadblocks that share a link get nearly equal parts of its bandwidth, whatever the size of their blocks. If blocks
+differ much, short ones end early and long ones late. So if the shares of chunks differ, chunks are divided into more
+parts than the links need, of nearly equal size, as far as the number of threadblocks allows.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import Final
 
 from ...collective import Block, Collective
 
-UNEVEN: Final = 0.12  # the part of the buffer by which blocks may be shorter than the longest one, on average
-FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # how many more parts than the links need are tried
-FEW: Final = 4  # threadblocks per GPU: with so few, links are idle while each waits for data, so they are doubled
-LEAST_UNITS: Final = 6  # of a part that is not an exact division, so that parts differ by a sixth at most
+UNEVEN: Final = 0.12  # the greatest ``_unevenness`` of blocks that counts as even
+FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # factors that are tried for the number of parts that the links need
+FEW: Final = 4  # up to this number of threadblocks per GPU, links are idle while each waits for data, so it is doubled
+LEAST_UNITS: Final = 6  # in a part of an inexact division, so that parts differ by at most a sixth
 
 
-def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: bool) -> tuple[int, ...]:
-    """Return into how many parts each chunk is divided, at least ``parts`` if so many threadblocks are allowed.
+def even_parts(collective: Collective, parts: Sequence[int], most: int, *, pipelines: bool) -> tuple[int, ...]:
+    """Return the number of parts of each chunk: at least ``parts``, if the number of threadblocks allows it.
 
     Args:
-      made: the collective, with a block for each chunk.
+      collective: the collective, with a block for each chunk.
       parts: the number of parts that each chunk needs.
-      most: the number of threadblocks per GPU.
-      pipelines: whether a part has a threadblock for each value that is sent, or only one per GPU.
+      most: the largest number of threadblocks per GPU.
+      pipelines: whether a part has a threadblock for each value that is sent, and not only one per GPU.
     """
-    sizes = {block.chunk: block.size for block in made.blocks}
+    sizes = {block.chunk: block.size for block in collective.blocks}
     workers = [
-        {chunk: _senders(made, chunk, rank) if pipelines else 1 for chunk in sizes} for rank in range(made.ranks)
+        {chunk: _senders(collective, chunk, rank) if pipelines else 1 for chunk in sizes}
+        for rank in range(collective.ranks)
     ]
 
     def needed(counts: dict[int, int]) -> int:
@@ -69,23 +70,23 @@ def even_parts(made: Collective, parts: Sequence[int], most: int, *, pipelines: 
     return tuple(best.get(chunk, 1) for chunk in range(len(parts)))
 
 
-def is_uneven(made: Collective) -> bool:
+def is_uneven(collective: Collective) -> bool:
     """Return whether the blocks of a collective differ much in size."""
-    return _unevenness([(block.size, block.size) for block in made.blocks]) > UNEVEN
+    return _unevenness([(block.size, block.size) for block in collective.blocks]) > UNEVEN
 
 
 def _unevenness(sizes: Sequence[tuple[float, float]]) -> float:
-    """Return by what part blocks are shorter than the longest one, on average over the buffer.
+    """Return the fraction by which blocks are shorter than the longest one, on average over the buffer.
 
-    ``sizes``: how much of the buffer is in blocks of a size, and this size.
+    Each entry of ``sizes`` is a number of units in the buffer and the size of the blocks that contain them.
     """
-    top = max(size for _, size in sizes)
-    return sum(units * (1 - size / top) for units, size in sizes) / sum(units for units, _ in sizes)
+    longest = max(size for _, size in sizes)
+    return sum(units * (1 - size / longest) for units, size in sizes) / sum(units for units, _ in sizes)
 
 
-def _senders(made: Collective, number: int, rank: int) -> int:
+def _senders(collective: Collective, number: int, rank: int) -> int:
     """Return the number of values of a chunk that a rank sends, at least 1."""
-    chunk = made.program.chunks[number]
+    chunk = collective.program.chunks[number]
     devices = chunk.devices
     sent = {
         operand
@@ -96,26 +97,26 @@ def _senders(made: Collective, number: int, rank: int) -> int:
     return max(1, len(sent)) if rank in chunk.destinations else len(sent)
 
 
-def divide_chunks(made: Collective, parts: Sequence[int]) -> Collective:
-    """Return a collective whose blocks are divided into so many parts of nearly equal size, by chunk.
+def divide_chunks(collective: Collective, parts: Sequence[int]) -> Collective:
+    """Return a collective in which the block of each chunk is divided into ``parts`` blocks of nearly equal size.
 
-    >>> from crossreduce.export.formats.collective import collective
+    >>> from crossreduce.export.formats.collective import collective as nccl_collective
     >>> from crossreduce.planning import ring
-    >>> divide_chunks(collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
+    >>> divide_chunks(nccl_collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
     (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
     """
     finer = 1
     while any(
         block.size * finer % parts[block.chunk] and block.size * finer < parts[block.chunk] * LEAST_UNITS
-        for block in made.blocks
+        for block in collective.blocks
     ):
         finer *= 2
     blocks = []
-    for block in made.blocks:
+    for block in collective.blocks:
         size, count = block.size * finer, parts[block.chunk]
         starts = [k * size // count for k in range(count + 1)]
         for k in range(count):
             part = Block(block.chunk, block.offset * finer + starts[k], starts[k + 1] - starts[k])
             blocks.append((k / count, part))
     blocks.sort(key=lambda entry: (entry[0], entry[1].chunk))  # the first part of each chunk, then the second ones
-    return replace(made, units=made.units * finer, blocks=tuple(part for _, part in blocks))
+    return replace(collective, units=collective.units * finer, blocks=tuple(part for _, part in blocks))

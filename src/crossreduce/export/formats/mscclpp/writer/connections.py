@@ -1,4 +1,4 @@
-"""What the threadblocks of a plan share: channels and remote buffers of each GPU, and the operations that use them.
+"""Parts that all threadblocks of a plan use: channels and remote buffers of each GPU, and operations on them.
 
 Input: operations, one by one, on ranks and memory. Output: threadblocks and GPUs in the form of the plan.
 
@@ -77,7 +77,7 @@ class GpuPlan:
 
 
 class Hosts:
-    """The kinds of the channels between the devices of a schedule: the names of devices tell their hosts."""
+    """The kinds of channels between devices, which follow from the hosts in the names of the devices."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.hosts = [parse(device).host for device in devices]
@@ -98,9 +98,9 @@ def connect(gpus: list[GpuPlan], a: int, b: int, kind: str) -> tuple[LocalEnd, L
 class ThreadblockPlan:
     """The operations of one threadblock, with a ``nop`` wherever its threads must wait for each other.
 
-    Thread k waits and signals on the k-th channel of an operation, and all threads access data. So a ``nop`` stands
-    between a wait and an access to data, between two accesses that are not alike, and between accesses and a signal;
-    and between two signals, or waits, of different threads on one channel, whose order would be open.
+    Thread k waits and signals on the k-th channel of an operation, and all threads access data. So a ``nop`` is
+    necessary between a wait and an access to data, between accesses of different kinds, between accesses and a signal,
+    and between two signals (or waits) of different threads on one channel, whose order would be undefined.
     """
 
     def __init__(self, gpu: GpuPlan) -> None:
@@ -108,12 +108,13 @@ class ThreadblockPlan:
         self.ops: list[dict[str, Any]] = []
         self.channels: dict[str, list[int]] = {kind: [] for kind in KINDS}
         self.buffers: dict[str, list[int]] = {kind: [] for kind in KINDS[:2]}
-        self.unread = False  # a wait has ended since the threads were synchronised
-        self.dirty = ""  # the name of the last operation on data since the threads were synchronised
-        self.threads: dict[tuple[str, LocalEnd], int] = {}  # since then: which thread has signalled or waited
+        # All since the threads were last synchronised:
+        self.unread = False  # whether there was a wait
+        self.dirty = ""  # the name of the last operation on data
+        self.threads: dict[tuple[str, LocalEnd], int] = {}  # the thread that signalled or waited on each channel
 
     def sync(self) -> None:
-        """Let the threads wait for each other."""
+        """Synchronise the threads of the threadblock."""
         self.ops.append({"name": "nop"})
         self.unread, self.dirty, self.threads = False, "", {}
 
@@ -136,7 +137,7 @@ class ThreadblockPlan:
             self.ops.append({"name": "put", **spans, "channel_type": "memory"})
 
     def post(self, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
-        """Put blocks into memory of ranks of other hosts and signal that they are there, by port channels."""
+        """Put blocks into memory of ranks on other hosts, and signal their arrival, through port channels."""
         self._post("pws", moves)
 
     def _post(self, name: str, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
@@ -151,22 +152,22 @@ class ThreadblockPlan:
             self.ops.append({"name": name, **spans, "channel_type": "port", "channel_ids": ids})
 
     def put_on_ports(self, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
-        """As ``post``, but without the signals."""
+        """Do what ``post`` does, but without the signals."""
         self._post("put", moves)
         self.dirty = "put on ports"
 
     def reduce(self, srcs: Sequence[Extent], dst: Extent, aside: Extent, targets: Sequence[Target] = ()) -> None:
         """Add blocks in the listed order, and store the sum locally and in memory of other ranks of this host.
 
-        One source is copied. ``aside``: memory for partial sums, if there are too many sources for one operation.
+        A single source is copied. If there are too many sources for one operation, ``aside`` stores partial sums.
         """
-        listed = list(srcs)
-        while len(listed) > MOST_BUFFERS:
-            self._reduce(listed[:MOST_BUFFERS], aside, ())
-            listed = [aside, *listed[MOST_BUFFERS:]]
+        remaining = list(srcs)
+        while len(remaining) > MOST_BUFFERS:
+            self._reduce(remaining[:MOST_BUFFERS], aside, ())
+            remaining = [aside, *remaining[MOST_BUFFERS:]]
         groups = _groups(targets, MOST_AT_ONCE) or [()]
         for k, group in enumerate(groups):
-            self._reduce(listed if k == 0 else [dst], dst, group)
+            self._reduce(remaining if k == 0 else [dst], dst, group)
 
     def _reduce(self, srcs: Sequence[Extent], dst: Extent, targets: Sequence[Target]) -> None:
         name = "res" if targets else "re" if len(srcs) > 1 else "copy"
@@ -179,7 +180,7 @@ class ThreadblockPlan:
         self.ops.append({"name": name, **spans, **kind, **({} if name == "copy" else {"reduce_op": "sum"})})
 
     def reduce_in_switch(self, first: int, size: int, switches: int) -> None:
-        """Store the sum of all GPUs' blocks on all GPUs: of the first switch channel's buffer, in the last one's."""
+        """Store the sum of the first switch channel's block over all GPUs in the last switch channel's, on all GPUs."""
         self._access("glres")
         ids = [position(self.channels["switch"], number) for number in range(switches)]
         spans = [{"switch_channel_id": number, "index": first, "size": size} for number in ids]
@@ -195,12 +196,13 @@ class ThreadblockPlan:
         self.threads = {}
         yield
         inner, self.ops = self.ops, outer
-        self.unread, self.dirty = True, "pipeline"  # so that a nop follows
+        self.unread, self.dirty = True, "pipeline"  # lets a nop follow
         if inner:
             context = {"unit_size": unit, "num_chunks": chunks}
             self.ops.append({"name": "pipeline", "iter_context": context, "ops": inner})
 
     def _on_channels(self, name: str, ends: Sequence[LocalEnd]) -> None:
+        """Add waits or signals; if another thread has done the same on a channel, a ``nop`` comes first."""
         for kind in KINDS[:2]:
             for group in _groups([end for end in ends if end.kind == kind], MOST_AT_ONCE):
                 threads = {(name, end): thread for thread, end in enumerate(group)}
@@ -211,6 +213,7 @@ class ThreadblockPlan:
                 self.ops.append({"name": name, "channel_ids": ids, "channel_type": kind})
 
     def _access(self, name: str) -> None:
+        """Prepare an access to data; only successive puts need no ``nop`` between them."""
         if self.unread or (self.dirty and (name, self.dirty) != ("put", "put")):
             self.sync()
         self.dirty = name
@@ -220,8 +223,8 @@ class ThreadblockPlan:
 
     def _remote(self, target: Target) -> dict[str, Any]:
         buffer, first, size = target.extent
-        known = position(self.gpu.buffers, (target.rank, buffer, target.kind))
-        return {"buffer_id": position(self.buffers[target.kind], known), "index": first, "size": size}
+        number = position(self.gpu.buffers, (target.rank, buffer, target.kind))
+        return {"buffer_id": position(self.buffers[target.kind], number), "index": first, "size": size}
 
     def content(self, number: int) -> dict[str, Any]:
         """Return the threadblock in the plan's form."""
@@ -250,17 +253,17 @@ def check_limits(schedule: Schedule, gpus: list[GpuPlan], most_threadblocks: int
 
 
 def over_limit(schedule: Schedule, rank: int, what: str, count: str, most: int) -> PlanError:
-    """Return the error for a rank that needs more of something than the executor allows."""
+    """Return the error for a rank that needs more than ``most`` of ``what``, such as "channels per threadblock"."""
     problem = f"MSCCL++ allows {most} {what}, but {schedule.devices[rank]} needs {count}."
     remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
     return PlanError.of(problem, schedule.head, remedy)
 
 
-def position(known: list[Any], value: Any) -> int:
-    """Return a value's position in a list; a new value is added to the list."""
-    if value not in known:
-        known.append(value)
-    return known.index(value)
+def position(values: list[Any], value: Any) -> int:
+    """Return the position of a value in a list. A new value is appended first."""
+    if value not in values:
+        values.append(value)
+    return values.index(value)
 
 
 def _groups(items: Sequence[T], most: int) -> list[Sequence[T]]:

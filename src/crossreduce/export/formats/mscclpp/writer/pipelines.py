@@ -4,16 +4,16 @@ Input: a collective. Output: threadblocks in ``GpuPlan``s.
 
 A stage is a value of a block on a rank: it waits for the operands from other ranks, combines them, and sends the value
 to the ranks that read it. Each stage has a threadblock with a pipeline, so it works on one piece of the block while the
-stage before it already works on the next. Operands are put into scratch memory of their own, and copies into the memory
-where they stay, so no sender ever waits for memory. Stages that send nothing, such as the last wait of a rank, come
-after the pipeline of another stage of the same block and rank.
+stage before it already works on the next piece. Every operand has separate scratch memory, and copies are put into the
+memory where they stay, so no sender ever waits for memory. Stages that send nothing, such as the last wait of a rank,
+come after the pipeline of another stage of the same block and rank.
 
-Nothing is put before the receiving threadblock has signalled that its call has begun, since the memory may belong to an
-earlier call. A port channel reads its source later: where no result depends on the transfer, the receiver
-signals at the end that the data has arrived. (``flush`` would do it, but in MSCCL++ it does nothing.)
+A sender puts nothing before the receiving threadblock has signalled that its call has begun, since the memory may
+belong to an earlier call. A port channel reads its source later. So if no result depends on the transfer, the receiver
+signals at the end that the data has arrived. (``flush`` would do this, but in MSCCL++ it does nothing.)
 
-In place, the result overwrites a rank's input. That is right only if the result depends on all that read this input.
-A schedule for which this is not so, as in a one-shot all-reduce, is not separable: ``blocks.py`` exports it.
+In place, the result overwrites a rank's input. That is right only if the result depends on all values that are made
+from this input. Otherwise, as in a one-shot all-reduce, the schedule is not separable, and ``blocks.py`` exports it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_END: Final = LocalEnd("", -1)
 
 
 class NotSeparableError(Exception):
-    """The stages of a schedule cannot run in threadblocks of their own."""
+    """The stages of a schedule cannot run in separate threadblocks."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class _Transfer:
     dst: _Stage
     to: Extent
     kind: str
-    acknowledged: bool  # the receiver signals at the end that it has arrived
+    acknowledged: bool  # whether the receiver signals at the end that the value has arrived
     src_end: LocalEnd = _NO_END  # of the channel between the two threadblocks
     dst_end: LocalEnd = _NO_END
 
@@ -59,26 +59,26 @@ class _Stage:
     rank: int
     round: int  # of the schedule; -1: an input
     memory: Extent
-    operands: list[Extent] = field(default_factory=list)  # in the order of combination; none: an input; one: a copy
+    operands: list[Extent] = field(default_factory=list)  # in the order of combination; an input has none, a copy one
     aside: Extent = ("", 0, 0)  # memory for partial sums
-    output: Extent | None = None  # of an input: where it must be copied to, since it is the result
+    output: Extent | None = None  # for an input that is also a result: the memory to which it must be copied
     receives: list[_Transfer] = field(default_factory=list)
     sends: list[_Transfer] = field(default_factory=list)
 
     @property
     def stored(self) -> Extent:
-        """The memory where the value is, once the stage has run."""
+        """The memory of the value after the stage has run."""
         return self.memory if self.output is None else self.output
 
 
 def round_of(stage: _Stage) -> int:
-    """Return the round of a stage, as a key."""
+    """Return the round of a stage: a key for sorting and grouping."""
     return stage.round
 
 
 @dataclass(eq=False)
 class _Segment:
-    """Stages of blocks of one size on a rank that run in one pipeline."""
+    """Stages on one rank that run in one pipeline. Their blocks have the same size."""
 
     size: int
     stages: list[_Stage]
@@ -89,7 +89,7 @@ class _Segment:
 
     @property
     def channels(self) -> int:
-        """At least the number of its channels."""
+        """An upper bound of the number of its channels."""
         return sum(len(stage.sends) + len(stage.receives) for stage in self.stages)
 
     @property
@@ -99,7 +99,7 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Worker:
-    """A threadblock: its pipelines, one after the other."""
+    """A threadblock, which runs its pipelines one after the other."""
 
     rank: int
     segments: list[_Segment]
@@ -120,13 +120,15 @@ class _Worker:
 class _BlockStages:
     """The stages of one block."""
 
-    def __init__(self, made: Collective, block: Block, gpus: list[GpuPlan], hosts: Hosts, *, inplace: bool) -> None:
-        self.made, self.block, self.gpus, self.hosts, self.inplace = made, block, gpus, hosts, inplace
-        chunk = self.chunk = made.program.chunks[block.chunk]
+    def __init__(
+        self, collective: Collective, block: Block, gpus: list[GpuPlan], hosts: Hosts, *, inplace: bool
+    ) -> None:
+        self.collective, self.block, self.gpus, self.hosts, self.inplace = collective, block, gpus, hosts, inplace
+        chunk = self.chunk = collective.program.chunks[block.chunk]
         self.devices, self.inputs = chunk.devices, len(chunk.sources)
         self.results = dict(zip(chunk.destinations, chunk.results, strict=True))
         self.readers: defaultdict[int, list[int]] = defaultdict(list)
-        self.ancestors = [0] * len(self.devices)  # as bits: the values from which a value is made
+        self.ancestors = [0] * len(self.devices)  # for each value, the values from which it is made, as bits
         for value, instruction in enumerate(chunk.instructions, start=self.inputs):
             for operand in instruction.operands:
                 self.readers[operand].append(value)
@@ -134,14 +136,14 @@ class _BlockStages:
         self.stages: dict[int, _Stage] = {}
         self.leader = list(range(len(self.devices)))  # stages with the same leader are in one pipeline
         for value, source in enumerate(chunk.sources):
-            self.stages[value] = _Stage(source, -1, self._extent(source, made.input(source, block)))
+            self.stages[value] = _Stage(source, -1, self._extent(source, collective.input(source, block)))
             if not inplace and self.results.get(source) == value:
-                self.stages[value].output = self._extent(source, made.output(source, block))
+                self.stages[value].output = self._extent(source, collective.output(source, block))
         for value, instruction in enumerate(chunk.instructions, start=self.inputs):
             self._add(value, instruction.device, instruction.operands, instruction.round)
 
     def _extent(self, rank: int, location: Location) -> Extent:
-        place = self.made.in_place(rank, location) if self.inplace else location
+        place = self.collective.in_place(rank, location) if self.inplace else location
         return (*place, self.block.size)
 
     def _add(self, value: int, rank: int, operands: tuple[int, ...], in_round: int) -> None:
@@ -150,7 +152,7 @@ class _BlockStages:
         if self.results.get(rank) == value:
             if not self._may_overwrite_input(value, rank):
                 raise NotSeparableError
-            memory = self._extent(rank, self.made.output(rank, self.block))
+            memory = self._extent(rank, self.collective.output(rank, self.block))
         copies = len(operands) == 1
         if copies and self.devices[operands[0]] == rank:
             raise NotSeparableError
@@ -173,6 +175,7 @@ class _BlockStages:
             raise NotSeparableError
 
     def _transfer(self, value: int, reader: int, to: Extent) -> None:
+        """Add the transfer of a value to the stage of another value that is made from it."""
         src, dst = self.stages[value], self.stages[reader]
         kind = self.hosts.kind(src.rank, dst.rank)
         result = self.results.get(src.rank)
@@ -182,7 +185,7 @@ class _BlockStages:
         dst.receives.append(transfer)
 
     def _may_overwrite_input(self, value: int, rank: int) -> bool:
-        """Return whether all that read a rank's input have done so when its result is stored."""
+        """Return whether all values that are made from a rank's input are complete when the result is stored."""
         if not self.inplace or rank not in self.chunk.sources:
             return True
         readers = self.readers[self.chunk.sources.index(rank)]
@@ -192,42 +195,43 @@ class _BlockStages:
         ports = [reader for reader in remote if self.hosts.kind(rank, self.devices[reader]) == "port"]
         if any(not before >> reader & 1 for reader in local + ports):
             return False
-        # One threadblock sends to all of them, and signals when it has sent everything.
+        # One threadblock sends to all remote readers, and signals only after all of these sends.
         return not remote or any(before >> reader & 1 for reader in remote)
 
     def _join(self, a: int, b: int) -> None:
+        """Let the stages of two values, and all that share pipelines with them, run in one pipeline."""
         old, new = self.leader[b], self.leader[a]
         self.leader = [new if leader == old else leader for leader in self.leader]
 
     def segments(self) -> list[_Segment]:
-        """Return the pipelines of the block, those that send data first."""
+        """Return the pipelines of the block; those that send data come first."""
         groups: defaultdict[int, list[_Stage]] = defaultdict(list)
         for value, stage in self.stages.items():
             if stage.operands or stage.sends or stage.output:
                 groups[self.leader[value]].append(stage)
-        made = [_Segment(self.block.size, stages) for stages in groups.values()]
-        return sorted(made, key=lambda segment: not segment.sends)
+        segments = [_Segment(self.block.size, stages) for stages in groups.values()]
+        return sorted(segments, key=lambda segment: not segment.sends)
 
 
 def add_pipelines(
-    made: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
+    collective: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
 ) -> bool:
     """Add threadblocks with pipelines for all blocks of a collective; return whether stages share threadblocks.
 
     Args:
-      made: the collective.
+      collective: the collective.
       gpus: an empty plan for each rank.
       hosts: the kinds of channels.
-      unit_of: by the size of a block, the bytes of a piece of it; 0: the block is not cut.
-      most: the number of threadblocks per GPU; stages share them if there are more.
+      unit_of: the bytes of a piece by the size of the block, or 0 if the block is not cut.
+      most: the largest number of threadblocks per GPU. Stages share threadblocks if there would be more.
       inplace: for calls whose input and output are the same memory.
     Raises:
       NotSeparableError: the schedule needs stages of a block in one threadblock.
     """
     workers: list[list[_Worker]] = [[] for _ in gpus]
-    for block in made.blocks:
-        of_block: dict[int, _Worker] = {}
-        for segment in _BlockStages(made, block, gpus, hosts, inplace=inplace).segments():
+    for block in collective.blocks:
+        of_block: dict[int, _Worker] = {}  # by rank, the threadblock for stages of this block that send nothing
+        for segment in _BlockStages(collective, block, gpus, hosts, inplace=inplace).segments():
             rank = segment.stages[0].rank
             if not segment.sends and (worker := of_block.get(rank) or _worker_with_room(workers[rank], segment)):
                 worker.segments.append(segment)
@@ -238,12 +242,12 @@ def add_pipelines(
     workers = [_merge_workers(of_rank, most) for of_rank in workers]
     _connect(gpus, [worker for of_rank in workers for worker in of_rank])
     for gpu, of_rank in zip(gpus, workers, strict=True):
-        gpu.threadblocks += [_written(gpu, worker, unit_of) for worker in of_rank]
+        gpu.threadblocks += [_threadblock(gpu, worker, unit_of) for worker in of_rank]
     return crowded
 
 
 def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
-    """Return a threadblock that only waits and can wait for the data of one more segment that only waits."""
+    """Return a threadblock that only waits and has channels left for the waits of one more segment, or ``None``."""
     if not segment.only_waits:
         return None
     for worker in workers:
@@ -255,34 +259,36 @@ def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | No
 
 
 def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
-    """Return at most ``most`` threadblocks, if that is possible: pipelines of blocks of the same size are merged.
+    """Return at most ``most`` threadblocks, if that is possible. Pipelines of blocks of the same size are merged.
 
-    A piece of each block is processed in the order of the rounds, in all threadblocks alike, so none waits for another
-    in a cycle. Pipelines of the same round are merged first, as they work on the same piece at the same time.
+    Every threadblock processes a piece of each block in the order of the rounds, so no threadblocks wait for each other
+    in a cycle. Pipelines of the same round are merged first, since they work on the same piece at the same time.
     """
-    for same_round, together in product((True, False), range(2, MOST_CHANNELS + 1)):
-        bins: list[list[_Worker]] = []
+    for same_round, most_merged in product((True, False), range(2, MOST_CHANNELS + 1)):
+        groups: list[list[_Worker]] = []
         for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
-            fits = bool(bins) and len(bins[-1]) < together and _may_merge([*bins[-1], worker], same_round=same_round)
-            if fits and len(workers) - sum(len(group) - 1 for group in bins) > most:
-                bins[-1].append(worker)
+            merged = [*groups[-1], worker] if groups else []
+            fits = 0 < len(merged) <= most_merged and _may_merge(merged, same_round=same_round)
+            if fits and len(workers) - sum(len(group) - 1 for group in groups) > most:
+                groups[-1].append(worker)
             else:
-                bins.append([worker])
-        if len(bins) <= most:
-            return [_join_workers(group) for group in bins]
+                groups.append([worker])
+        if len(groups) <= most:
+            return [_join_workers(group) for group in groups]
     return workers
 
 
 def _merging_order(worker: _Worker, *, same_round: bool) -> tuple[int, int, bool, int]:
+    """Return a key by which threadblocks that may be merged are neighbours."""
     first = worker.segments[0].stages[0].round
     return first if same_round else 0, worker.size, worker.sends, first
 
 
 def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
     segments = [segment for worker in workers for segment in worker.segments]
-    alike = {(w.size, w.sends, w.segments[0].stages[0].round if same_round else 0) for w in workers}
-    few = sum(segment.channels for segment in segments) <= MOST_CHANNELS
-    return len(alike) == 1 and len(segments) == len(workers) and few
+    kinds = {(w.size, w.sends, w.segments[0].stages[0].round if same_round else 0) for w in workers}
+    have_channels = sum(segment.channels for segment in segments) <= MOST_CHANNELS
+    return len(kinds) == 1 and len(segments) == len(workers) and have_channels
 
 
 def _join_workers(workers: list[_Worker]) -> _Worker:
@@ -292,9 +298,9 @@ def _join_workers(workers: list[_Worker]) -> _Worker:
 
 
 def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
-    """Give transfers channels. A channel joins two threadblocks, and serves at most one transfer in each direction."""
+    """Assign channels to transfers. A channel joins two threadblocks, with at most one transfer in each direction."""
     worker_of = {id(stage): worker for worker in workers for stage in worker.stages}
-    ends: dict[tuple[int, int], list[LocalEnd]] = defaultdict(list)  # by the ids of a threadblock and of the other
+    ends: dict[tuple[int, int], list[LocalEnd]] = defaultdict(list)  # by the ids of this and the other threadblock
     used: Counter[tuple[int, int]] = Counter()
     for worker in workers:
         for stage in worker.stages:
@@ -309,12 +315,12 @@ def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
                 used[there] += 1
 
 
-def _written(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
-    """Return a threadblock with its operations."""
+def _threadblock(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
+    """Return the operations of a threadblock."""
     block = ThreadblockPlan(gpu)
     sends = [transfer for stage in worker.stages for transfer in stage.sends]
     receives = [transfer for stage in worker.stages for transfer in stage.receives]
-    block.signal(_unique(transfer.dst_end for transfer in receives))  # its memory may be written in this call
+    block.signal(_unique(transfer.dst_end for transfer in receives))  # permits the senders to write to its memory
     block.wait(_unique(transfer.src_end for transfer in sends))
     for segment in worker.segments:
         if block.unread or block.dirty:

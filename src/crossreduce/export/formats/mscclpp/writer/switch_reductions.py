@@ -2,11 +2,11 @@
 
 Input: an in-network all-reduce and its topology. Output: threadblocks in ``GpuPlan``s.
 
-The operation ``glres`` loads the sum of a block of all GPUs through the switch, and stores it on all of them. Each GPU
-does this for its own part of the buffer, whichever device the schedule reduces on: so all links carry the same bytes.
-A part is divided among as many threadblocks as fill the GPU's link. Threadblock k of each GPU first waits until
-threadblock k of all others has begun, since the buffers belong to their users before, and at the end until all of them
-have stored their blocks.
+The operation ``glres`` loads the sum of a block of all GPUs through the switch, and stores it on all GPUs. Each GPU
+does this for one part of the buffer, regardless of the device on which the schedule reduces. So all links carry the
+same number of bytes. A part is divided among as many threadblocks as fill the GPU's link. Threadblock k of each GPU
+first waits until threadblock k of all others has begun, since earlier calls may still use the buffers. At the end it
+waits until all of them have stored their blocks.
 
 Source: handleMultiLoadReduceStore in src/core/include/execution_kernel.hpp of github.com/microsoft/mscclpp.
 """
@@ -30,7 +30,7 @@ def uses_switches(schedule: Schedule, topology: Topology | None) -> bool:
 
 
 def refusal_reason(topology: Topology, collective: str) -> str | None:
-    """Return why MSCCL++ cannot hold in-network plans of a topology, as a sentence; ``None``: it can.
+    """Return why MSCCL++ cannot hold in-network plans of a topology, as a sentence, or ``None`` if it can.
 
     >>> refusal_reason(Topology.star(4).with_switches(reducing=True), "all_reduce") is None
     True
@@ -88,12 +88,12 @@ def switch_threadblocks(
                 near, far = connect(gpus, a, b, "memory")
                 ends[a].append(near)
                 ends[b].append(far)
-        for gpu, own in zip(gpus, ends, strict=True):
+        for gpu, local_ends in zip(gpus, ends, strict=True):
             block = ThreadblockPlan(gpu)
-            block.signal(own)
-            block.wait(own)
+            block.signal(local_ends)
+            block.wait(local_ends)
             block.reduce_in_switch(gpu.rank * parts + k, 1, len(buffers))
-            block.signal(own)
-            block.wait(own)
+            block.signal(local_ends)
+            block.wait(local_ends)
             gpu.threadblocks.append(block)
     return gpus, ranks * parts

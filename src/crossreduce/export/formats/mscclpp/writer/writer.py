@@ -22,7 +22,8 @@ from .....errors import ArgumentError, PlanError, shown
 from .....schedule import Schedule
 from .....topology import Topology, TopologyLike, byte_count, topology_of
 from ...channels import parts_of_chunks
-from ...collective import Collective, collective, require_integers
+from ...collective import Collective, require_integers
+from ...collective import collective as nccl_collective
 from ..limits import MULTIPROCESSORS, resident
 from .blocks import add_blocks
 from .channel_bounds import check_least
@@ -31,14 +32,14 @@ from .connections import GpuPlan, Hosts, check_limits
 from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 from .switch_reductions import switch_threadblocks, uses_switches
 
-THREADS: Final = (1024, 512, 256)  # per threadblock: the more of them there are, the fewer threads each has
-FULL_THREADS: Final = 512  # that reach a channel's rate; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
+THREADS: Final = (1024, 512, 256)  # per threadblock; with fewer threads each, more threadblocks run at the same time
+FULL_THREADS: Final = 512  # reach the rate of a channel; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
 ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
 LARGEST: Final = 2**64 - 1
 PIECES: Final = 32  # the least number of pieces of long blocks
-LEAST_PIECE: Final = 1 << 18  # bytes: blocks are not cut into shorter pieces than this only to have more of them
-SHORT_PIECE: Final = 1 << 14  # the same, if the plan has one piece
-LONG_BLOCK: Final = 1 << 17  # bytes; plans with one piece and such blocks have pipelines, too
+LEAST_PIECE: Final = 1 << 18  # bytes; more pieces than planned must not be shorter than this
+SHORT_PIECE: Final = 1 << 14  # the same, if the schedule has one piece
+LONG_BLOCK: Final = 1 << 17  # bytes; schedules of one piece with blocks of this size have pipelines, too
 PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 
@@ -56,24 +57,25 @@ def to_mscclpp_json(
 ) -> str:
     """Return a schedule as an MSCCL++ execution plan.
 
-    Rank k is the schedule's k-th device. The buffer is divided into equal units, as small as the shares need; the
-    size of each in bytes must be a multiple of 16. The executor adds, so plans are for sums. Devices of different hosts
+    Rank k is the schedule's k-th device. The buffer is divided into equal units, as small as the shares need. The size
+    of a unit in bytes must be a multiple of 16. The executor adds, so plans are for sums. Devices of different hosts
     (``host0/cuda:0``, ``host1/cuda:0``) exchange data through port channels.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices, each of which must
         have access to the memory of the others.
-      topology: where it runs; it determines into how many parts chunks are divided; ``None``: one part each.
-      nbytes: the size of the messages that ``pieces`` was chosen for; ``None``: 64 MiB. A piece keeps its bytes: longer
-        messages have more pieces.
-      name: the executor distinguishes plans by it; ``None``: made of the collective, algorithm and number of ranks.
+      topology: the topology on which it runs. This determines the number of parts of each chunk, which is 1 without it.
+      nbytes: the size of the messages for which ``pieces`` was chosen, by default 64 MiB. The bytes of a piece are
+        fixed, so longer messages have more pieces.
+      name: the name by which the executor distinguishes plans. By default, it has the collective, the algorithm and the
+        number of ranks.
       inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
-      threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80 of 1024 threads
-        each, 160 of 512, or 320 of 256, since all run at the same time, also on a V100.
-      threads: the number of threads per threadblock; ``None``: 1024, or 512 or 256 if then pipelines need not share
-        threadblocks, or are of more even size.
+      threadblocks: the largest number of threadblocks per GPU, over which the chunks are spread. By default it is 80
+        with 1024 threads each, 160 with 512, or 320 with 256, since all must run at the same time, even on a V100.
+      threads: the number of threads per threadblock. By default it is 1024, or 512 or 256 if pipelines then need not
+        share threadblocks, or have more even sizes.
       min_bytes: the smallest message that the plan is for.
-      max_bytes: the largest; with pipelines at most what their 65535 iterations allow.
+      max_bytes: the largest such message. The 65535 iterations of pipelines may lower it.
     Raises:
       PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
         executor allows.
@@ -106,8 +108,8 @@ def to_mscclpp_json(
         gpus, inputs = switch_threadblocks(schedule, wiring, allowed, inplace=inplace)
         kind, outputs = "allreduce", inputs
     else:
-        width, gpus, made, longest, _ = _threadblocks(schedule, wiring, size, most, inplace=inplace)
-        kind, inputs, outputs = made.kind, made.inputs, made.outputs
+        width, gpus, divided, longest, _ = _threadblocks(schedule, wiring, size, most, inplace=inplace)
+        kind, inputs, outputs = divided.kind, divided.inputs, divided.outputs
     if longest < min_bytes:
         problem = f"a pipeline has at most {MOST_ITERATIONS} iterations, so messages may have at most {longest} bytes."
         raise PlanError.of(problem, f"min_bytes={min_bytes}", "a plan for messages of about this size")
@@ -128,49 +130,51 @@ def to_mscclpp_json(
 
 
 def most_threadblocks(threads: int) -> int:
-    """Return how many threadblocks run at the same time on a GPU; each waits for some of other GPUs, so all must."""
+    """Return the number of threadblocks that run at the same time on every GPU; they wait for those of other GPUs."""
     return min(MULTIPROCESSORS.values()) * resident(threads)
 
 
-class _Made(NamedTuple):
-    threads: int
+class _Assignment(NamedTuple):
+    """Threadblocks of all GPUs."""
+
+    threads: int  # per threadblock
     gpus: list[GpuPlan]
-    made: Collective  # in parts
-    longest: int  # bytes of a message
-    loss: tuple[bool, bool]  # whether blocks share threadblocks; whether they differ much in size
+    divided: Collective  # in parts
+    longest: int  # the most bytes of a message
+    loss: tuple[bool, bool]  # whether blocks share threadblocks, and whether they differ much in size
 
 
 def _threadblocks(
     schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
-) -> _Made:
-    """Return the GPUs with their threadblocks, of as many threads as possible without a loss; see ``_Made``.
+) -> _Assignment:
+    """Return the threadblocks of all GPUs, with as many threads as possible without a loss: see ``_Assignment``.
 
-    A schedule whose stages cannot run in threadblocks of their own has no pipelines.
+    A schedule whose stages cannot run in separate threadblocks has no pipelines.
     """
-    made = collective(schedule)
-    check_least(schedule, made.program)
-    # Threadblocks do not work in lock step, so long blocks are faster in some pieces, even if the plan has one.
-    longest_block = max(block.size for block in made.blocks) * nbytes / made.units
+    collective = nccl_collective(schedule)
+    check_least(schedule, collective.program)
+    # Threadblocks do not work in lock step, so long blocks are faster in several pieces, even if the schedule has one.
+    longest_block = max(block.size for block in collective.blocks) * nbytes / collective.units
     is_cut = schedule.pieces > 1 or (topology is not None and longest_block >= LONG_BLOCK)
     for pipelines in (True, False) if is_cut else (False,):
-        found: _Made | None = None
+        best: _Assignment | None = None
         failure: PlanError | None = None
         for threads, allowed in most.items():
             try:
-                tried = _assign_threadblocks(
-                    schedule, made, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
+                assignment = _assign_threadblocks(
+                    schedule, collective, topology, nbytes, threads, allowed, pipelines=pipelines, inplace=inplace
                 )
             except NotSeparableError:
                 break
             except PlanError as error:
                 failure = error
                 continue
-            if found is None or tried.loss < found.loss:
-                found = tried
-            if found.loss == (False, False):
+            if best is None or assignment.loss < best.loss:
+                best = assignment
+            if best.loss == (False, False):
                 break
-        if found is not None:
-            return found
+        if best is not None:
+            return best
         if failure is not None and (not pipelines or schedule.pieces > 1):
             raise failure
     raise AssertionError("a schedule always has threadblocks without pipelines")
@@ -178,7 +182,7 @@ def _threadblocks(
 
 def _assign_threadblocks(
     schedule: Schedule,
-    made: Collective,
+    collective: Collective,
     topology: Topology | None,
     nbytes: int,
     threads: int,
@@ -186,37 +190,39 @@ def _assign_threadblocks(
     *,
     pipelines: bool,
     inplace: bool,
-) -> _Made:
-    """Return the GPUs with at most so many threadblocks.
+) -> _Assignment:
+    """Return an assignment with at most ``most`` threadblocks per GPU.
 
-    Raises NotSeparableError for pipelines that cannot be, and PlanError for what exceeds a limit of the executor.
+    Raises:
+      NotSeparableError: there cannot be pipelines.
+      PlanError: a limit of the executor is exceeded.
     """
     parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
     if topology is not None:
-        parts = even_parts(made, parts, most, pipelines=pipelines)
-    divisions = divide_chunks(made, parts)
-    gpus = [GpuPlan(rank) for rank in range(made.ranks)]
+        parts = even_parts(collective, parts, most, pipelines=pipelines)
+    divided = divide_chunks(collective, parts)
+    gpus = [GpuPlan(rank) for rank in range(collective.ranks)]
     longest = LARGEST
     if pipelines:
-        unit_of = _pieces(divisions, schedule.pieces, nbytes)
-        shares = add_pipelines(divisions, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
-        longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divisions.units
+        unit_of = _pieces(divided, schedule.pieces, nbytes)
+        shares = add_pipelines(divided, gpus, Hosts(schedule.devices), unit_of, most, inplace=inplace)
+        longest = min(MOST_ITERATIONS * unit // size for size, unit in unit_of.items()) * divided.units
     else:
-        add_blocks(divisions, gpus, Hosts(schedule.devices), most, inplace=inplace)
-        shares = len(divisions.blocks) > most
+        add_blocks(divided, gpus, Hosts(schedule.devices), most, inplace=inplace)
+        shares = len(divided.blocks) > most
     check_limits(schedule, gpus, most)
-    return _Made(threads, gpus, divisions, longest, (shares, topology is not None and is_uneven(divisions)))
+    return _Assignment(threads, gpus, divided, longest, (shares, topology is not None and is_uneven(divided)))
 
 
-def _pieces(made: Collective, pieces: int, nbytes: int) -> dict[int, int]:
-    """Return the bytes of a piece of a block, by the block's size in units.
+def _pieces(collective: Collective, pieces: int, nbytes: int) -> dict[int, int]:
+    """Return the bytes of a piece by the size of the block in units.
 
-    If blocks are long, they are cut into ``PIECES`` pieces at least: threadblocks do not work in lock step, as the
-    planner assumes, and wait for each other less if pieces are many.
+    Long blocks are cut into at least ``PIECES`` pieces. The planner assumes that threadblocks work in lock step, but
+    they do not, and with many pieces they wait less for each other.
     """
     unit_of, least = {}, LEAST_PIECE if pieces > 1 else SHORT_PIECE
-    for size in {block.size for block in made.blocks}:
-        nbytes_of_block = size * nbytes / made.units
+    for size in {block.size for block in collective.blocks}:
+        nbytes_of_block = size * nbytes / collective.units
         piece = min(nbytes_of_block / pieces, max(nbytes_of_block / PIECES, least))
         unit_of[size] = max(1, math.ceil(piece / WORD)) * WORD
     return unit_of
