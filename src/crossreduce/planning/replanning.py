@@ -90,7 +90,7 @@ def move_request(request: Request, topology: Topology) -> Request:
 
 
 def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
-    """Return whether a schedule of ``before`` also does ``request``, over the same links, of which none is slower now."""
+    """Return whether a schedule of ``before`` also does ``request``, over the same links, and none became slower."""
     old, new = before.topology, request.topology
     assert old is not None
     assert new is not None
