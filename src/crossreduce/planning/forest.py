@@ -59,8 +59,8 @@ def forest(request: Request) -> Forest:
     """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
     "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
-    "all_gather" have a part of it on each device. Devices that take no part forward data; they also reduce or copy it if
-    that makes the trees faster.
+    "all_gather" have a part of it on each device. Devices that take no part forward data; they also reduce or copy it
+    if that makes the trees faster.
 
     Raises:
       PlanError: no route leads to a destination (or source, if there are several of both); the error names the cut.
@@ -250,7 +250,7 @@ def _all_reduce_shares(topology: Topology, links: dict[Pair, Fraction]) -> tuple
         best = best._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
     roots = {k: best.roots[device] for k, device in enumerate(topology.devices) if best.roots[device]}
     if topology.symmetric:  # each tree that reduces is a tree that broadcasts, backwards
-        # If both kinds get half of every link, twice the bandwidth gives the same trees, in simpler numbers.
+        # If each direction gets half of every link, the trees for the full bandwidths are the same.
         halves = all(used * 2 == links[pair] for pair, used in best.down.items())
         trees, k = fit_trees(topology, links if halves else best.down, roots)
         return [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), tree) for tree in trees], k
