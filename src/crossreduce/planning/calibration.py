@@ -170,7 +170,7 @@ class _Fit:
             values[left_out] = self.given[left_out]
 
     def _fit_from_several_starts(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
-        """Return the best result of ``_solve``, from ``values`` and from starts at which other links are the slowest."""
+        """Return the best result of ``_solve``: from ``values``, and from starts at which other links are slowest."""
         best = self._solve(free, values)
         speeds = [float(kind.bandwidth) / best[0][2 * k] for k, kind in enumerate(self.classes)]
         for k, kind in enumerate(self.classes):

@@ -203,9 +203,9 @@ def _helped_forest(request: Request) -> Forest | None:
     best = best_helper_trees(request.topology, *_bound_arguments(request))
     if best is None:
         return None
-    names = [best.seen.names[node] for node in best.seen.topology.nodes]
+    names = [best.neutral.names[node] for node in best.neutral.topology.nodes]
     mixed = [tree for demand_trees in best.mixture.trees for tree in demand_trees]
-    return forest_of_trees(request, names, range(len(best.seen.topology.devices)), mixed)
+    return forest_of_trees(request, names, range(len(best.neutral.topology.devices)), mixed)
 
 
 def forest_of_trees(
