@@ -13,7 +13,7 @@ from ..bounds.steiner import Parent, Through
 
 
 class Tree(NamedTuple):
-    """``weight`` equal trees that connect a root with all devices."""
+    """Equal trees with the same root; ``weight`` is their number."""
 
     root: int
     weight: int
