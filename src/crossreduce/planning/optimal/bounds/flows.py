@@ -1,6 +1,6 @@
 """Maximum flows and minimum cuts with integer capacities of any size, of arcs between nodes 0, 1, ...
 
-SciPy's flows are limited to capacities of 32 bits, and were not faster on the networks that planning makes.
+SciPy's flows are limited to capacities of 32 bits, and were not faster on the networks of planning.
 
 Source: Dinitz, Algorithm for solution of a problem of maximum flow in a network with power estimation, Soviet
 Mathematics Doklady 11, 1970.
@@ -24,26 +24,27 @@ class Network:
         for (src, dst), capacity in capacities.items():
             if capacity:
                 self._arcs[src][dst] = capacity
-        self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None  # the ends of a flow, its result
+        # The ends and the result of the last flow, since ``cut`` is mostly called after ``flow``.
+        self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None
 
     def flow(self, src: int, dst: int) -> int:
         """Return the value of the greatest flow from ``src`` to ``dst``, another node."""
         return self._solve(src, dst)[0]
 
     def cut(self, src: int, dst: int) -> frozenset[int]:
-        """Return the smallest set of nodes with ``src`` and without ``dst`` whose outgoing capacity is the least.
+        """Return the minimum cut, as the set of nodes on the side of ``src``; if there are several, the smallest set.
 
         These nodes can be reached over the capacity that a greatest flow leaves, and are the same for every such flow.
         """
         return self._solve(src, dst)[1]
 
     def _solve(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
-        """Return a flow's value and cut; the last ones are kept, since ``cut`` is mostly called after ``flow``."""
         if self._last is None or self._last[0] != (src, dst):
             self._last = (src, dst), self._augment(src, dst)
         return self._last[1]
 
     def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
+        """Return the value of the greatest flow, and the nodes of the minimum cut."""
         left = [arcs.copy() for arcs in self._arcs]
         value = left[src].pop(dst, 0)
         for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
@@ -62,13 +63,13 @@ class Network:
                         queue.append(other)
             if dst not in level:
                 return value, frozenset(level)
-            value += _block(left, level, src, dst)
+            value += _push_blocking_flow(left, level, src, dst)
 
 
-def _block(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
-    """Push flow along paths whose level rises with each arc until none is left; return its value."""
+def _push_blocking_flow(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
+    """Push flow along paths on which the level rises by 1 per arc, until no such path is left; return the value."""
     value, path = 0, [src]
-    onward: dict[int, list[int]] = {}  # the next nodes that have not failed
+    onward: dict[int, list[int]] = {}  # for each node, the next nodes that may still lead to ``dst``
     while path:
         node = path[-1]
         if node == dst:
@@ -78,7 +79,7 @@ def _block(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int
             for a, b in pairs:
                 left[a][b] -= pushed
                 left[b][a] = left[b].get(a, 0) + pushed
-            del path[next(k for k, (a, b) in enumerate(pairs) if not left[a][b]) + 1 :]
+            del path[next(k for k, (a, b) in enumerate(pairs) if not left[a][b]) + 1 :]  # back to the first full arc
             continue
         if node not in onward:
             onward[node] = [other for other in left[node] if level.get(other) == level[node] + 1]

@@ -235,14 +235,11 @@ class _Program:
             else:
                 total += width * max(Fraction(0), *prices)
         if not (quotient.paired and self.weights is None):
-            listed = [
-                Cut(frozenset(names[k] for k in cut.nodes), weight / unit, cut.outward) for cut, weight in weights
-            ]
+            listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit, cut.outward) for cut, w in weights]
             return total / unit, listed, [(switch, outward, shift / unit) for switch, outward, shift in shifts]
-        half = 2 * unit  # each cut and shift is listed for both directions, with half of its weight
-        both = (True, False)
-        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / half, way) for cut, w in weights for way in both]
-        shifts = [(switch, way, (shift if way else -shift) / half) for switch, _, shift in shifts for way in both]
+        both = (True, False)  # each cut and shift is listed for both directions, with half of its weight
+        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, way) for cut, w in weights for way in both]
+        shifts = [(switch, way, (shift if way else -shift) / unit / 2) for switch, _, shift in shifts for way in both]
         return total / unit, listed, shifts
 
 
