@@ -89,9 +89,8 @@ def _prices(
             prices.append(cheapest_prices(links, ends, set(joints)))
         elif ends:
             prices.append(_lower_bounds(links, ends, joints, roots))
-    return {
-        root: sum(by_root[root] for by_root in prices) for root in roots if all(root in by_root for by_root in prices)
-    }
+    served = [root for root in roots if all(root in by_root for by_root in prices)]
+    return {root: sum(by_root[root] for by_root in prices) for root in served}
 
 
 def cheapest_prices(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> dict[Any, Any]:

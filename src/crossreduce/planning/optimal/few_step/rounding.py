@@ -1,6 +1,6 @@
-"""Amounts as whole numbers of equal units, as few as possible: a chunk of a schedule is a share of few units.
+"""Amounts of columns, which are trees, rounded to whole numbers of equal units, so that a schedule has few chunks.
 
-Input: the amounts of columns, and how much each loads the links. Output: units that cost little time.
+Input: the amounts, and the loads of the links by each column. Output: numbers of units that cost little time.
 """
 
 from __future__ import annotations
@@ -8,51 +8,51 @@ from __future__ import annotations
 from typing import Any, Final
 
 _LOSS: Final = 0.02  # the part of the time that rounding may cost
-_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # into how many units each group's part is divided
-_COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
-_MOST_MOVED: Final = 16  # with more units, none are moved afterwards
+_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # the numbers of units per group that are tried
+_COLUMNS_PER_UNIT: Final = 2  # with more columns per unit than this, rounding costs too much time
+_MOST_MOVED: Final = 16  # with more units per group, none are moved afterwards
 _MOST_PASSES: Final = 10  # over all units; a pass that moves none is the last one
-_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of its inverse
+_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of 1 / _FINE
 
 
 def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
-    """Return how many units each column gets, the units of the whole buffer, and the time.
+    """Return the number of units of each column, the number of units of the whole buffer, and the time.
 
     Args:
       amounts: the part of the buffer of each column.
-      loads: the seconds of each link in each step for the whole buffer, by column.
+      loads: for each column, the seconds of each link in each step if the column had the whole buffer.
       group: the group of each column; the groups have equal parts of the buffer.
       exact: the time with exact amounts.
     """
     import numpy as np
 
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
-    found, fine = None, _fine_shares(amounts, groups)
+    best, fine = None, _fine_shares(amounts, groups)
     exact_units = int(fine.sum()) // len(groups)
-    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # these exact amounts have few units
+    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # without any loss, there are few units
     enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
     for units in (*(units for units in enough if units < exact_units), 0):
-        counts = _move_units(amounts, loads, groups, units) if units else fine
-        whole = int(counts.sum())
-        time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
-        if found is None or time < found[2]:
-            found = counts, whole, time
+        counts = _distribute_units(amounts, loads, groups, units) if units else fine
+        total_units = int(counts.sum())
+        time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / total_units
+        if best is None or time < best[2]:
+            best = counts, total_units, time
         if time <= exact * (1 + loss + 1e-9):
             break
-    assert found is not None
-    return found
+    assert best is not None
+    return best
 
 
-def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
-    """Return how many units each column gets, ``units`` in each group.
+def _distribute_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
+    """Return the number of units of each column, if each group has ``units``.
 
-    Columns get the units of their share, rounded down; the units that are left go one by one to the column that makes
-    the time least. Then units move between columns of a group as long as this makes the loads more even.
+    Columns get the units of their share, rounded down. The remaining units are given one by one to the column with
+    which the time is least. Then units move between columns of a group as long as this makes the loads more even.
     """
     import numpy as np
 
-    whole = units * len(groups)
-    counts = np.floor(amounts * whole + 1e-6)
+    all_units = units * len(groups)
+    counts = np.floor(amounts * all_units + 1e-6)
     total = (counts[:, None, None] * loads).sum(axis=0)
 
     def cost(total: Any, steep: float) -> Any:
@@ -62,7 +62,8 @@ def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
 
     for group in groups:
         for _ in range(units - int(counts[group].sum())):
-            chosen = group[(cost(total + loads[group], 3.0) - 1e-3 * (amounts[group] * whole - counts[group])).argmin()]
+            missing = amounts[group] * all_units - counts[group]
+            chosen = group[(cost(total + loads[group], 3.0) - 1e-3 * missing).argmin()]
             counts[chosen] += 1
             total = total + loads[chosen]
     for steep in (2.0, 8.0) if units <= _MOST_MOVED else ():
@@ -83,7 +84,7 @@ def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
 
 
 def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
-    """Return shares as multiples of a unit, exactly if the unit is 1 / ``_FINE`` or more, else rounded.
+    """Return shares in a unit of at least 1 / ``_FINE``: exactly if there is such a unit, otherwise rounded.
 
     >>> import numpy as np
     >>> _fine_shares(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
@@ -93,15 +94,15 @@ def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
 
     parts = len(groups)
     possible = np.arange(parts, _FINE, parts)
-    for amount in amounts:  # leaves the numbers of units of which each amount is a multiple
+    for amount in amounts:  # keeps the numbers of units with which each amount is a whole number of units
         possible = possible[abs(amount * possible - np.rint(amount * possible)) < 1e-6]
-    for whole in possible.tolist():
-        counts = np.rint(amounts * whole)
-        if counts.sum() == whole:
+    for units in possible.tolist():
+        counts = np.rint(amounts * units)
+        if counts.sum() == units:
             return counts
-    whole = _FINE // parts * parts
-    counts = np.floor(amounts * whole)
+    units = _FINE // parts * parts
+    counts = np.floor(amounts * units)
     for group in groups:
-        rest = whole // parts - int(counts[group].sum())
-        counts[group[np.argsort(counts[group] - amounts[group] * whole, kind="stable")[:rest]]] += 1
+        rest = units // parts - int(counts[group].sum())
+        counts[group[np.argsort(counts[group] - amounts[group] * units, kind="stable")[:rest]]] += 1
     return counts
