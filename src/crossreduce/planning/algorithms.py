@@ -411,15 +411,11 @@ def _schedule_of_packs(
     *,
     in_order: bool = False,
 ) -> Schedule:
-    """Return the schedule of all packs of a request. Each pack has the same number of equal chunks.
+    """Return the schedule of all packs of a request, each with ``chunks`` equal chunks.
 
-    Args:
-      request: its algorithm is the name of the schedule.
-      chunks: the number of chunks in a pack.
-      moves: returns the steps of the listed chunks of a pack; the number of the pack starts at ``request.first``.
-      images: maps the steps of the first chunk of a pack to those of the other chunks, if all devices are sources and
-        destinations. It serves to generate the schedule of many devices; ``None``: there is no such symmetry.
-      in_order: see ``GeneratedSchedule``.
+    ``moves`` returns the steps of the listed chunks of a pack; the number of the first pack is ``request.first``. If
+    all devices are sources and destinations, the symmetry ``images`` maps the steps of a pack's first chunk to those of
+    the others. It then generates the schedule of many devices. ``in_order`` is that of ``GeneratedSchedule``.
     """
     n = len(request.members)
     everyone = tuple(range(n))

@@ -1,8 +1,7 @@
 """Rings on a topology: each device has a link to the next device of the ring, or a route that passes no other device.
 
 Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the same bandwidth,
-that of the narrowest link of all routes, from every link that it uses. Rings are added until no further ring is found,
-at most 16.
+that of the narrowest link of all routes, from every link that it uses. Rings are added until no further one is found.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def parallel_rings(topology: Topology, request: Request) -> Schedule:
         chunks += [Chunk(share / len(orders), sources, destinations) for share, _, _ in ring.chunks]
         rounds += [[] for _ in ring.rounds[len(rounds) :]]
         for merged, steps in zip(rounds, ring.rounds, strict=False):
-            merged += [
-                Step(first_chunk + c, position[dst], tuple(position[src] for src in srcs)) for c, dst, srcs in steps
-            ]
+            merged += [Step(first_chunk + c, position[d], tuple(position[s] for s in srcs)) for c, d, srcs in steps]
     return Schedule(request.collective, "ring", devices, tuple(chunks), tuple(map(tuple, rounds)))
 
 

@@ -115,9 +115,8 @@ def neutral_topology(
 ) -> NeutralTopology:
     """Return a topology with neutral names and without latencies.
 
-    In it, members and helpers are devices, which all may reduce, and the other nodes are switches. These only forward
-    data; but if ``helpers`` is ``None``, devices and reducing switches of the original topology become reducing
-    switches.
+    In it, members and helpers are devices, which all may reduce. The other nodes are switches, which only forward; but
+    if ``helpers`` is ``None``, switches for original devices and reducing switches reduce.
     """
     device_nodes = (*members, *(helpers or ()))
     reducing: set[str] = set()

@@ -40,10 +40,6 @@ def price_of_buffer(
     """Return the price of the cheapest trees that move a unit of the buffer of a collective, or 0 if there are none.
 
     Args:
-      priced: the links.
-      joints: the nodes at which trees may branch.
-      collective: the name.
-      members: the devices that take part.
       roots: for all collectives but all-reduce, the roots and the parts of the buffer that start (or end) there.
       exact: whether the price is exact. Otherwise it is a lower limit, which is found quickly for many members.
     """

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 MOST_EXACT: Final = 10  # devices; the exact search takes 3**n times as long as one hop
 
-_PARTS_OF_PATHS: Final = (0.0, 0.5)  # the part of the price of the path to a hop that greedy trees add to the hop's
+_PARTS_OF_PATHS: Final = (0.0, 0.5)  # the parts that are tried for the rank of a hop: see ``_Grown``
 
 Edge = tuple[int, int, int]  # the step, the device that sends, the device that receives
 

@@ -42,10 +42,9 @@ class Hops:
         self._link_of_use = np.array([k for route in self.routes for k in route], dtype=np.intp)
 
     def costs(self, prices: Any) -> tuple[Any, Any]:
-        """Return, for each row of link prices, the price of the cheapest hop between each two devices; infinite if none.
+        """Return, for each row of link prices, the price of the cheapest hop between each two devices, or infinity.
 
-        The second array has the route of this hop for each row and pair. It has only one row if no pair has several
-        routes.
+        The second array has the route of this hop for each row and pair, or a single row if each pair has one route.
         """
         import numpy as np
 

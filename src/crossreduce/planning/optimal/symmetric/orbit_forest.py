@@ -1,7 +1,4 @@
-"""Forests and bounds of large symmetric topologies, for ``forest.py`` and ``bound.py``.
-
-An orbit is a set of nodes or links that the symmetry maps to each other. Programs have one variable for each orbit.
-"""
+"""Forests and bounds of large symmetric topologies, for ``forest.py`` and ``bound.py``."""
 
 from __future__ import annotations
 
