@@ -127,37 +127,37 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from . import explain as texts
+        from . import explain as text
 
-        most, pieces, trees = self.bound.algbw, self.schedule.pieces, texts.shape(self.schedule)
+        most, pieces, trees = self.bound.algbw, self.schedule.pieces, text.shape(self.schedule)
         count = len({*self.request.sources, *self.request.destinations})
-        head = f"{self.collective} of {texts.size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
+        head = f"{self.collective} of {text.size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
         if self.rate is None or most is None or not self.nbytes:
             return f"{head}: no data has to move."
-        loss = f" (a loss of {texts.rest_percent(self.ratio)})" if self.ratio < 1 else ""
+        loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
         relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
-        helpers = self.helpers and texts.helped_by(self.helpers, self.rate, self.bound_without_helpers)
+        helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
         lines = [
             head,
             f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(trees.k):.4g} unit trees per root on "
             f"{many(len(trees.roots), 'root')}, depth {trees.depth}, {many(self.schedule.round_count, 'round')}, "
             f"{many(pieces, 'piece')} per chunk",
-            f"  predicted {texts.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
-            f"  bound     {float(most):.2f} GB/s ({most}), {texts.percent(self.ratio)} of it reached{loss}",
-            f"  limited by {texts.limited_by(self.bound)}",
+            f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
+            f"  bound     {float(most):.2f} GB/s ({most}), {text.percent(self.ratio)} of it reached{loss}",
+            f"  limited by {text.limited_by(self.bound)}",
             *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
-            f"  busiest   {texts.busiest_text(self.simulation.limits)}",
+            f"  busiest   {text.busiest_text(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  bits      {self._reproducibility}",
             f"  shares of the buffer, each with its tree, written as device(devices that {relation})",
-            *texts.tree_lines(trees),
+            *text.tree_lines(trees),
             f"  other algorithms, for the same request{self._without}",
         ]
         for name, (seconds, rate) in self.others().items():
-            part = f"{float(rate):8.2f} GB/s when large, {texts.percent(rate / most)} of the bound" if rate else ""
+            part = f"{float(rate):8.2f} GB/s when large, {text.percent(rate / most)} of the bound" if rate else ""
             times = seconds / self.seconds if self.seconds else 1.0
-            lines.append(f"    {name:20s} {texts.duration(seconds):>10s} ({times:.2f} x) {part}")
+            lines.append(f"    {name:20s} {text.duration(seconds):>10s} ({times:.2f} x) {part}")
         return "\n".join(lines)
 
     @property
