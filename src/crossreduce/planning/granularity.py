@@ -1,8 +1,8 @@
 """Shares of the buffer that are multiples of 1/2, 1/4, 1/8, ...: exported plans then fit the sizes that users have.
 
 Input: a schedule, whose shares may be any fractions, and its topology. Output: the same schedule with rounded shares.
-Their common denominator is the smallest power of two that costs at most a given part of the rate. If there is none, the
-output is the schedule itself.
+Their common denominator is the smallest power of two that costs at most a given part of the rate. If no power of two
+does, the output is the schedule itself.
 
 The number of equal chunks in a file is the least common denominator of the shares. If the number of elements is not a
 multiple of it, RCCL ignores the file (msccl_lifecycle.cc), and MSCCL++ raises an error (checkMessageSize in

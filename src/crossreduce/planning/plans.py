@@ -214,7 +214,7 @@ class Plan:
         The schedule is kept if no link that it uses became slower, and either no link became faster or it still reaches
         the bound. Otherwise this plan's algorithm plans again, and then "forest". For this plan and each new one, the
         time is divided by the least time that the plan's own bound allows. The first new plan for which this ratio is
-        at most 2 % greater than for this plan is returned. If there is none, all algorithms are tried, as by ``plan``.
+        at most 2 % greater than for this plan is returned. Otherwise all algorithms are tried, as by ``plan``.
 
         Args:
           topology: as for ``plan``, with the same names of devices and switches as in this plan. Lost devices take no

@@ -167,7 +167,9 @@ class TreeProgram:
         """
         self.fixed, rate, self.weights = fixed, 0.0, []
         best, tried, part = 0.0, self._scale(self.prices), _PART_OF_BEST
-        center = tried  # the prices that give the least limit so far (it is no proof if trees are not the cheapest)
+        center = (
+            tried  # the prices that give the least limit so far (which proves nothing if trees are not the cheapest)
+        )
         for _ in range(_MOST_NEAR_ROUNDS if self.near else _MOST_ROUNDS):
             cheapest = self.cheapest_trees(tried)
             if cheapest is None:
@@ -297,7 +299,7 @@ class TreeProgram:
         return islice(cycle(chosen), count)
 
     def _cost(self, k: int, root: int) -> float:
-        """Return the price of the cheapest tree of a demand out of a root, or infinity if it has none."""
+        """Return the price of the cheapest tree of a demand out of a root, or infinity if no such tree exists."""
         return (2 if self.paired else 1) * sum(self.trees[key].cost(root) for key in self._keys(k))
 
     def _prune(self) -> None:

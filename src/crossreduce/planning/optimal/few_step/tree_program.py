@@ -47,7 +47,7 @@ Edge = tuple[int, int, int, int]  # step, sender, receiver, route
 
 
 class Column(NamedTuple):
-    """A tree out of a root, and perhaps a tree into it. ``into`` is empty if there is none."""
+    """A tree out of a root, and perhaps a tree into the root; otherwise ``into`` is empty."""
 
     root: int
     into: tuple[Edge, ...]

@@ -93,7 +93,7 @@ class _Remaining:
         self.needs: list[tuple[int, frozenset[int]]] = []  # for each batch, the number of trees and their nodes so far
         for batch in waiting:
             self.reserve(batch)
-        self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the spare capacity into it
+        self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the unneeded capacity into it
 
     def reserve(self, batch: Batch) -> None:
         """Keep capacity for a batch of trees that grows later."""
