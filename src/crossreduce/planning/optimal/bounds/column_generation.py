@@ -167,9 +167,7 @@ class TreeProgram:
         """
         self.fixed, rate, self.weights = fixed, 0.0, []
         best, tried, part = 0.0, self._scale(self.prices), _PART_OF_BEST
-        center = (
-            tried  # the prices that give the least limit so far (which proves nothing if trees are not the cheapest)
-        )
+        center = tried  # the prices that give the least limit so far (no proof, if trees are not the cheapest)
         for _ in range(_MOST_NEAR_ROUNDS if self.near else _MOST_ROUNDS):
             cheapest = self.cheapest_trees(tried)
             if cheapest is None:
